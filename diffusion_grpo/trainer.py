@@ -1,8 +1,8 @@
 """GRPO for a diffusers pipeline on transformers' `Trainer`.
 
-A pipeline, reward functions and a dataset of prompts go in; trained weights that diffusers loads, logs and images come
-out. Read `training_step` from the top: the next micro-batch (from a new rollout where the last is used up), then one
-pass and one backward pass for each trained step. This is the only module that knows all others.
+A pipeline, reward functions and a dataset of prompts go in; trained weights in diffusers' format, logs and images come
+out. Read `training_step` from the top: it takes the next micro-batch (from a new rollout when the last one is used
+up), then makes one forward and one backward pass per trained step. This is the only module that knows all the others.
 """
 
 import contextlib
@@ -49,30 +49,30 @@ RewardFunc = str | Callable[..., Scores | Awaitable[Scores]] | dict[Any, Any]
 
 
 class DiffusionGRPOTrainer(DiffusersTrainer):
-    """Trains a diffusers pipeline on rewards with GRPO (Flow-GRPO, https://huggingface.co/papers/2505.05470; DDPO,
-    https://huggingface.co/papers/2305.13301).
+    """Trainer that fine-tunes a diffusers pipeline on rewards with GRPO (Flow-GRPO,
+    https://huggingface.co/papers/2505.05470; DDPO, https://huggingface.co/papers/2305.13301).
 
     Args:
         model: Hub id or folder of a pipeline, "tiny" for the embedded one, or a `DiffusionPipeline`.
         reward_funcs: a function, a name of `diffusion_grpo.rewards.REWARDS`, a dotted path, a list of these, or a
-            mapping from these to weights or options (`rewards.load_rewards`). Called with keywords `prompts`,
-            `completions` (also as `images` or `videos`), every dataset column, `trainer_state`, `log_metric` and
-            `log_extra`; returns one `float | None` per sample, may be async.
-        args: settings, which the trainer copies; `DiffusionGRPOConfig("<model>-GRPO")` by default.
-        train_dataset: with a column `prompt`. Columns named as parameters of the pipeline's `__call__` are passed to
-            it, every column to the rewards.
-        eval_dataset: held-out prompts, or a dict of such datasets.
-        peft_config: trains a LoRA; without it all weights of the network are trained.
-        eval_reward_funcs: rewards that are only measured, in evaluation.
+            mapping from these to weights or options (`rewards.load_rewards`). A function is called with the keyword
+            arguments `prompts`, `completions` (also as `images` or `videos`), every dataset column, `trainer_state`,
+            `log_metric` and `log_extra`. It returns one `float | None` per sample and may be async.
+        args: configuration of the run, which the trainer copies; `DiffusionGRPOConfig("<model>-GRPO")` by default.
+        train_dataset: dataset with a column `prompt`. Columns named like parameters of the pipeline's `__call__` are
+            passed to it; all columns are passed to the rewards.
+        eval_dataset: dataset of held-out prompts, or a dict of such datasets.
+        peft_config: configuration of the LoRA to train; without it, all weights of the network are trained.
+        eval_reward_funcs: evaluation-only rewards, in the same forms as `reward_funcs`.
         callbacks, optimizers: as in `Trainer`.
 
     Attributes:
-        pipe: the pipeline that is trained; call it at any time as usual, in full training with `bf16` or `fp16` inside
-            `torch.autocast`. With `ema_decay` it has the average's weights once training has ended, those that were
-            evaluated and are saved.
+        pipe: the pipeline being trained, which can be called as usual at any time; in full training with `bf16` or
+            `fp16`, call it inside `torch.autocast`. With `ema_decay` it holds the averaged weights once training has
+            ended, the same weights that were evaluated and are saved.
 
     Raises:
-        ValueError: something that cannot work, in one sentence and before a model is loaded where possible.
+        ValueError: an argument or setting cannot work; raised before a model is loaded where possible.
 
     Examples:
         >>> from peft import LoraConfig
@@ -138,7 +138,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         self._make_collaborators(given.is_full_training)
 
     def _make_collaborators(self, is_full_training: bool) -> None:
-        """Make what trains, then what samples and scores, then what keeps the run."""
+        """Create the objects that train, then those that sample and score, then those that save the run."""
         args, policy, backend, monitor, metrics = self.args, self.policy, self.backend, self.monitor, self.metrics
         self.learner = make_learner(
             args,
@@ -186,7 +186,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
 
     @property
     def pipe(self) -> DiffusionPipeline:
-        """The pipeline that is trained; call it at any time as usual."""
+        """The pipeline being trained, which can be called as usual at any time."""
         return self.policy.pipe
 
     @property
@@ -196,18 +196,18 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
 
     @property
     def eval_reward_funcs(self) -> list[Reward]:
-        """The rewards that are only measured, in evaluations."""
+        """The evaluation-only rewards."""
         return self.rewards.evaluated
 
     @property
     def reward_weights(self) -> list[float]:
-        """One weight for each reward that is trained on."""
+        """One weight per trained reward."""
         return self.rewards.weights
 
     # Data: every batch of the dataloader is one whole rollout, repeated for each micro-batch that is trained on it
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader:
-        """Return dataset rows of one rollout per batch; see [`~diffusion_grpo.data.sampler.GroupSampler`]."""
+        """Return batches of dataset rows, one rollout each; see [`~diffusion_grpo.data.sampler.GroupSampler`]."""
         if self.train_dataset is None:
             raise ValueError("Training needs a train_dataset with a column 'prompt'.")
         rows, share = range(len(self.train_dataset)), self.args.batch_sizes.rollout_share
@@ -229,16 +229,16 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         """Train; see `Trainer.train`.
 
         Raises:
-            ValueError: the output folder holds a run already and `resume_from_checkpoint` does not say to go on, or a
-                setting that is read once was changed.
+            ValueError: the output folder already holds a run and `resume_from_checkpoint` does not ask to continue it,
+                or a setting that the trainer reads only once was changed.
             RatioError: the replay does not reproduce the rollout within `max_ratio_error`.
-            UntrainedStepError: a step that is trained on passes none of the trained networks.
+            UntrainedStepError: a trained step uses none of the trained networks.
             NonFiniteError: a loss or gradient is not finite.
             RewardError: a reward function failed.
-            torch.OutOfMemoryError: with what takes how much, and what to change.
+            torch.OutOfMemoryError: memory ran out; the message says what uses how much, and what to change.
         """
         start.refuse_changed_settings(self._noted_settings, self.args)
-        self.feed.reset()  # a second call starts with a rollout of its own
+        self.feed.reset()  # a second call to `train` starts with a new rollout
         self.metrics.reset()
         folder = Path(self.args.output_dir)
         with contextlib.ExitStack() as held:
@@ -248,7 +248,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             self.run.pop("published_after", None)
             if self.args.should_save:
                 write_json(folder / "run.json", self.run)
-            self.learner.show_policy()  # from which a second training goes on
+            self.learner.show_policy()  # a second call to `train` continues from the policy
             held.enter_context(explain_interrupt(folder, lambda: self.state.global_step))
             held.enter_context(self.monitor.propagate_errors())
             held.enter_context(
@@ -266,7 +266,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         return output
 
     def _resize(self) -> None:
-        """Take changed sizes of micro-batches to where they are needed."""
+        """Pass changed micro-batch sizes on to the objects that use them."""
         self._train_batch_size = self.args.train_batch_size
         self.replays.batch_size = self.args.rollout_call_size
         self.feed.resize(self.args.batch_sizes)
@@ -274,18 +274,18 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         self.metrics.reset()
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """As in `Trainer`, with a group for the value model."""
+        """Create the optimizer as in `Trainer`, with a parameter group for the value model."""
         optimizer = super().create_optimizer(model)
         self.backend.prepare_optimizer(optimizer, self.model)
         self.learner.add_value_parameters(optimizer, self.args.value_learning_rate)
         return optimizer
 
     def on_engine_ready(self) -> None:
-        """Spread the reference over the processes, as the policy is."""
+        """Shard the reference across the processes, like the policy."""
         self.learner.shard_reference()
 
     def training_step(self, model: nn.Module, inputs: list[int], num_items_in_batch: Any = None) -> Tensor:
-        """Train on one micro-batch: one pass and one backward pass per part and trained step.
+        """Train on one micro-batch: one forward and one backward pass per part and trained step.
 
         Returns:
             the detached loss.
@@ -313,7 +313,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         return loss
 
     def _next_batch(self, row_indices: list[int]) -> MicroBatch:
-        """Return the next micro-batch; leave a checkpoint where a reward fails in its rollout."""
+        """Return the next micro-batch; if a reward fails in its rollout, save a checkpoint first."""
         try:
             batch = self.feed.next(row_indices, self.state.global_step, self.state.max_steps)
         except RewardError:
@@ -326,12 +326,12 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        if not self.args.fp16:  # its loss scaling skips such updates by itself
+        if not self.args.fp16:  # fp16's loss scaling already skips such updates
             self.update.check_gradient_norm(grad_norm, self.state.global_step + 1)
         return grad_norm
 
     def _save_before_stopping(self) -> None:
-        """Write a checkpoint of the last update, to go on from; all processes write it together."""
+        """Save a checkpoint of the last update to resume from; all processes take part."""
         if self.state.global_step > 0:
             self._save_checkpoint(self.model, trial=None)
 
@@ -344,14 +344,15 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         metric_key_prefix: str = "eval",
         pipeline_kwargs: dict[str, Any] | None = None,
     ) -> dict[str, float]:
-        """Sample held-out prompts without noise and score them with all rewards, also those that are only measured.
+        """Sample held-out prompts without noise and score them with all rewards, including evaluation-only ones.
 
         Args:
-            eval_dataset: by default the trainer's; a name chooses one of several.
+            eval_dataset: dataset to evaluate, by default the trainer's; a name chooses one of several.
             ignore_keys: unused, for `Trainer`'s signature.
-            metric_key_prefix: what starts with "eval" is logged and shown to the callbacks, anything else is only
-                returned. The images of "eval" itself are kept in the output folder.
-            pipeline_kwargs: over those of training, e.g. `{"guidance_scale": 4.0}`.
+            metric_key_prefix: prefix of the metrics' names. If it starts with "eval", the metrics are logged and
+                passed to the callbacks; otherwise they are only returned. With "eval" itself, images are kept in the
+                output folder.
+            pipeline_kwargs: pipeline arguments that override those of training, e.g. `{"guidance_scale": 4.0}`.
 
         Returns:
             `{prefix}_reward`, `{prefix}_reward_std_error`, and `{prefix}_rewards/{name}/mean` and `/std_error`. With
@@ -361,8 +362,9 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             reference, and `{prefix}_rollouts/{name}` (`watch.ROLLOUTS`) for the training since the last evaluation.
 
         Raises:
-            ValueError: `pipeline_kwargs` or a column has an argument that the trainer sets, or the pipeline does not
-                take one of `pipeline_kwargs`; or there is no such dataset, nothing in it, or no column of a reward.
+            ValueError: `pipeline_kwargs` or a column sets an argument that the trainer controls, or the pipeline does
+                not take one of `pipeline_kwargs`; or the dataset does not exist, is empty, or lacks a column that a
+                reward needs.
         """
         self.inputs.check_overrides(pipeline_kwargs or {})
         datasets = choose_evaluated(eval_dataset, self.eval_dataset)
@@ -386,14 +388,14 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         return metrics
 
     def _write_validation(self) -> Path:
-        """Sample `validation_prompts` with the weights that evaluations measure."""
+        """Sample `validation_prompts` with the weights that evaluations use."""
         self.model.eval()
         return self.evaluator.write_validation(self.args.validation_prompts, self.state.global_step)
 
     # Log
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add what was measured since the last log."""
+        """Log `logs` together with the metrics collected since the last log."""
         if "loss" in logs and self.metrics:
             logs = logs | self.metrics.gather(self.backend, self.state.global_step)
         super().log(logs, start_time)

@@ -1,4 +1,4 @@
-"""Rewards: the built-in ones by name, and what a reward function must keep to.
+"""Rewards: the built-in ones by name, and the contract of a reward function.
 
 A reward is called with keywords (`prompts`, `completions`, `images` or `videos`, every dataset column, ...), returns
 one `float | None` per sample, and may be async. To add a built-in reward, add a file here and a line to `REWARDS` in

@@ -1,7 +1,7 @@
 """One call of a reward: its samples, the check of what it returned, and the saved sample if it failed.
 
-A user's reward is the least tested code of a run, so whatever can be wrong with its answer is found here, while the
-sample is at hand.
+A user's reward is the least tested code of a run, so everything that can be wrong with its answer is checked here,
+while the sample is still available.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ class RewardError(RuntimeError):
 
 @dataclasses.dataclass(kw_only=True)
 class Batch:
-    """All samples of one scoring, and what goes with them; each list has one value per sample.
+    """The samples of one scoring, with their prompts and columns; each list has one value per sample.
 
     Args:
         images, videos, latents, prompts, columns, groups, fps, sampling_rate, trainer_state: as in
             [`~diffusion_grpo.rewards.calls.score`].
-        indices: the number of each sample in the rollout or evaluation that it belongs to, for error messages.
+        indices: index of each sample in its rollout or evaluation, for error messages.
 
     Attributes:
-        kind: "images", "videos" or, where all functions take those, "latents".
-        samples: of that kind.
+        kind: "images", "videos" or, if all functions take latents, "latents".
+        samples: the samples of that kind.
 
     Raises:
         ValueError: both `images` and `videos` are given, or no samples at all.
@@ -84,7 +84,7 @@ class Batch:
 
     @property
     def shared(self) -> dict[str, Any]:
-        """Keywords that are the same for every sample."""
+        """Keyword arguments that are the same for every sample."""
         found = {"trainer_state": self.trainer_state} | ({"fps": self.fps} if self.kind == "videos" else {})
         return found if self.sampling_rate is None else found | {"sampling_rate": self.sampling_rate}
 
@@ -112,13 +112,13 @@ class Batch:
         return torch.stack(self.latents)
 
     def drop_tensors(self) -> None:
-        """Free the tensors that were made for rewards; they are made anew if one asks again."""
+        """Free the tensors that were made for rewards; they are made again on request."""
         for name in ("tensor", "stacked_latents"):
             self.__dict__.pop(name, None)
 
     @property
     def blocks(self) -> list[list[int]]:
-        """The samples of each group."""
+        """The indices of the samples in each group."""
         return [[row for row, own in enumerate(self.groups) if own == group] for group in dict.fromkeys(self.groups)]
 
 
@@ -129,9 +129,9 @@ def _group_by_prompt(prompts: list[str]) -> list[int]:
 
 @dataclasses.dataclass(eq=False)
 class Call:
-    """One call of a function: the row of the sample behind each item it gets, its answer, and what it logged.
+    """One call of a function: the row of the sample behind each item, the answer, and logged values.
 
-    `items` are there until the call is made, and `taken` are names that what it logs may not have.
+    `items` are kept until the call is made; `taken` are names that logged columns may not have.
     """
 
     reward: Reward
@@ -144,28 +144,28 @@ class Call:
     taken: frozenset[str] = frozenset(TAKEN)
 
     def log_metric(self, name: str, value: float) -> None:
-        """Keep a number that the function logs.
+        """Record a number that the function logs.
 
         Raises:
-            ValueError: a name that the run's own metrics have.
+            ValueError: one of the run's own metrics has this name.
         """
         if is_run_metric(name):
             raise ValueError(f"log_metric({name!r}) has the name of a metric of the run; change it.")
         self.metrics.append((name, float(value)))
 
     def log_extra(self, name: str, values: list) -> None:
-        """Keep a column that the function logs, one value per item.
+        """Record a column that the function logs, one value per item.
 
         Raises:
-            ValueError: a name that another column of the table has, another number of values, or values that a table
-                cannot hold.
+            ValueError: another column of the table has this name, the number of values is wrong, or a table cannot
+                hold the values.
         """
         if name in self.taken or name.startswith("advantage/"):
             raise ValueError(f"log_extra({name!r}) has the name of another column of the table of samples; change it.")
         if len(values) != len(self.rows):
             raise ValueError(f"log_extra({name!r}) got {len(values)} values for {len(self.rows)} samples.")
         plain = values.tolist() if hasattr(values, "tolist") else list(values)
-        plain = [value.tolist() if hasattr(value, "tolist") else value for value in plain]  # tensors, numpy's numbers
+        plain = [value.tolist() if hasattr(value, "tolist") else value for value in plain]  # tensors or numpy numbers
         try:
             pyarrow.array(plain)
         except pyarrow.ArrowException as error:
@@ -174,7 +174,7 @@ class Call:
 
 
 class Failure:
-    """Builds the error of one call, which names function and prompt, and saves the sample."""
+    """Error report of one call: builds an error that names function and prompt, and saves the sample."""
 
     def __init__(self, call: Call, batch: Batch, folder: Path | None):
         self.name, self.call, self.batch, self.folder = call.reward.name, call, batch, folder
@@ -227,7 +227,7 @@ def check_answer(call: Call, failure: Failure) -> list[float]:
 
 def _number(value: object, index: int, failure: Failure) -> float:
     if isinstance(value, (Tensor, np.ndarray, np.generic)) and value.ndim == 0:
-        value = value.item()  # a plain number: numpy's bool is none, and float16 overflows in comparisons
+        value = value.item()  # a plain number: numpy's bool is not a number, and float16 overflows in comparisons
     if not isinstance(value, numbers.Real):
         raise failure.error(f"returned {value!r}, expected a number or None", index)
     if abs(value) > torch.finfo(torch.float32).max or not math.isfinite(value):

@@ -62,7 +62,8 @@ REWARDS: dict[str, Callable] = {
 
 
 def get_reward(reward: str | Callable) -> Callable:
-    """Return the reward for a built-in name or a dotted path (`"my_package.rewards.sharpness"`); a callable as it is.
+    """Return the reward of a built-in name or a dotted path (`"my_package.rewards.sharpness"`), or a callable as it
+    is.
 
     Args:
         reward: the name, path or callable.

@@ -1,4 +1,4 @@
-"""Call reward functions: what a user's code gets, what it may not change, and when it is called is decided here."""
+"""Call reward functions; decide what a user's code gets, what it may not change, and when it is called."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from .event_loop import run_in_loop
 
 
 def read_matmul_precision() -> str | None:
-    """Return torch's precision of float32 products; None where it was set by its newer names, as `tf32: true` does."""
+    """Return torch's precision of float32 products; None if it was set by its newer names, as `tf32: true` does."""
     try:
         return torch.get_float32_matmul_precision()
-    except RuntimeError:  # torch refuses to mix its two ways
+    except RuntimeError:  # torch refuses to mix its two interfaces
         return None
 
 
-SETTINGS = (  # of torch, process-wide: functions that read and write each
+SETTINGS = (  # functions that read and write each process-wide setting of torch
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_num_threads, torch.set_num_threads),
     (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
@@ -63,24 +63,26 @@ def score(
     column, as far as it accepts them. Async functions run concurrently. A function that asks for `images` and gets
     videos is called with frames of them, and its value is the mean over a video's frames (`Reward.frames`). A function
     marked `groupwise` is called once per group, one marked `takes_tensors` gets a tensor, one marked `takes_latents`
-    the latents under that name. Each gets its own copies of samples and columns, so that writing to them affects
-    neither another function nor the caller. Functions run without gradients, and torch's settings are restored after
-    each call.
+    the latents under that name. Each function gets its own copies of samples and columns, so that writing to them
+    affects neither another function nor the caller. Functions run without gradients, and torch's settings are restored
+    after each call.
 
     Args:
-        reward_funcs: each returns one `float | None` per sample.
+        reward_funcs: functions that return one `float | None` per sample.
         images: PIL images, or `videos`: lists of frames; arrays are converted to PIL once. At most one of the two;
             neither if all functions take latents.
         latents: the latents of each sample after the last denoising step.
-        prompts: one per sample; None if the samples come from embeddings, and functions then get no prompts.
+        prompts: one prompt per sample; None if the samples come from embeddings, in which case functions get no
+            prompts.
         columns: further dataset columns, each with one value per sample.
         groups: the group of each sample, for groupwise functions; by default, samples of equal prompts are a group.
         fps: frames per second of the videos.
-        sampling_rate: of the sounds, in hertz.
+        sampling_rate: sampling rate of the sounds, in hertz.
         log_metric: called with each name and number that functions log, in the order of the functions.
         log_extra: called once for each name that functions log, with one value per sample (None if not logged).
-        failure_dir: where the sample of a failed call is saved.
-        announce: called with the name of each function before it, and with several names before all async ones.
+        failure_dir: folder in which the sample of a failed call is saved.
+        announce: called with the name of each function before the function is called, and with the names of all async
+            functions before they are awaited.
 
     Returns:
         `(samples, functions)` float32, NaN for `None`.
@@ -144,7 +146,7 @@ class Scoring:
                 if announce is not None:
                     announce(self.doing)
                 call.answer = _answer(call, self.batch)
-                call.items = None  # a scoring is kept until its rollout ends, and its tensors would be too
+                call.items = None  # otherwise its tensors would be kept until the rollout ends
         self.batch.drop_tensors()
 
     @property
@@ -160,7 +162,7 @@ class Scoring:
     async def wait(self) -> None:
         """Await all awaitables among the answers together, and replace them by their results.
 
-        Several scorings wait in one thread, which has gradients turned off as a whole; so this does not.
+        Several scorings wait in one thread, in which gradients are turned off already.
         """
         waiting = [call for call in itertools.chain(*self.calls) if inspect.isawaitable(call.answer)]
         self.doing = ", ".join(dict.fromkeys(self.awaited))
@@ -193,7 +195,7 @@ class Scoring:
 def score_here(scorings: list[Scoring], announce: Callable[[str], None] | None = None) -> None:
     """Make the calls in this thread, then await all async ones together.
 
-    They are awaited in the event loop of another thread: this one may run a loop already (a notebook).
+    They are awaited in the event loop of another thread, because this one may already run a loop (in a notebook).
     """
     for scoring in scorings:
         scoring.answer(announce)
@@ -211,11 +213,11 @@ def score_here(scorings: list[Scoring], announce: Callable[[str], None] | None =
     try:
         done.result()
     finally:
-        done.cancel()  # if it was interrupted
+        done.cancel()  # in case it was interrupted
 
 
 def _tensor_name(reward: Reward) -> str:
-    """Return the keyword for the tensor: images and videos have the same form, so the function's own name counts."""
+    """Return the keyword for the tensor: images and videos have the same form, so the function's signature decides."""
     return "videos" if "videos" in reward.parameters else "images"
 
 
@@ -256,7 +258,7 @@ def _answer(call: Call, batch: Batch) -> object:
 
 
 def _keywords(call: Call, batch: Batch) -> dict[str, Any]:
-    """Return the call's keywords, with copies of the samples and of the columns that the function takes."""
+    """Return the call's keyword arguments, with copies of the samples and of the columns that the function takes."""
     reward, parameters = call.reward, call.reward.parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     fixed = reward.fixed
@@ -271,7 +273,7 @@ def _keywords(call: Call, batch: Batch) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def preserve_settings() -> Iterator[None]:
-    """Restore torch's process-wide settings afterwards, whatever a reward changes."""
+    """Restore torch's process-wide settings after the context, whatever a reward has changed."""
     before = [read() for read, _ in SETTINGS]
     try:
         yield
@@ -287,7 +289,7 @@ def restore_settings(settings: list[Any]) -> None:
 
 
 async def _await_answer(answer: Awaitable) -> object:
-    """Return the answer, or the exception: one that is raised in the event loop could end the loop itself."""
+    """Return the answer, or the exception: raised in the event loop, it could end the loop itself."""
     try:
         return await answer
     except asyncio.CancelledError:
@@ -308,5 +310,5 @@ def _read_values(calls: list[Call], batch: Batch, folder: Path | None) -> list[f
 
 @cache
 def _warn_unscored() -> None:
-    """Warn once per process."""
+    """Warn of unscored samples, once per process."""
     warnings.warn("Some samples got None from every reward function; they do not contribute.", stacklevel=3)

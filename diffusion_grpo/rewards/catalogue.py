@@ -12,7 +12,7 @@ class Entry(NamedTuple):
 
     Attributes:
         measures: what a high value means.
-        values: the range.
+        values: range of the values.
         needs: weights (Hub ids), packages or columns; empty if it needs nothing.
     """
 
@@ -62,7 +62,7 @@ CATALOGUE: dict[str, Entry] = {
 
 
 def entry(name: str, reward: Callable) -> Entry:
-    """Return a reward's catalogue entry, or one made of the first line of its docstring and its default `model`."""
+    """Return a reward's catalogue entry, or one made from the first line of its docstring and its default `model`."""
     if name in CATALOGUE:
         return CATALOGUE[name]
     model = inspect.signature(reward).parameters.get("model")

@@ -1,4 +1,4 @@
-"""What a reward is in a run: a callable with its name, weight and options, its marks, and what it needs of a run."""
+"""Contract of a reward in a run: a callable with its name, weight and options, its marks, and its requirements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROVIDED: tuple[str, ...] = ("prompts", "completions", "images", "videos", "late
 PROVIDED += ("trainer_state", "log_metric", "log_extra")
 # columns of the tables of samples, which a reward of that name would overwrite
 TAKEN = ("prompt", "step", "seed", "reward", "advantage", "value", "kl", "image", "file", "dataset")
-# metrics of a run (docs/metrics.md), which a number that a reward logs under that name would change or replace
+# metrics of a run (docs/metrics.md), which a reward's number logged under the same name would change or replace
 METRICS: tuple[str, ...] = ("reward", "reward_std", "reward_std_error", "loss", "grad_norm", "learning_rate", "epoch")
 METRICS += ("step", "kl", "diversity", "denoising_error", "samples_per_second", "runtime", "frac_reward_zero_std")
 METRICS += ("frac_advantage_zero", "frac_advantage_clipped")
@@ -32,7 +32,7 @@ VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
 def groupwise(function: Function) -> Function:
-    """Mark a reward to be called once per prompt, with all samples of it (e.g. a pairwise preference).
+    """Mark a reward to be called once per prompt, with all its samples (e.g. a pairwise preference).
 
     Args:
         function: the reward, which is returned.
@@ -89,7 +89,7 @@ def takes_latents(function: Function) -> Function:
 def batchwise(function: Function) -> Function:
     """Mark a reward to be called once per rollout, after it, with all samples that this process scores.
 
-    For rewards that compare prompts with each other. Other rewards may be called with whole groups as they finish.
+    This is for rewards that compare prompts with each other. Other rewards may be called with groups as they finish.
 
     Args:
         function: the reward, which is returned.
@@ -106,9 +106,9 @@ def batchwise(function: Function) -> Function:
 
 
 def opens_images(function: Function) -> Function:
-    """Mark a reward whose `..._column` arguments name columns of images, which it opens where they are paths.
+    """Mark a reward whose `..._column` arguments name columns of images, which it opens if they are paths.
 
-    If such a reward is served, the server takes the images themselves and no paths, and `remote` sends them.
+    If such a reward is served, the server accepts only the images themselves, not paths, and `remote` sends them.
 
     Args:
         function: the reward, a function or a class, which is returned.
@@ -129,7 +129,7 @@ def is_marked(function: Callable, mark: Mark) -> bool:
 
 
 def _find_code(function: Callable) -> Callable:
-    """Return what a call runs: a function itself, an object's `__call__`, a network's `forward`."""
+    """Return the code that a call runs: a function itself, an object's `__call__`, or a network's `forward`."""
     if inspect.isroutine(function):
         return function
     function = _unwrap(function)
@@ -151,7 +151,7 @@ def _unwrap(function: Callable) -> Callable:
 
 
 def _runs_forward(function: Callable) -> TypeGuard[nn.Module]:
-    """Return whether a call passes all it gets on to a network's `forward`; a class may have its own `__call__`."""
+    """Return whether a call passes all arguments on to a network's `forward`; a class may have its own `__call__`."""
     if not isinstance(function, nn.Module) or getattr(type(function), "forward", None) is nn.Module.forward:
         return False
     _, *others = inspect.signature(type(function).__call__).parameters.values()
@@ -159,7 +159,7 @@ def _runs_forward(function: Callable) -> TypeGuard[nn.Module]:
 
 
 def is_run_metric(name: str) -> bool:
-    """Return whether a metric is one that a run logs itself, or is called like one."""
+    """Return whether a metric is one that a run logs itself, or is named like one."""
     family, slash, _ = name.partition("/")
     return name in METRICS or name.startswith("eval_") or bool(slash) and family in FAMILIES
 
@@ -167,18 +167,18 @@ def is_run_metric(name: str) -> bool:
 @dataclasses.dataclass(frozen=True)
 class Reward:
     """One reward as a run uses it. The value r that it returns for a sample becomes (r - mean) / std, is then clipped,
-    and then compared with the threshold; the result is what is used and logged.
+    and then compared with the threshold; the result is used and logged.
 
     Attributes:
-        function: what is called.
+        function: the callable that computes the reward.
         name: the reward's name in metrics and files.
-        arguments: keyword arguments of every call, besides the samples and the dataset's columns.
+        arguments: keyword arguments of every call, in addition to the samples and the dataset's columns.
         weight: its weight in the sum over rewards; None if it was not given.
-        mean, std: fixed numbers, such as those published with a scorer's weights; std above 0.
-        clip: [low, high].
+        mean, std: fixed numbers for normalisation, such as those published with a scorer's weights; std is above 0.
+        clip: range [low, high] to which the value is clipped.
         threshold: a pass mark: the value becomes 1 if it is at least this, else 0.
-        frames: how many frames of a video a function that asks for `images` gets: evenly spaced, including the first
-            and the last (1 is the first), or "all". The value is the mean over the frames.
+        frames: number of frames of a video that a function asking for `images` gets, evenly spaced and including the
+            first and the last (1 is the first), or "all". The value is the mean over the frames.
         made_with: the arguments with which `function` was made, if a class was named.
 
     Raises:
@@ -220,7 +220,7 @@ class Reward:
             raise ValueError(f"The reward {self.name!r} has frames={self.frames!r}; give 1 or more, or 'all'.")
 
     def __call__(self, /, **keywords: Any) -> Any:
-        """Call the function with its arguments and return its own answer, to which no option is applied."""
+        """Call the function with its arguments and return its answer, without applying the options."""
         return self.function(**self.arguments, **keywords)
 
     def offload(self) -> None:
@@ -235,7 +235,7 @@ class Reward:
 
     @property
     def fixed(self) -> set[str]:
-        """Names whose value comes from the settings alone, so that a dataset column of that name is not passed.
+        """Names of parameters that only the settings determine, so that a dataset column of that name is not passed.
 
         These are set by `arguments` or a `functools.partial`, or are parameters with a default of a built-in reward,
         such as `scene` of `text`. A default in a user's function stands for a column that may be missing.
@@ -249,7 +249,7 @@ class Reward:
 
     @property
     def reads_frames(self) -> bool:
-        """Whether the function asks for images, and so gets frames of a video."""
+        """Whether the function asks for images, and so gets single frames of a video."""
         marks: tuple[Mark, ...] = ("takes_tensors", "takes_latents")
         is_other = "videos" in self.parameters or any(is_marked(self.function, mark) for mark in marks)
         return "images" in self.parameters and not is_other
@@ -264,7 +264,7 @@ class Reward:
         return value
 
     def options(self) -> dict[str, Any]:
-        """Return arguments and changed options, as recorded in `run.json`: without tokens."""
+        """Return arguments and changed options, without tokens, as recorded in `run.json`."""
         changed = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -337,7 +337,7 @@ def check_columns(rewards: list[Reward], columns: list[str], dataset: str) -> No
         required = [
             name
             for name, parameter in reward.parameters.items()
-            if (parameter.default is parameter.empty or name == "prompt")  # whose default would always stand
+            if (parameter.default is parameter.empty or name == "prompt")  # its default would always be used
             and parameter.kind not in VARIADIC
             and name not in fixed
         ]
@@ -374,9 +374,9 @@ def check_groups(rewards: list[Reward], samples: int, num_generations: int) -> N
     """Refuse groupwise rewards if a prompt's samples are spread over processes.
 
     Args:
-        rewards: those that are trained on.
-        samples: consecutive samples that one process rolls out (`BatchSizes.consecutive_samples`).
-        num_generations: samples per group.
+        rewards: the trained rewards.
+        samples: number of consecutive samples that one process rolls out (`BatchSizes.consecutive_samples`).
+        num_generations: number of samples per group.
 
     Raises:
         ValueError: `samples` is not a whole number of groups.
@@ -396,7 +396,7 @@ def _is_built_in(function: Callable) -> bool:
 
 
 def settable_parameters(function: Callable) -> dict[str, Any]:
-    """Return what can be set: parameters with a default that do not come with the samples, or all of a class."""
+    """Return the parameters that can be set: those with a default that do not come with samples, or all of a class."""
     return {
         name: parameter.default
         for name, parameter in _read_parameters(function).items()
@@ -425,7 +425,7 @@ def _attributes(function: Callable) -> dict[str, Any]:
 
 
 def is_number(value: Any) -> bool:
-    """Say whether a value is an int or a float; a bool is neither here."""
+    """Return whether a value is an int or a float; a bool counts as neither."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

@@ -1,7 +1,7 @@
 """One event loop for all async reward functions of a process.
 
 Clients, locks and semaphores belong to the event loop in which they are first used. Reward functions often keep them
-at module level, so all calls of the process are awaited in the same loop, in a thread of its own.
+at module level, so all calls of the process are awaited in the same loop, which runs in its own thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _LoopThread:
 
     def __init__(self):
         self.loop, self.process = asyncio.new_event_loop(), os.getpid()
-        # each thread has its own current device, at first device 0
+        # each thread has its own current device, initially device 0
         self.device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
         threading.Thread(target=self._run, name="async rewards", daemon=True).start()
 

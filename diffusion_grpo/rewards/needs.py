@@ -1,8 +1,8 @@
 """Check, before a model is loaded, that rewards have the packages and weights that they need.
 
-Rewards load at their first call, after the first rollout, which a large run reaches late. Only this machine is looked
-at. A Hub id that is not in the cache is downloaded at the first call, so it counts as missing only if `HF_HUB_OFFLINE`
-is set.
+Rewards load at their first call, after the first rollout, which a large run reaches late. Only this machine is
+checked. A Hub id that is not in the cache is downloaded at the first call, so it counts as missing only if
+`HF_HUB_OFFLINE` is set.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Source(NamedTuple):
         """Return the names of all files that are read, all of which are on this machine.
 
         Raises:
-            FileNotFoundError: one is missing, which may be a part of weights in several files.
+            FileNotFoundError: a file is missing, or one part of weights that are split into several files.
         """
         names = []
         for alternatives in self.files:

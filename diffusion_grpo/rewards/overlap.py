@@ -2,7 +2,7 @@
 
 A prompt's samples are scored as soon as the last of them is made, while the pipeline goes on: ordinary rewards in one
 thread, async ones (a server's answers) in another. Each of the two threads lasts for the whole run, and all rewards
-are called there, also those that wait for the rollout: a connection to a database, for example, works only in the
+are called there, including those that wait for the rollout: a connection to a database, for example, works only in the
 thread that opened it. The result is the same as when scoring afterwards, bit for bit: rewards are called with the same
 samples, their answers are checked and logged in the same order, and nothing is overlapped that shares random numbers
 or memory with the rollout.
@@ -30,24 +30,24 @@ from .calls import SETTINGS, Scoring, restore_settings, score_here
 from .contract import Reward, is_marked
 from .event_loop import run_in_loop
 
-LOOK = 1.0  # seconds between two looks at which reward the run is waiting for
+LOOK = 1.0  # seconds between checks of which reward the run is waiting for
 logger = logging.getLogger(__name__)
 Begin = Callable[[list[Reward], list[int], list[Any] | None, list[Tensor] | None], Scoring]
 Part = tuple[list[int], list[int], Scoring]  # indices of samples, numbers of rewards, and their calls
 
 
 class Overlap:
-    """Decides whether rewards may be computed during the rollout; one object lasts for the whole run.
+    """Decision whether rewards may be computed during the rollout; one object lasts for the whole run.
 
-    The first samples are scored while the rollout waits: that is when rewards load what they need, and when it shows
+    The first samples are scored while the rollout waits: rewards then load what they need, and it becomes clear
     whether one draws from torch's global generator. Such a reward and the rollout would change each other's random
     numbers; so would a pipeline that draws from the global generator.
 
     Args:
         is_wanted: the setting `overlap_rewards`.
         draws_globally: returns whether a call of the pipeline has drawn from torch's global generator.
-        waits_for_rollout: returns whether the first samples are scored after the first rollout, because other
-            processes would otherwise wait in a collective in the middle of it.
+        waits_for_rollout: returns whether the first samples are scored only after the first rollout, because other
+            processes would otherwise wait in a collective during the rollout.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class Overlap:
         self._thread: _Thread | None = None
 
     def submit(self, scoring: Scoring) -> Future:
-        """Queue a scoring in the thread of the rewards; return a future that is done when its answers are there."""
+        """Queue a scoring in the thread of the rewards; return a future that is done once it has its answers."""
         if self._thread is None:
             self._thread = _Thread()
             weakref.finalize(self, self._thread.close)
         return self._thread.submit(scoring)
 
     def drop(self) -> None:
-        """Forget the scorings that have not begun, and cancel those whose async rewards are being awaited."""
+        """Drop the scorings that have not begun, and cancel those whose async rewards are being awaited."""
         if self._thread is not None:
             self._thread.drop()
 
@@ -76,13 +76,13 @@ class Overlap:
         """Call rewards and wait for them: in their thread, or in this one if rewards are never overlapped.
 
         Args:
-            scorings: of the samples; async rewards of all of them are awaited together.
+            scorings: scorings of the samples; the async rewards of all of them are awaited together.
             announce: called with the names of the rewards that the run waits for.
         """
         if not self.is_wanted:
             score_here(scorings, announce)
             return
-        if announce is not None and scorings:  # before it is called: it may end the process
+        if announce is not None and scorings:  # before the call, which may end the process
             announce(scorings[0].doing)
         for scoring, done in [(scoring, self.submit(scoring)) for scoring in scorings]:
             wait_for(done, scoring, announce)
@@ -106,7 +106,7 @@ class Overlap:
 
     @contextlib.contextmanager
     def watch_generator(self) -> Iterator[None]:
-        """Notice whether the first scoring draws from torch's global generator."""
+        """Detect whether the first scoring draws from torch's global generator."""
         before = _generator_states()
         yield
         self.is_tried = True
@@ -125,13 +125,13 @@ def _generator_states() -> list[Tensor]:
 
 
 class Arrivals:
-    """Collects samples as they are made, and tells which groups are complete.
+    """Collection of samples as they are made, which tells which groups are complete.
 
     Args:
         groups: the group of each sample, by its index.
 
     Attributes:
-        watch: called with the number of samples that have arrived.
+        watch: called with the number of samples that have just arrived.
     """
 
     def __init__(self, groups: list[int]):
@@ -142,7 +142,7 @@ class Arrivals:
         self.watch: Callable[[int], None] = lambda count: None
 
     def add(self, indices: list[int], samples: Any | None, latents: Any | None) -> list[int]:
-        """Take the samples made at these indices; return the indices of all groups that this completes."""
+        """Add the samples made at these indices; return the indices of all samples in groups that are now complete."""
         for number, index in enumerate(indices):
             self.samples[index] = None if samples is None else samples[number]
             self.latents[index] = None if latents is None else latents[number]
@@ -155,20 +155,20 @@ class Arrivals:
         return ready
 
     def get(self, indices: list[int]) -> tuple[list | None, list[Tensor] | None]:
-        """Return samples and latents at these indices, None for what was not made."""
+        """Return samples and latents at these indices; None for those that were not made."""
         samples, latents = ([kept[index] for index in indices] for kept in (self.samples, self.latents))
         return None if samples[0] is None else samples, None if latents[0] is None else latents
 
 
 class RolloutScoring:
-    """Computes the rewards of one rollout of one process. A context manager, which on exit drops what has not begun.
+    """Scoring of one process's rollout. A context manager, which on exit drops calls that have not begun.
 
     Args:
-        rewards: those that are trained on.
+        rewards: the trained rewards.
         groups: the group of each sample.
         begin: makes a scoring from rewards, indices, samples (or None) and latents (or None).
-        overlap: of the run.
-        announce: called with the names of the rewards that the rollout waits for, and with None when it goes on.
+        overlap: the run's decision about overlapping.
+        announce: called with the names of the rewards that the rollout waits for, and with None when it continues.
 
     Attributes:
         waited: seconds for which the run's first scoring held up the rollout.
@@ -203,18 +203,18 @@ class RolloutScoring:
 
     @property
     def count(self) -> int:
-        """How many samples the rollout has in the end."""
+        """The number of samples in the whole rollout."""
         return len(self.groups)
 
     def add(self, indices: list[int], samples: Any | None, latents: Any | None) -> None:
-        """Take the samples that a call of the pipeline made, and score the groups that they complete."""
+        """Add the samples that a pipeline call has made, and score the groups that they complete."""
         ready = self.arrivals.add(indices, samples, latents)
         if ready and self.early:
             self._hand_over(self.early, ready)
 
     def _hand_over(self, numbers: list[int], indices: list[int]) -> None:
         scoring = self.begin([self.rewards[number] for number in numbers], indices, *self.arrivals.get(indices))
-        scoring.taken |= {reward.name for reward in self.rewards}  # also those that are called later
+        scoring.taken |= {reward.name for reward in self.rewards}  # including those that are called later
         self.parts.append((indices, numbers, scoring))
         if self.overlap.is_first and self.overlap.waits_for_rollout:
             return
@@ -229,7 +229,7 @@ class RolloutScoring:
             self.done.append((self.parts[-1], self.overlap.submit(scoring)))
 
     def wait(self, watch: Callable[[int], None] = lambda count: None) -> None:
-        """Wait for all rewards; `watch` is called with the number of samples that have just got all of theirs."""
+        """Wait for all rewards; call `watch` with the number of samples that have just received all theirs."""
         late = [number for number in range(len(self.rewards)) if number not in self.early]
         reported = 0
         for (indices, _, scoring), done in self.done:
@@ -247,7 +247,7 @@ class RolloutScoring:
         """Return the rewards, `(samples, functions)` float32, after `wait`; see `score`.
 
         Raises:
-            RewardError: see `score`; of several failures, the first in the order of the scoring.
+            RewardError: see `score`; if several calls fail, the first in the order of the scoring.
         """
         return collect_values(self.parts, (len(self.groups), len(self.rewards)), failure_dir, log_metric, log_extra)
 
@@ -258,8 +258,8 @@ def collect_values(
     """Return the rewards of all parts, `(samples, functions)` float32, once they have their answers; see `score`.
 
     Args:
-        parts: together they have each reward of each sample.
-        shape: number of samples and of functions.
+        parts: parts that together cover each reward of each sample.
+        shape: numbers of samples and of functions.
         failure_dir, log_metric, log_extra: as in `score`.
     """
     values, extras = torch.full(shape, float("nan"), dtype=torch.float32), {}
@@ -279,7 +279,7 @@ def collect_values(
 
 
 def wait_for(done: Future, scoring: Scoring, announce: Callable[[str | None], None] | None = None) -> None:
-    """Wait for a scoring that was submitted, and announce what it is doing; raise what its thread raised."""
+    """Wait for a submitted scoring, and announce which reward it is calling; raise errors of its thread."""
     announced = None
     while not done.done():
         if announce is not None and scoring.doing != announced:
@@ -297,27 +297,27 @@ def waits_for_all(reward: Reward) -> bool:
 
 
 class _Thread:
-    """A thread that calls rewards, in the order in which they are submitted. Async ones wait in the event loop.
+    """A thread that calls rewards in the order of submission. Async ones wait in the event loop.
 
-    It lasts until `close`. Python ends without waiting for it.
+    It lasts until `close`. Python exits without waiting for it.
     """
 
     def __init__(self):
         self.queue: queue.SimpleQueue = queue.SimpleQueue()
         self.waiting: list[Future] = []
         self.settings = [read() for read, _ in SETTINGS]
-        # each thread has its own current device, at first device 0
+        # each thread has its own current device, initially device 0
         self.device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
         threading.Thread(target=self._call, name="rewards", daemon=True).start()
 
     def submit(self, scoring: Scoring) -> Future:
-        """Queue a scoring; return a future that is done when its answers are there."""
+        """Queue a scoring; return a future that is done once it has its answers."""
         done: Future = Future()
         self.queue.put((scoring, done))
         return done
 
     def drop(self) -> None:
-        """Drop what is queued, and cancel what waits."""
+        """Drop queued scorings, and cancel those that are being awaited."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self.queue.get_nowait()
@@ -325,7 +325,7 @@ class _Thread:
             future.cancel()
 
     def close(self) -> None:
-        """End the thread when it finishes what it is doing."""
+        """End the thread once it has finished its current call."""
         self.drop()
         self.queue.put(None)
 
@@ -333,10 +333,10 @@ class _Thread:
         if self.device is not None:
             torch.accelerator.set_device_index(self.device)
         loop = asyncio.new_event_loop()
-        asyncio.set_event_loop(loop)  # for ordinary rewards that run a coroutine by themselves
+        asyncio.set_event_loop(loop)  # for ordinary rewards that run a coroutine themselves
         while (entry := self.queue.get()) is not None:
             self._answer(*entry)
-            del entry  # or the samples would be kept until the next ones come
+            del entry  # otherwise the samples would be kept until the next ones arrive
         loop.close()
 
     def _answer(self, scoring: Scoring, done: Future) -> None:
@@ -355,7 +355,7 @@ class _Thread:
     async def _wait(self, scoring: Scoring) -> None:
         try:
             await scoring.wait()
-        finally:  # an async reward may have changed these
+        finally:  # an async reward may have changed these settings
             torch.set_grad_enabled(False)
             restore_settings(self.settings)
 

@@ -1,9 +1,9 @@
 """Score the samples of all processes on a few of them (`reward_processes`).
 
-The processes form `reward_processes` equal blocks, and the first process of each scores whole groups for its block,
+The processes form `reward_processes` equal blocks, and the first process of each block scores whole groups for it,
 wherever they were made. Samples are sent while the next ones are rolled out, through their own process group (gloo,
 from host memory), so that no collective of the run waits for them. Rewards are called with the same samples in the
-same order whichever process is ahead.
+same order, no matter which process is ahead.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def is_scorer(groups: ContextGroups, reward_processes: int | None) -> bool:
     """Return whether this process computes rewards.
 
     Args:
-        groups: the context-parallel groups, of processes that share their samples.
-        reward_processes: the setting of that name.
+        groups: the context-parallel groups of processes, which share their samples.
+        reward_processes: the setting of the same name.
     """
     own = groups.index
     is_first = reward_processes is None or own == scoring_process(own, groups.count, reward_processes)
@@ -47,7 +47,7 @@ def is_scorer(groups: ContextGroups, reward_processes: int | None) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """Which process scores which samples, as one process sees it. Positions number the samples of all processes.
+    """Assignment of samples to the processes that score them, as one process sees it. Positions number all samples.
 
     Attributes:
         own: positions of the samples that this process makes.
@@ -67,11 +67,11 @@ class Assignment:
     def packets(
         self, indices: Iterable[int], samples: list | None, latents: list[Tensor] | None
     ) -> Iterator[tuple[int, Packet]]:
-        """Yield each scoring process and its packet, of the samples made here at `indices`.
+        """Yield each scoring process with its packet of the samples made here at `indices`.
 
         Args:
-            indices: of the samples to send.
-            samples, latents: of this process, by index.
+            indices: indices of the samples to send.
+            samples, latents: samples and latents of this process, by index.
         """
         indices = [index for index in indices if self.scorers[index] is not None]
         for process in dict.fromkeys(self.scorers[index] for index in indices):
@@ -87,7 +87,7 @@ class Assignment:
             made: positions that each process makes, or each context-parallel group of `copies` processes.
             group_size: positions per group; a group is scored in the first block in `made` that has a part of it.
             count: the setting `reward_processes`.
-            rank: this process.
+            rank: index of this process.
         """
         homes: dict[int, int] = {}
         for process, positions in enumerate(made):
@@ -103,12 +103,12 @@ class Assignment:
 
 
 class SampleChannel:
-    """Sends samples between processes inside `barrier_after`. Its constructor is a collective.
+    """Channel that sends samples between processes inside `barrier_after`. Its constructor is a collective.
 
     Args:
-        monitor: the processes.
-        device: where tensors go that were on the sender's accelerator.
-        timeout: seconds within which a packet that is being sent must arrive.
+        monitor: passes messages between the processes.
+        device: device for tensors that were on the sender's accelerator.
+        timeout: seconds within which a sent packet must arrive.
     """
 
     def __init__(self, monitor: ProcessGroupMonitor, device: torch.device, timeout: float):
@@ -118,12 +118,12 @@ class SampleChannel:
         self.under_way: list[distributed.Work] = []
 
     def open(self) -> None:
-        """Begin a turn. What an earlier one may have left behind is not mistaken for a part of it."""
+        """Begin a turn. Packets left over from an earlier turn are not mistaken for parts of this one."""
         self.turn += 1
         self.under_way, self.counts = [], collections.Counter()
 
     def close(self) -> None:
-        """End a turn, after `apart`: all that was sent has been received."""
+        """End a turn; called after `barrier_after`, when all packets have been received."""
         for work in self.under_way:
             work.wait()
         self.under_way = []
@@ -142,7 +142,7 @@ class SampleChannel:
         """Return the next packet of a process; None if it has not arrived yet and `is_waiting` is false.
 
         Raises:
-            RankError: the process ended before all of it had arrived, or gives no sign of life.
+            RankError: the process ended before the whole packet had arrived, or does not respond.
         """
         if is_waiting:
             self.monitor.set_task(f"waits for samples of process {process}")
@@ -166,22 +166,22 @@ class SampleChannel:
 
 
 class SubsetScoring:
-    """Does the work of `RolloutScoring` when some processes score for all: the same calls, on another process.
+    """Counterpart of `RolloutScoring` when some processes score for all: the same calls, on another process.
 
     Packets are taken in turn, one from each process that has some left, so that rewards are called in the same order
-    whichever process is ahead. No process waits for a packet before its own samples are made.
+    no matter which process is ahead. No process waits for a packet before its own samples are made.
 
     Args:
-        assignment: of this rollout.
+        assignment: assignment of this rollout's samples.
         channel: sends samples to other processes; opened on entry.
-        scoring: of the samples that are scored here, in the order of `assignment.taken`.
+        scoring: scoring of the samples that are scored here, in the order of `assignment.taken`.
         groups: the group of each sample that is made here.
     """
 
     def __init__(self, assignment: Assignment, channel: SampleChannel, scoring: RolloutScoring, groups: list[int]):
         self.assignment, self.channel, self.scoring = assignment, channel, scoring
         self.arrivals = Arrivals(groups)
-        self.kept: collections.deque[Packet] = collections.deque()  # of this process's own samples
+        self.kept: collections.deque[Packet] = collections.deque()  # packets of this process's own samples
         self.owed = {source: len(positions) for source, positions in assignment.sources.items()}
         self.turns = collections.deque(self.owed)
         self.index = {position: index for index, position in enumerate(assignment.taken)}
@@ -200,7 +200,7 @@ class SubsetScoring:
 
     @property
     def count(self) -> int:
-        """How many samples are scored here."""
+        """The number of samples scored here."""
         return len(self.assignment.taken)
 
     @property
@@ -209,7 +209,7 @@ class SubsetScoring:
         return self.scoring.waited
 
     def add(self, indices: list[int], samples: Any | None, latents: Tensor | None) -> None:
-        """Take the samples that a call of the pipeline made; send groups of which all samples made here are there."""
+        """Add the samples that a pipeline call has made; send groups once all of their samples made here are there."""
         ready = self.arrivals.add(indices, samples, latents)
         kept = None if samples is None else self.arrivals.samples, None if latents is None else self.arrivals.latents
         for process, packet in self.assignment.packets(ready, *kept):
@@ -249,12 +249,12 @@ class SubsetScoring:
 def exchange_samples(
     assignment: Assignment, channel: SampleChannel, samples: list, latents: list[Tensor] | None
 ) -> Packet:
-    """Send all samples of this process, and return all that it scores. Called inside `barrier_after`.
+    """Send all samples of this process, and return all those that it scores. Call it inside `barrier_after`.
 
     Args:
         assignment: the samples that each process scores.
         channel: sends the samples.
-        samples, latents: of this process, in the order of `assignment.own`.
+        samples, latents: samples and latents of this process, in the order of `assignment.own`.
     """
     channel.open()
     found: Packet = [], [], None if latents is None else []

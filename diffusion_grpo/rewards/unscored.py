@@ -1,7 +1,7 @@
 """Stop a run after several rollouts in a row without a single reward.
 
-One such rollout may be bad luck (prompts that no reward is made for). Many are a mistake: an empty column, a server
-that answers `null`, a reward made for other prompts. The run would learn nothing from them.
+One such rollout may be bad luck (prompts that no reward is made for). Many in a row point to a mistake: an empty
+column, a server that answers `null`, a reward made for other prompts. The run would learn nothing from them.
 """
 
 import logging
@@ -15,11 +15,11 @@ logger = logging.getLogger(__name__)
 
 
 class UnscoredRollouts:
-    """Counts rollouts in a row in which every reward was `None`: warns at the first, and stops the run at `most`.
+    """Counter of consecutive rollouts in which every reward was `None`: warns at the first, stops the run at `most`.
 
     Args:
-        names: of the rewards, for the messages.
-        most: how many in a row stop the run.
+        names: names of the rewards, for the messages.
+        most: number of such rollouts in a row that stops the run.
         is_warning: whether this process is the one that warns.
     """
 
@@ -27,10 +27,11 @@ class UnscoredRollouts:
         self.names, self.most, self.in_a_row, self.is_warning = ", ".join(names), most, 0, is_warning
 
     def add(self, rewards: Tensor) -> None:
-        """Count a rollout by the rewards of all processes, `(samples, functions)` with NaN for `None`.
+        """Check a rollout's rewards from all processes, `(samples, functions)` with NaN for `None`, and update the
+        count.
 
         Raises:
-            RewardError: too many rollouts in a row had none.
+            RewardError: too many rollouts in a row had no reward.
         """
         if not rewards.isnan().all():
             self.in_a_row = 0

@@ -1,7 +1,7 @@
 """Compare rewards with their real weights to published scores of known images.
 
 The tests check rewards against formulas on tiny models, which says nothing about the weights. Only images with
-published scores show that the right files were found, complete and used as by their authors.
+published scores show that the right files were found, are complete, and are used as their authors use them.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Published:
 
     Attributes:
         source: URL of the scores.
-        scores: one per image.
+        scores: one score per image.
         tolerance: largest difference that still counts as agreement.
-        prompts: one per image.
+        prompts: one prompt per image.
         options: options of the reward that differ from its defaults.
         files: URLs of the images, for the user to fetch; empty if `render` makes them.
         targets: URLs of the images to compare with.
@@ -53,8 +53,8 @@ class Line:
     """One image's score.
 
     Attributes:
-        image: its name.
-        prompt: its prompt.
+        image: name of the image.
+        prompt: prompt of the image.
         value: the score, on the published scale if there is one; None if the reward gives no score.
         published: the published score.
         agrees: whether the two differ by at most the tolerance.
@@ -145,7 +145,7 @@ PUBLISHED: dict[str, Published] = {
 
 
 def compare(name: str, options: dict[str, Any], images: list[Path], targets: list[Path]) -> list[Line]:
-    """Score the images that have published scores, and compare.
+    """Score the images that have published scores, and compare the scores.
 
     Args:
         name: name of a built-in reward; without published scores, nothing is compared.
@@ -178,7 +178,7 @@ def compare(name: str, options: dict[str, Any], images: list[Path], targets: lis
 
 
 def score_drawings(name: str, options: dict[str, Any]) -> list[Line]:
-    """Score images drawn here, to be looked at, for a reward without published scores.
+    """Score images drawn here, for visual inspection, for a reward without published scores.
 
     Raises:
         RewardError: the reward failed.

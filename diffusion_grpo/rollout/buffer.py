@@ -26,26 +26,27 @@ class RolloutBuffer:
 
     Args:
         rows: one dataset row per sample.
-        samples: one trajectory per sample, each a batch of one, all with the same number of trained steps. There is
-            a multiple of `micro_batch_size` of them.
+        samples: one trajectory per sample, each a batch of one, all with the same number of trained steps. Their
+            number is a multiple of `micro_batch_size`.
         advantages: (samples, ...) float32, as in [`~diffusion_grpo.algorithms.batch.Part`].
-        inputs: turns rows into keyword arguments of the pipeline's call, and says which samples share a call.
+        inputs: turns rows into keyword arguments of the pipeline's call, and decides which samples share a call.
         micro_batch_size: number of consecutive samples that are trained together, as they were rolled out.
-        seed: for the order of the updates, which is a new one in each iteration after the first.
-        targets: of the value model, if there is one.
+        seed: seed for the order of the updates, which is drawn anew in each iteration after the first.
+        targets: targets of the value model, if there is one.
         positions: (samples,) int64 positions of the samples in the rollout of all processes.
         updates: number of updates in one iteration, each with the same number of micro-batches.
         weights: (samples,) float32 weight of each sample's loss; None where all are 1.
-        on_policy_slots: number of slots in the first update, in which the policy is still the one that rolled out.
-        generations: samples of each prompt that are made; consecutive positions belong to one prompt.
-        group_size: samples of each prompt that are trained on.
+        on_policy_slots: number of slots in the first update, in which the policy has not changed since the rollout.
+        generations: number of samples made per prompt; their positions are consecutive.
+        group_size: number of samples trained on per prompt.
 
     Attributes:
-        old_log_probs: (samples, steps) float32, the denominator of the ratio; for re-noised samples float64, minus the
-            denoising error under the policy that rolled out, once it was measured.
-        has_current_old: whether the old policy of the samples' `old_clean` has not moved away from the policy yet.
+        old_log_probs: (samples, steps) float32, the denominator of the ratio; for re-noised samples, the negative
+            denoising error under the policy that rolled out, float64, once it is measured.
+        has_current_old: whether the old policy that predicted the samples' `old_clean` still equals the policy.
         recorded_clean: predictions on re-noised samples in the rollout's first pass, as in
-            [`~diffusion_grpo.algorithms.batch.Part`]; a checkpoint needs none, as it follows the update they are for.
+            [`~diffusion_grpo.algorithms.batch.Part`]; not saved in checkpoints, which come after the update that needs
+            them.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class RolloutBuffer:
         return len(self.rows) // self.micro_batch_size
 
     def range_of(self, slot: int) -> slice:
-        """Return the indices of a slot's samples. Slots count on from one iteration to the next."""
+        """Return the indices of a slot's samples. Slots are numbered across iterations."""
         iteration, rest = divmod(slot, self.micro_batches)
         update, micro_batch = divmod(rest, self.micro_batches // self.updates)
         update = int(update_order(self.seed, iteration, self.updates)[update])
@@ -92,7 +93,7 @@ class RolloutBuffer:
         return self.part(self.range_of(slot), is_on_policy=slot < self.on_policy_slots)
 
     def value_targets(self, slot: int) -> ValueTargets:
-        """Return what the value model learns from a slot."""
+        """Return the value model's targets for the samples of a slot."""
         return self.targets[self.range_of(slot)]
 
     def part(self, indices: slice, is_on_policy: bool = True) -> MicroBatch:
@@ -125,8 +126,8 @@ class RolloutBuffer:
         """Set `old_log_probs` from replays, before any update, in the micro-batches that are trained.
 
         Args:
-            replay: returns (batch, steps) log-probabilities of a micro-batch, and for each of its samples the
-                (1, steps, ...) means, which its trajectory then holds; no means where none are asked for.
+            replay: returns (batch, steps) log-probabilities of a micro-batch, and the (1, steps, ...) means of each of
+                its samples to store in the trajectory, or no means at all.
         """
         found = [replay(self.part(chunk)) for chunk in self.chunks()]
         self.old_log_probs = torch.cat([log_probs for log_probs, _ in found])
@@ -136,11 +137,11 @@ class RolloutBuffer:
             self.samples = [dataclasses.replace(sample, means=mean) for sample, mean in pairs]
 
     def measure_errors(self, measure: Callable[[MicroBatch, bool], tuple[Tensor, RecordedClean]]) -> None:
-        """Set `old_log_probs` to minus the errors of re-noised samples, and `recorded_clean`, before any update.
+        """Set `old_log_probs` to the negative errors of re-noised samples, and `recorded_clean`, before any update.
 
         Args:
-            measure: returns (batch, steps) minus the errors of a micro-batch, and the predictions of its first pass if
-                its second argument asks for them.
+            measure: returns the (batch, steps) negative errors of a micro-batch and, if its second argument is true,
+                the predictions of its first pass.
         """
         found = [measure(self.part(chunk), number == 0) for number, chunk in enumerate(self.chunks())]
         self.old_log_probs = torch.cat([errors for errors, _ in found])
@@ -159,7 +160,7 @@ class RolloutBuffer:
 
         Args:
             predict: returns one (steps, ...) tensor per sample of a micro-batch.
-            is_current: whether the old policy has not moved away from the policy yet.
+            is_current: whether the old policy still equals the policy.
         """
         found = [old for chunk in self.chunks() for old in predict(self.part(chunk))]
         self.samples = [
@@ -168,11 +169,11 @@ class RolloutBuffer:
         self.has_current_old = is_current
 
     def save(self, path: Path, processes: int = 1) -> None:
-        """Write everything but the rows, which are read from the dataset again, and what a replay depends on.
+        """Write the buffer without its rows, which are read from the dataset again, and what its replay depends on.
 
         Args:
-            path: of this process's file.
-            processes: number of processes that write such a file.
+            path: path of this process's file.
+            processes: number of processes that write such files.
         """
         samples = enumerate(self.samples)
         tensors = {f"{name}.{i}": x.contiguous() for i, sample in samples for name, x in sample.tensors().items()}

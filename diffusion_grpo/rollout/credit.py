@@ -1,4 +1,4 @@
-"""Advantages from the rewards of a rollout: relative to the group, or by a value model with GAE."""
+"""Compute advantages from the rewards of a rollout: relative to the group, or with a value model and GAE."""
 
 import dataclasses
 
@@ -13,16 +13,16 @@ from .value_model import ValueModel, ValueTargets
 
 @dataclasses.dataclass
 class Estimate:
-    """The advantages of a rollout, and what is logged about them.
+    """The advantages of a rollout, and values to log.
 
     Attributes:
-        result: advantages and statistics of the samples of all processes.
-        advantages: of this process's samples: `(samples,)`; `(samples, rewards)` for a loss that is summed over
-            rewards; `(samples, steps)` with a value model.
-        targets: of the value model, for this process's samples; None without one.
-        every: as `advantages`, for the samples of all processes.
-        columns: for the table of samples, one value per sample of this process.
-        metrics: values by the key under which they are logged.
+        result: advantages and statistics of all processes' samples.
+        advantages: advantages of this process's samples: `(samples,)`; `(samples, rewards)` for a loss that is summed
+            over rewards; `(samples, steps)` with a value model.
+        targets: targets of the value model for this process's samples; None without one.
+        every: as `advantages`, for all processes' samples.
+        columns: columns for the table of samples, with one value per sample of this process.
+        metrics: metrics by name.
     """
 
     result: Advantages
@@ -34,17 +34,18 @@ class Estimate:
 
 
 class CreditAssigner:
-    """Turns the rewards of a rollout into advantages.
+    """Conversion of a rollout's rewards into advantages.
 
     Args:
-        names: of the reward functions.
-        weights: one per reward function.
-        num_generations: samples of each prompt.
+        names: names of the reward functions.
+        weights: one weight per reward function.
+        num_generations: number of samples per prompt.
         num_batches: number of batches in one rollout; batch statistics are taken over each of them.
         kl_reward: weight of the KL divergence that is subtracted from the reward.
         scale_rewards, reward_baseline, multi_objective_aggregation, advantage_clip, reward_threshold: see
             [`~diffusion_grpo.algorithms.advantages.compute_advantages`].
-        advantage_fn: the user's own, or None; see [`~diffusion_grpo.algorithms.advantage_fn.load_advantage_fn`].
+        advantage_fn: the user's own advantage function, or None; see
+            [`~diffusion_grpo.algorithms.advantage_fn.load_advantage_fn`].
         values: the value model; None for advantages relative to the group.
         gamma, gae_lambda: see [`~diffusion_grpo.algorithms.gae.estimate_advantages`].
     """
@@ -80,10 +81,11 @@ class CreditAssigner:
         """Return the advantages of a rollout.
 
         Args:
-            rewards: `(samples, functions)` of all processes by position, so that groups are consecutive.
-            positions: `(samples of this process,)` int64.
-            divergences: `(samples, steps)` KL divergence from the reference by position, if `kl_reward` is above 0.
-            states: `(samples, steps, STATE_SIZE)` by position, with a value model.
+            rewards: `(samples, functions)` rewards of all processes, in the order of positions, so that groups are
+                consecutive.
+            positions: `(samples of this process,)` int64 positions of this process's samples.
+            divergences: `(samples, steps)` KL divergences from the reference by position, if `kl_reward` is above 0.
+            states: `(samples, steps, STATE_SIZE)` states of the value model by position, if there is one.
         """
         every_position = torch.arange(len(rewards))
         batches = every_position * self._num_batches // len(rewards)
@@ -94,7 +96,7 @@ class CreditAssigner:
             batches=batches,
             penalty=None if divergences is None else self._kl_reward * divergences.mean(1),
             scale_rewards=self._scale_rewards,
-            # a value model needs no groups: it learns from equal rewards too
+            # a value model needs no groups: it also learns from equal rewards
             reward_baseline=self._reward_baseline if self.values is None else "batch",
             multi_objective_aggregation=self._aggregation,
             advantage_clip=self._advantage_clip,
@@ -137,7 +139,7 @@ class CreditAssigner:
             known = column[~column.isnan()]
             if len(known):
                 metrics[f"rewards/{name}/mean"] = known.mean().item()
-            if len(known) > 1:  # unbiased, like the groups' in `reward_std`
+            if len(known) > 1:  # unbiased, like `reward_std` of the groups
                 metrics[f"rewards/{name}/std"] = known.std().item()
         return metrics
 
@@ -145,9 +147,9 @@ class CreditAssigner:
     def _estimate_values(
         self, result: Advantages, batches: Tensor, divergences: Tensor | None, states: Tensor
     ) -> tuple[Tensor, ValueTargets]:
-        """Return `(samples, steps)` advantages over the value model, and the targets it is trained on.
+        """Return `(samples, steps)` advantages relative to the value model, and the model's training targets.
 
-        The reward is received after the last trained step; the KL penalty is spread over the steps. Advantages are
+        The reward is given after the last trained step; the KL penalty is spread over the steps. Advantages are
         normalized over all samples and steps of a batch, unless `scale_rewards` is "none".
         """
         total, model = result.rewards.double(), self.values
@@ -174,7 +176,7 @@ class CreditAssigner:
 
 
 def measure_values(targets: ValueTargets) -> dict[str, float]:
-    """Return the mean value, and the share of the returns' variance that the value model explains (at most 1)."""
+    """Return the mean value, and the share of the variance of returns that the value model explains (at most 1)."""
     is_known = ~targets.returns.isnan()
     values, returns = targets.values[is_known].double(), targets.returns[is_known].double()
     metrics = {"value/mean": targets.values.mean().item()}

@@ -1,4 +1,4 @@
-"""The micro-batches of a run, in order; a new rollout is made when the last one is used up."""
+"""Hand out a run's micro-batches in order; make a new rollout when the last one is used up."""
 
 from pathlib import Path
 
@@ -15,18 +15,18 @@ from .value_model import ValueTargets
 
 
 class RolloutFeed:
-    """Hands out micro-batches.
+    """Feed of the micro-batches of a run.
 
     Args:
         generator: makes rollouts.
-        sizes: of a rollout.
-        seed: of the run.
-        backend: of the processes.
-        device: of this process.
-        trajectory_device: where trajectories are kept.
+        sizes: batch sizes of a rollout.
+        seed: seed of the run.
+        backend: distributed backend of the run.
+        device: device of this process.
+        trajectory_device: device on which trajectories are kept.
 
     Attributes:
-        buffer: of the current rollout; None before the first.
+        buffer: buffer of the current rollout; None before the first.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class RolloutFeed:
         self._slot, self._update, self._micro_step = 0, -1, 0
 
     def resize(self, sizes: BatchSizes) -> None:
-        """Cut rollouts into micro-batches of another size from now on, beginning with a new one."""
+        """Split rollouts into micro-batches of another size from now on, starting with a new rollout."""
         self._sizes = sizes
         self.reset()
 
     def resume_from(self, checkpoint: Path) -> None:
-        """Start from a checkpoint, which may lie within a rollout."""
+        """Start from a checkpoint, which may have been written within a rollout."""
         self.reset()
         self._checkpoint = checkpoint
 
@@ -73,7 +73,7 @@ class RolloutFeed:
         """Return the next micro-batch.
 
         Args:
-            row_indices: dataset row of each sample of this process in the rollout.
+            row_indices: index of the dataset row of each sample of this process in the rollout.
             step: number of updates made so far.
             last_step: number of updates in the whole run.
         """
@@ -93,7 +93,7 @@ class RolloutFeed:
 
     @property
     def value_targets(self) -> ValueTargets | None:
-        """What the value model learns from the last micro-batch handed out; None without a value model."""
+        """The value model's targets in the last micro-batch handed out; None without a value model."""
         return None if self.buffer.targets is None else self.buffer.value_targets(self._slot)
 
     def save(self, folder: Path, step: int) -> None:

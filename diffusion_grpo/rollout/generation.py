@@ -1,4 +1,4 @@
-"""Making a rollout: sample, score, assign credit, and keep what the updates need. Nothing here takes a gradient."""
+"""Make rollouts: sample, score, assign credit, and keep what the updates need. Nothing here needs gradients."""
 
 import contextlib
 import functools
@@ -39,41 +39,41 @@ class OldPolicy(Protocol):
     has_moved: bool
 
     def place(self, is_shown: bool) -> contextlib.AbstractContextManager:
-        """Give the network the copy's weights inside, or the policy's own."""
+        """Use the copy's weights (`is_shown`) or the policy's own inside this context."""
 
 
 class RolloutGenerator:
-    """Makes rollouts, and writes tables and files of their samples.
+    """Generator of rollouts, which also writes tables and files of their samples.
 
     Args:
-        policy: samples.
-        inputs: of the pipeline's calls.
+        policy: the policy that samples.
+        inputs: makes the arguments of the pipeline's calls.
         read_rows: returns decoded rows of the training dataset by their indices.
         plan: draws seeds and trained steps.
         scorer: calls the rewards.
         credit: turns rewards into advantages.
         replays: measures divergences and anchors.
-        writer: keeps tables and files of samples.
-        backend, monitor: the processes.
+        writer: writes tables and files of samples.
+        backend, monitor: distributed backend of the run, and monitor of its processes.
         run_passes: runs a method that calls the network.
-        metrics: collects what is measured.
+        metrics: collects measurements.
         progress: shows how far the rollout is.
-        unscored: counts rollouts in which no reward gave a value.
-        noise_level: of the process; None for tokens.
-        noise_in_last_step: whether the loop's last step draws noise too.
+        unscored: counts rollouts in which no reward scored any sample.
+        noise_level: noise level of the stochastic process; None for tokens.
+        noise_in_last_step: whether the last denoising step draws noise too.
         measures_divergence: whether the KL divergence from the reference is part of the reward.
         anchors_on_replay: whether the denominator of the ratio comes from replays after the rollout.
-        needs_old_mean: whether the means of the policy that rolls out are kept, beside that denominator.
+        needs_old_mean: whether the means of the policy that rolls out are kept, in addition to that denominator.
         step_weight: a key of [`~diffusion_grpo.policy.step_weights.STEP_WEIGHTS`].
-        weighted_steps: the steps that may be trained, over which weights are normalised.
+        weighted_steps: the steps that may be trained, over which step weights are normalised.
         drops_zero_advantages: whether samples with zero advantage are left out of the mean loss.
-        trajectory_device: where trajectories are kept.
-        device: where advantages are kept.
-        keeps_clean: whether finished samples are kept, to be noised again, and not recorded steps.
-        checks_one_pass: whether one pass is made after each rollout, by which the first update is checked.
-        marks_unscored: whether samples that no reward scored have the weight 0.
-        whole_groups: the loss that needs all samples of a prompt in one pipeline call; None where none does.
-        old_policy: a moving copy of the policy, whose predictions on re-noised samples are kept; None for none.
+        trajectory_device: device on which trajectories are kept.
+        device: device on which advantages are kept.
+        keeps_clean: whether finished samples, to be noised again, are kept instead of recorded steps.
+        checks_one_pass: whether one pass is recorded after each rollout, to check the first update against it.
+        marks_unscored: whether samples that no reward scored get weight 0.
+        whole_groups: name of the loss if it needs all samples of a prompt in one pipeline call, else None.
+        old_policy: a moving copy of the policy whose predictions on re-noised samples are kept; None if there is none.
         rolls_out_old: whether that copy makes the rollouts.
     """
 
@@ -127,8 +127,8 @@ class RolloutGenerator:
         """Make and score one rollout, and return the buffer for its updates.
 
         Args:
-            order: of the samples of all processes.
-            row_indices: dataset row of each position.
+            order: order of the samples of all processes.
+            row_indices: index of the dataset row of each position.
             step: number of updates made so far.
             last_step: number of updates in the whole run.
 
@@ -138,7 +138,7 @@ class RolloutGenerator:
         positions = order.own()
         extra: dict[str, list] = {}
         with self._monitor.barrier_after("reads its rows"), self._metrics.time("time/rollout"):
-            # one that fails here reaches no collective
+            # a process that fails here reaches no collective
             rows = self.rows_at(positions.tolist(), row_indices)
             scoring = self._scorer.begin_rollout(order, row_indices, rows, self._read_rows)
         scoring.arrivals.watch = self._progress.advance
@@ -168,15 +168,15 @@ class RolloutGenerator:
             return self._buffer(rows, trajectories, found, order)
 
     def rows_at(self, positions: list[int], row_indices: list[int]) -> Rows:
-        """Return the dataset rows of the samples at `positions`; `row_indices` has the row index of each position."""
+        """Return the dataset rows of the samples at `positions`; `row_indices` has the row of every position."""
         return self._read_rows([row_indices[position] for position in positions])
 
     def learn(self, rows: Rows) -> None:
-        """Find out how the pipeline takes these rows, if that is not known yet."""
+        """Find out in which form the pipeline takes these rows, if that is not known yet."""
         self._run_passes(self.learn_inputs, rows)
 
     def learn_inputs(self, rows: Rows) -> None:
-        """As `learn`, when called by `run_passes`."""
+        """Do the same as `learn`, when called by `run_passes`."""
         all_ask = self._backend.accelerator if self._backend.passes_together else None
         self.inputs.learn(self._policy, rows, self._noise_level, accelerator=all_ask)
         if self._whole_groups is not None:
@@ -185,10 +185,10 @@ class RolloutGenerator:
     def _roll_out(
         self, rows: Rows, order: RolloutOrder, step: int, scoring: AnyScoring
     ) -> tuple[list, Samples, Tensor | None, Tensor | None]:
-        """Do what calls the network.
+        """Do the part of a rollout that calls the network.
 
         Returns:
-            samples, their trajectories, divergences for `kl_reward` and states for a value model, if there are such.
+            the samples, their trajectories, divergences for `kl_reward` or None, and states for a value model or None.
         """
         self.learn_inputs(rows)
         observes = self._credit.values is not None
@@ -202,7 +202,7 @@ class RolloutGenerator:
 
     @torch.no_grad()
     def _sample(self, rows: Rows, order: RolloutOrder, step: int, scoring: AnyScoring) -> Samples:
-        """Sample `rows` call by call, pass the samples on to be scored, and return their trajectories."""
+        """Sample `rows` call by call, hand the samples to the scoring, and return their trajectories."""
         self._policy.prompts.clear()
         plan = self._plan.draw(order.generation, order.own())
         rewards = self._scorer.rewards
@@ -243,7 +243,7 @@ class RolloutGenerator:
 
     @property
     def _may_share_calls(self) -> bool:
-        """Whether what is equal in the inputs of samples is equal in the network's calls; always so for branches."""
+        """Whether samples with equal inputs also make equal network calls; always true for branches."""
         differs = self._policy.draws_tokens or self.inputs.draws_globally
         return self._plan.branches is not None or not differs
 
@@ -267,7 +267,7 @@ class RolloutGenerator:
             self._metrics.add_all(type(trajectories[0]).cat(trajectories).metrics())
 
     def _note_diversity(self, samples: list, order: RolloutOrder) -> None:
-        """Measure how different the samples of each prompt are, whichever process made them."""
+        """Measure how much the samples of each prompt differ, whichever process made them."""
         points = None if samples[0] is None else make_thumbnails(samples)  # None: rewards see only latents
         if points is not None:
             points = gather_by_position(self._backend, points, order)
@@ -315,5 +315,5 @@ class RolloutGenerator:
         return is_scored.float()[positions] if self._marks_unscored and not is_scored.all() else None
 
     def _show_old(self) -> contextlib.AbstractContextManager:
-        """Give the network the old policy's weights inside, if there is one."""
+        """Use the old policy's weights, if there is one, inside this context."""
         return contextlib.nullcontext() if self._old_policy is None else self._old_policy.place(is_shown=True)

@@ -1,7 +1,7 @@
-"""Which process makes which samples of a rollout, and which samples share an update.
+"""Decide which process makes which samples of a rollout, and which samples share an update.
 
-The order is drawn once for all processes, and the samples of each update are then divided among them. This makes a run
-the same whatever the number of processes.
+The order is drawn once for all processes, and the samples of each update are then divided among them, so that a run
+does not depend on the number of processes.
 """
 
 import math
@@ -20,17 +20,18 @@ class RolloutOrder:
     A rollout has prompts x num_generations samples; the sample at position p is in group p // num_generations. If a
     rollout takes several updates, these train on the groups in a random order that depends only on seed and
     generation: on whole groups where they fit into updates and micro-batches, else on single micro-batches. Every
-    process gets an equal, consecutive share of each update's samples, so that most groups lie on one process, which
-    encodes their prompt once.
+    process gets an equal, consecutive share of each update's samples, so that most groups are on a single process,
+    which encodes their prompt once.
 
     Args:
-        sizes: of the rollout; the checks of the settings ensure that `best_of_n` finds whole groups on each process.
-        seed: of the run.
+        sizes: batch sizes of the rollout; the checks of the settings ensure that `best_of_n` finds whole groups on
+            each process.
+        seed: seed of the run.
         generation: index of the rollout.
 
     Attributes:
         made: (samples,) int64 positions of all samples, in the order of the updates.
-        seed: of this rollout's order.
+        seed: seed of this rollout's order.
         generation: index of the rollout.
         updates: number of updates in one iteration.
     """
@@ -41,9 +42,9 @@ class RolloutOrder:
         trained = sizes.prompts_per_rollout * kept
         self.updates = trained // sizes.samples_per_update
         unit = math.lcm(kept, sizes.micro_batch)  # trained samples that stay together
-        if sizes.samples_per_update % unit:  # groups straddle updates: best_of_n needs all of them
+        if sizes.samples_per_update % unit:  # groups straddle updates; best_of_n needs them whole
             unit = sizes.micro_batch if sizes.best_of_n is None else trained
-        self._unit = unit * group // kept  # of those that are made
+        self._unit = unit * group // kept  # in samples that are made
         positions = torch.arange(sizes.samples_per_rollout)
         if self.updates > 1:
             generator = torch.Generator().manual_seed(self.seed)
@@ -52,7 +53,7 @@ class RolloutOrder:
         self.made = positions
 
     def of_process(self, positions: Tensor, process: int) -> Tensor:
-        """Return (positions / processes,) the share of one process in positions in the order of the updates."""
+        """Return one process's share, (positions / processes,), of positions in the order of the updates."""
         if self.sizes.data_processes == 1:
             return positions
         return positions.view(self.updates, self.sizes.data_processes, -1)[:, process].flatten()
@@ -62,18 +63,18 @@ class RolloutOrder:
         return self.of_process(self.made if positions is None else positions, self.sizes.data_process)
 
     def by_process(self) -> Tensor:
-        """Return (samples,) the positions of all processes, one process after the other."""
+        """Return the positions of all processes, (samples,), one process after the other."""
         return torch.cat([self.of_process(self.made, process) for process in range(self.sizes.data_processes)])
 
     def rank_of_position(self) -> Tensor:
-        """Return (samples,) the index of each position in what is gathered from the processes."""
+        """Return the index of each position, (samples,), among values gathered from the processes."""
         return invert(self.by_process())
 
     def trained(self, ranking: Tensor) -> Tensor:
         """Return the positions of the samples that are trained on, in the order of the updates.
 
         Args:
-            ranking: (samples,) values by position, by which `best_of_n` chooses.
+            ranking: (samples,) values by position, by which `best_of_n` chooses samples.
         """
         if self.sizes.best_of_n is None:
             return self.made
@@ -86,7 +87,7 @@ class RolloutOrder:
 
 
 def update_order(seed: int, iteration: int, updates: int) -> Tensor:
-    """Return (updates,) the order in which an iteration makes the updates of a rollout; the first keeps it."""
+    """Return the order, (updates,), of a rollout's updates in an iteration; the first keeps the rollout's order."""
     if iteration == 0:
         return torch.arange(updates)
     generator = torch.Generator().manual_seed(sample_seed(seed, "order", iteration))
@@ -94,7 +95,7 @@ def update_order(seed: int, iteration: int, updates: int) -> Tensor:
 
 
 def invert(numbers: Tensor, size: int | None = None) -> Tensor:
-    """Return (size,) the index of each number below `size` (by default their count) in distinct `numbers`, or -1."""
+    """Return, for each number below `size` (by default their count), its index in distinct `numbers`, or -1."""
     indices = numbers.new_full((len(numbers) if size is None else size,), -1)
     indices[numbers] = torch.arange(len(numbers))
     return indices

@@ -1,4 +1,4 @@
-"""What samples share because they start from one initial latent and draw no noise yet: computed once for all."""
+"""Compute once the denoising steps that samples share: those from one initial latent up to the first noise."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,24 +28,24 @@ def compute_prefixes(
     num_inference_steps: int,
     device: str | torch.device,
 ) -> Callable[[list[int]], Prefix]:
-    """Take the shared steps of a process's samples once per initial latent, and predict the next.
+    """Take the shared steps of a process's samples once per initial latent, and predict the step after them.
 
-    The latents of a call of the rollout share a call here too. A micro-batch with the same latents makes the same call
-    in a replay, so that its prediction is the same bit for bit.
+    Latents that share a call in the rollout also share a call here. A micro-batch with the same latents makes the same
+    call in a replay, so that its prediction is the same bit for bit.
 
     Args:
         policy: takes the steps.
-        inputs: of the pipeline's calls.
+        inputs: makes the arguments of the pipeline's calls.
         backend: keeps processes in step.
-        rows: one dataset row per sample; samples of one initial latent have the same.
-        calls: of the rollout, as indices of samples; all of a call share equally many steps.
+        rows: one dataset row per sample; samples with the same initial latent have the same row.
+        calls: calls of the rollout, as indices of samples; all samples of a call have the same number of shared steps.
         initial_seeds: `(samples,)` int64, equal where samples share their initial latent.
         lengths: number of shared steps of each sample.
-        num_inference_steps: length of the loop.
-        device: where the latents are kept.
+        num_inference_steps: number of denoising steps.
+        device: device on which the latents are kept.
 
     Returns:
-        a function from the indices of samples, of one length, to their prefixes.
+        a function from the indices of samples, with equally many shared steps, to their prefixes.
     """
     seeds, first_of, shared = initial_seeds.tolist(), {}, []
     for call in calls:

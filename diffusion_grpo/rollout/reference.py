@@ -20,7 +20,7 @@ class AdapterReference:
     """The reference of a LoRA: the same network with the adapter switched off.
 
     Args:
-        policy: whose networks carry the adapter.
+        policy: the policy, whose networks carry the adapter.
         model: a `PeftModel`, or a `ModuleDict` of several.
     """
 
@@ -55,11 +55,11 @@ class CopiedReference:
     """The reference of full training: a frozen copy of the network.
 
     Args:
-        policy: in whose pipeline the copy is called.
+        policy: the policy, in whose pipeline the copy is called.
         model: the network to copy, or a `ModuleDict` of several.
-        backend: says where the copy waits and how it is sharded.
-        device: where the copy runs.
-        is_offloaded: whether the copy waits in CPU memory between uses.
+        backend: decides where the copy is kept and how it is sharded.
+        device: device on which the copy runs.
+        is_offloaded: whether the copy is kept in CPU memory between uses.
 
     Attributes:
         module: the copy, or the engine that wraps it.
@@ -85,11 +85,11 @@ class CopiedReference:
 
     @property
     def weights(self) -> TrainedWeights:
-        """Those parameters of the copy that the policy trains."""
+        """The parameters of the copy that correspond to the policy's trained ones."""
         return self._backend.reference_weights(self.plain_module, self._model)
 
     def shard(self) -> None:
-        """Shard the copy over the processes, if the policy is sharded."""
+        """Shard the copy across the processes, if the policy is sharded."""
         self.module = self._backend.shard_reference(self.module, self._is_offloaded)
 
     @torch.no_grad()
@@ -112,7 +112,7 @@ class CopiedReference:
 
     @contextlib.contextmanager
     def _load(self) -> Iterator[None]:
-        """Have the copy on the device inside, if it waits in CPU memory."""
+        """Move the copy to the device inside this context, if it is kept in CPU memory."""
         is_moved = self._is_offloaded and self._backend.moves_references
         if is_moved:
             self.module.to(self._device)
@@ -123,17 +123,17 @@ class CopiedReference:
                 self.module.to("cpu")
 
     def _forwards(self) -> list[Callable]:
-        """Return what to call for each network: modules, whose hooks gather sharded weights."""
+        """Return the callable of each network: the module itself, whose hooks gather sharded weights."""
         model = self.plain_module
         return list(model.values()) if isinstance(model, nn.ModuleDict) else [model]
 
 
 @contextlib.contextmanager
 def disable_adapters(model: nn.Module) -> Iterator[None]:
-    """Switch the LoRA off inside, or restore it as it was before training.
+    """Switch the LoRA off inside this context, or use its copy from before training.
 
     Raises:
-        TypeError: a network without an adapter.
+        TypeError: a network has no adapter.
     """
     with contextlib.ExitStack() as stack:
         for part in model.values() if isinstance(model, nn.ModuleDict) else [model]:

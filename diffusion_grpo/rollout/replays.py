@@ -1,5 +1,8 @@
-"""Passes without a gradient: log-probabilities of recorded steps, their divergence from a reference, and predictions
-on re-noised samples."""
+"""Make passes without gradients.
+
+They give log-probabilities of recorded steps, their divergence from a reference, and predictions on re-noised
+samples.
+"""
 
 from collections.abc import Callable
 
@@ -17,18 +20,18 @@ from .buffer import RolloutBuffer
 
 
 class Replays:
-    """Replays recorded steps without training on them.
+    """Replays of recorded steps without training on them.
 
     Its methods call the network, so they are run by [`~diffusion_grpo.distributed.generation.NetworkPasses`].
 
     Args:
         policy: the current policy.
-        reference: the frozen one, or None.
-        inputs: of the pipeline's calls.
+        reference: the frozen reference, or None.
+        inputs: makes the arguments of the pipeline's calls.
         backend: keeps processes in step.
         batch_size: number of samples in one pipeline call of a rollout.
-        note: takes the name, mean and number of samples of what `rollout_divergences` measures beside the divergence:
-            `velocity/ratio_to_ref`. None where passes with gradient log it.
+        note: called with name, mean and number of samples of the metric that `rollout_divergences` measures in
+            addition to the divergence, `velocity/ratio_to_ref`. None if passes with gradients log it.
 
     Attributes:
         batch_size: as given.
@@ -52,7 +55,7 @@ class Replays:
         return self.anchor(batch)[0]
 
     def anchor(self, batch: MicroBatch, keeps_means: bool = False) -> tuple[Tensor, list[Tensor]]:
-        """Return (batch, steps) log-probabilities, and if asked for, each sample's (1, steps, ...) float32 means."""
+        """Return (batch, steps) log-probabilities and, if wanted, each sample's (1, steps, ...) float32 means."""
         means = [torch.empty_like(sample.next_latents) for sample in batch.samples] if keeps_means else []
 
         def measure(now: StepDistribution | TokenDistribution, places: list[tuple[int, int]]) -> Tensor:
@@ -65,16 +68,16 @@ class Replays:
         ), means
 
     def measure_errors(self, batch: MicroBatch, records_first: bool) -> tuple[Tensor, RecordedClean]:
-        """Return (batch, steps) minus the denoising error of re-noised samples, and the first pass's predictions.
+        """Return (batch, steps) negative denoising errors of re-noised samples, and the first pass's predictions.
 
         Args:
             batch: the micro-batch.
-            records_first: whether to return predictions at all.
+            records_first: whether to return these predictions; otherwise they are empty.
         """
         return self._record_first(batch, records=records_first)
 
     def predict_first_pass(self, batch: MicroBatch) -> RecordedClean:
-        """Return the predictions of clean samples in the first pass, by initial seed and step; no other is made."""
+        """Make only the first pass, and return its predictions of clean samples by initial seed and step."""
         return self._record_first(batch, passes=1)[1]
 
     def _record_first(
@@ -102,22 +105,22 @@ class Replays:
             clean = self._policy.denoise(part.inputs, part.trajectory, step).clean
             is_trained = (whole.trajectory.steps == step).any(1)
             indices = [index for index, kept in zip(batch.calls[number], is_trained.tolist(), strict=True) if kept]
-            if is_own:  # not a pass that was repeated to keep step with other processes
+            if is_own:  # not a pass repeated to keep processes in step
                 for index, sample in zip(indices, clean, strict=True):
                     found[index].append(sample.to(batch.samples[index].latents))
         return [torch.stack(steps) for steps in found]
 
     def sequence_log_ratio(self, batch: MicroBatch) -> Tensor:
-        """Return (batch,) each sample's log-ratio, averaged over its trained steps."""
+        """Return each sample's log-ratio, (batch,), averaged over its trained steps."""
         now = self.log_probs(batch)
         return batch.mean_over_steps(now - batch.old_log_probs.to(now))
 
     def divergences(self, batch: MicroBatch) -> Tensor:
-        """Return (batch, steps) KL divergence of the current policy from the reference."""
+        """Return (batch, steps) KL divergences of the current policy from the reference."""
         return self._compare(batch)[0]
 
     def _compare(self, batch: MicroBatch) -> tuple[Tensor, dict[str, float]]:
-        """Return the divergences, and means of what else is measured beside them."""
+        """Return the divergences, and the means of other metrics of the comparison."""
         compared: dict[str, Tensor] = {}
 
         def measure(places: list[tuple[int, int]], part: Part, step: int) -> Tensor:
@@ -133,7 +136,7 @@ class Replays:
         return divergences, {name: values.double().mean().item() for name, values in compared.items()}
 
     def rollout_divergences(self, rows: Rows, samples: list[Trajectory]) -> Tensor:
-        """Return (samples, steps) KL divergence from the reference, in the batches of the rollout."""
+        """Return (samples, steps) KL divergences from the reference, in the batches of the rollout."""
         advantages = torch.zeros(len(rows))
         buffer = RolloutBuffer(rows, samples, advantages, self._inputs, self.batch_size, seed=0)
         found = []
@@ -146,9 +149,9 @@ class Replays:
 
     @torch.no_grad()
     def _measure(self, batch: MicroBatch, measure: Callable[..., Tensor], passes: int | None = None) -> Tensor:
-        """Return (batch, steps) the results of `measure` at each trained step, or at those of the first passes.
+        """Return the results of `measure`, (batch, steps), at each trained step, or at those of the first `passes`.
 
-        It gets where each sample's result belongs, as its index in the micro-batch and the column of the step; then
+        `measure` gets the place of each sample's result (its index in the micro-batch, and the column of the step),
         the samples that train on the step, and the step.
         """
         values = torch.full_like(batch.old_log_probs, torch.nan)
@@ -164,6 +167,6 @@ class Replays:
         return values
 
     def _passes(self, batch: MicroBatch) -> list[tuple[tuple[int, int], bool]]:
-        """Return index of the call and step of each pass, in step with other processes, and whether it counts."""
+        """Return each pass as the index of its call and its step, and whether it counts; processes stay in step."""
         turns = batch.passes(take_turns=len(self._policy.component) > 1)
         return [one for turn in turns for one in self._backend.equalize_outside_updates(turn)]

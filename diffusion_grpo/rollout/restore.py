@@ -1,4 +1,4 @@
-"""Reading a rollout back from a checkpoint that lies within it.
+"""Restore a rollout from a checkpoint that was written within it.
 
 `RolloutBuffer.save` wrote one file per process; the number of processes may have changed since.
 """
@@ -36,15 +36,15 @@ def restore_buffer(
     """Restore this process's buffer, bit for bit; samples that other processes made are read from their files.
 
     Args:
-        folder: of the checkpoint.
-        order: of the rollout, for the current number of processes.
-        inputs: of the pipeline's calls.
+        folder: folder of the checkpoint.
+        order: order of the rollout, for the current number of processes.
+        inputs: makes the arguments of the pipeline's calls.
         rows_at: returns the dataset rows of the samples at given positions.
-        device: where trajectories are kept.
+        device: device on which trajectories are kept.
 
     Raises:
         ValueError: a file is missing.
-        ResumeError: the rollout was made with other settings or of other prompts.
+        ResumeError: the rollout was made with other settings or from other prompts.
     """
     sizes = order.sizes
     own = rollout_file(folder, sizes.data_process)
@@ -91,7 +91,7 @@ def restore_buffer(
 class _Share:
     """The samples that one process wrote.
 
-    What they were made under, and hashes of their rows, are None in a file of an earlier version.
+    The settings they were made under, and hashes of their rows, are None in a file of an earlier version.
     """
 
     def __init__(self, path: Path, device: Any):

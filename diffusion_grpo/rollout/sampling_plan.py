@@ -1,4 +1,4 @@
-"""Seeds and trained steps of the samples of a rollout; they depend only on the run's seed and on positions."""
+"""Draw seeds and trained steps of a rollout's samples; they depend only on the run's seed and on positions."""
 
 import dataclasses
 import random
@@ -14,12 +14,12 @@ class RolloutPlan:
     """The seeds and trained steps of each sample of one process.
 
     Attributes:
-        seeds: (samples,) int64, for the noise of the steps, or that is added to finished samples.
-        initial_seeds: (samples,) int64, for the initial latent.
+        seeds: (samples,) int64 seeds for the noise of the steps, or for the noise that is added to finished samples.
+        initial_seeds: (samples,) int64 seeds for the initial latent.
         steps: trained steps of each sample.
-        noise_steps: steps of each sample that draw noise; None for all but the last.
-        prefix_lengths: number of steps that each sample shares with all samples of its initial latent; they share
-            the network's call in the step after these too. None where each makes all calls itself.
+        noise_steps: steps of each sample that draw noise; None for all steps but the last.
+        prefix_lengths: number of steps that each sample shares with all samples of the same initial latent; they also
+            share the network call of the step after these. None if each sample makes all calls itself.
     """
 
     seeds: Tensor
@@ -31,27 +31,27 @@ class RolloutPlan:
 
 @dataclasses.dataclass(frozen=True)
 class SamplingPlan:
-    """Draws seeds and steps for every rollout of a run.
+    """Plan that draws seeds and steps for every rollout of a run.
 
     Attributes:
-        seed: of the run.
-        num_generations: samples of each prompt.
-        num_inference_steps: length of the loop.
-        window: [start, stop) of the steps that may be trained.
-        window_size: number of consecutive steps in it that a sample may train; None for all.
-        window_order: which these are: "random", drawn for each rollout; "per_prompt", drawn for each prompt of a
-            rollout (Flash-GRPO, https://huggingface.co/papers/2605.15980); "sliding", one further every
-            `window_interval` updates, from the window's start to its end and again (MixGRPO,
+        seed: seed of the run.
+        num_generations: number of samples per prompt.
+        num_inference_steps: number of denoising steps.
+        window: range [start, stop) of the steps that may be trained.
+        window_size: number of consecutive steps in the window that a sample may train; None for all.
+        window_order: how these steps are chosen: "random", drawn for each rollout; "per_prompt", drawn for each prompt
+            of a rollout (Flash-GRPO, https://huggingface.co/papers/2605.15980); "sliding", moved by one step every
+            `window_interval` updates, from the window's start to its end and over again (MixGRPO,
             https://huggingface.co/papers/2507.21802).
-        window_interval: updates between two moves of a sliding window.
-        updates_per_rollout: updates made on each rollout.
-        timestep_fraction: share of the window's steps that is trained.
+        window_interval: number of updates between two moves of a sliding window.
+        updates_per_rollout: number of updates made on each rollout.
+        timestep_fraction: share of the window's steps that are trained.
         permute_steps: whether each sample draws its own trained steps.
         same_initial_noise: whether all samples of a prompt start from the same initial latent.
-        branches: number of samples that share an initial latent; None for samples with one each.
+        branches: number of samples that share an initial latent; None if each sample has its own.
         shares_calls: whether samples of one initial latent share the network calls up to their first noise.
         deterministic_outside_window: whether steps outside the window draw no noise.
-        is_renoised: whether finished samples are noised again: the drawn steps are spread over the window then, one
+        is_renoised: whether finished samples are noised again; the drawn steps are then spread over the window, one
             from each of as many equal parts.
         shares_noise: whether re-noised samples of a prompt share noise and steps.
     """
@@ -74,11 +74,11 @@ class SamplingPlan:
     shares_noise: bool = False
 
     def draw_window(self, generation: int, prompt: int = 0) -> tuple[int, int]:
-        """Return [start, stop) of the steps that samples may train: the window, or a part of it.
+        """Return the range [start, stop) of steps that samples may train: the window, or a part of it.
 
         Args:
             generation: index of the rollout.
-            prompt: index of the prompt in the rollout, which counts where each has its own window.
+            prompt: index of the prompt in the rollout; used if each prompt has its own window.
         """
         first, end = self.window
         if self.window_size is None:
@@ -93,12 +93,12 @@ class SamplingPlan:
         return start, start + self.window_size
 
     def latent_of(self, position: int) -> int:
-        """Return the first of the positions that share the initial latent of a position."""
+        """Return the first position that shares its initial latent with `position`."""
         sharing = self.num_generations if self.same_initial_noise else self.branches or 1
         return position // sharing * sharing
 
     def draw(self, generation: int, positions: Tensor) -> RolloutPlan:
-        """Return seeds and steps of the samples at `positions` of one rollout."""
+        """Draw seeds and steps of the samples at `positions` of one rollout."""
         drawn = positions.tolist()
         noisy = (positions // self.num_generations if self.shares_noise else positions).tolist()
         seeds = torch.tensor([sample_seed(self.seed, "noise", generation, position) for position in noisy])
@@ -122,12 +122,12 @@ class SamplingPlan:
         )
 
     def _count_shared_steps(self, windows: list[tuple[int, int]]) -> list[int] | None:
-        """Return the number of steps before each sample's first noise; None where nothing is shared."""
+        """Return the number of steps before each sample's first noise; None if nothing is shared."""
         if not self.shares_calls:
             return None
         return [start if self.deterministic_outside_window else 0 for start, _ in windows]
 
     def _initial_seed(self, generation: int, position: int) -> int:
-        if self.same_initial_noise:  # the seeds that this setting has always given
+        if self.same_initial_noise:  # keeps the seeds of earlier versions
             return sample_seed(self.seed, "initial", generation, position // self.num_generations)
         return sample_seed(self.seed, "initial", generation, self.latent_of(position))

@@ -1,4 +1,4 @@
-"""Calling the rewards, in rollouts and in evaluations, with everything that a reward may ask for.
+"""Call the rewards, in rollouts and in evaluations, with everything that a reward may ask for.
 
 Rollouts are scored while they are made, evaluations afterwards; rewards get the same keywords in both.
 """
@@ -31,23 +31,23 @@ AnyScoring = RolloutScoring | SubsetScoring
 
 
 def takes_only_latents(reward: Reward) -> bool:
-    """Return whether a reward needs no pixels."""
+    """Return whether a reward takes only latents and needs no pixels."""
     return is_marked(reward.function, "takes_latents")
 
 
 class RewardScorer:
-    """Calls rewards for samples, on the processes that score them.
+    """Caller of the rewards, on the processes that score samples.
 
     Args:
-        rewards: those that are trained on.
-        backend: of the processes.
+        rewards: the trained rewards.
+        backend: distributed backend of the run.
         monitor: tells the other processes what this one is doing.
-        reward_processes: number of processes that score; None where each scores its own samples.
-        channel: carries samples to them; None where each scores its own.
+        reward_processes: number of processes that score; None if each process scores its own samples.
+        channel: carries samples to these processes; None if each process scores its own.
         overlap: whether rewards may be computed while the next samples are made.
         fps: frames per second of videos.
-        sampling_rate: of sound, in hertz; None where the pipeline makes none.
-        state: returns the trainer's state, which rewards are given.
+        sampling_rate: sampling rate of sound in hertz; None if the pipeline makes no sound.
+        state: returns the trainer's state, which is passed to rewards.
         failures: folder for samples on which a reward failed.
     """
 
@@ -77,9 +77,9 @@ class RewardScorer:
         """Return the object that takes the samples of a rollout as they are made.
 
         Args:
-            order: of the samples of all processes.
-            row_indices: dataset row of each position.
-            rows: of this process's samples.
+            order: order of the samples of all processes.
+            row_indices: index of the dataset row of each position.
+            rows: rows of this process's samples.
             read_rows: returns decoded rows of the dataset by their indices.
         """
         size = order.sizes.num_generations
@@ -103,8 +103,8 @@ class RewardScorer:
         """Wait for the rewards that this process computes, (samples scored here, functions), with NaN for None.
 
         Args:
-            scoring: of the rollout, once all samples have been added.
-            log_metric: called with what rewards log.
+            scoring: scoring of the rollout, after all samples have been added.
+            log_metric: called with the metrics that rewards log.
             extra: filled with the columns that rewards add, one value per sample.
             watch: called with the number of samples that have just been scored.
         """
@@ -117,8 +117,8 @@ class RewardScorer:
         """Exchange the rewards of a rollout; a collective.
 
         Returns:
-            rewards of all samples by position; rewards of the samples made here; the columns that rewards added for
-            the samples made here.
+            the rewards of all samples by position, the rewards of the samples made here, and the columns that rewards
+            added for the latter.
         """
         if self.channel is None:
             return gather_by_position(self._backend, local, order), local, extra
@@ -151,13 +151,13 @@ class RewardScorer:
     ) -> Tensor:
         """Score samples; return (samples, functions) float32 rewards, with NaN for None.
 
-        As in a rollout, a reward is called for some groups at a time, so that its own network needs no more memory
-        there. Rewards that compare all samples are called once, and so are those whose network is moved for each call.
+        As in a rollout, a reward is called for some groups at a time, so that its network needs no more memory than
+        there. Rewards that compare all samples, and those whose network is moved for each call, are called once.
 
         Args:
             funcs: rewards to call.
             samples, rows, groups, latents: one value per sample; latents if a reward takes them.
-            batch_size: samples of one call, at least a whole group.
+            batch_size: number of samples per call; larger groups are not split.
             log_metric, extra: as in [`RewardScorer.finish_rollout`].
         """
         whole = [number for number, reward in enumerate(funcs) if waits_for_all(reward)]
@@ -182,12 +182,12 @@ class RewardScorer:
         Called inside [`~diffusion_grpo.distributed.failure.ProcessGroupMonitor.barrier_after`].
 
         Args:
-            made: positions of the samples that each process made.
-            group_size: number of samples of each prompt.
-            samples, latents: those that this process made.
+            made: positions of the samples made by each process.
+            group_size: number of samples per prompt.
+            samples, latents: samples and latents that this process made.
 
         Returns:
-            positions, samples and latents of what this process scores.
+            positions, samples and latents of the samples that this process scores.
         """
         if self.channel is None:
             return made[self._backend.groups.index], samples, latents
@@ -197,20 +197,20 @@ class RewardScorer:
         """Return the values of all processes by position, (total, ...) float32 on the CPU; a collective.
 
         Args:
-            values: (positions, ...) of this process.
-            positions: of the values, which no other process has.
-            total: number of values of all processes.
+            values: (positions, ...) values of this process.
+            positions: positions of these values; no other process has values for them.
+            total: number of positions of all processes.
         """
         every = torch.zeros(total, *values.shape[1:])
         every[positions] = values.float()
         return self._backend.reduce_sum(every.to(self._backend.accelerator.device)).cpu()
 
     def share_extra(self, extra: dict[str, list], positions: list[int], own: list[int]) -> dict[str, list]:
-        """Return the columns that rewards added for the samples made here, wherever they were scored; a collective.
+        """Return the columns that rewards added for samples made here, whichever process scored them; a collective.
 
         Args:
-            extra: columns that rewards added here, one value for each of `positions`.
-            positions: of the samples scored here.
+            extra: columns that rewards added on this process, one value for each of `positions`.
+            positions: positions of the samples scored here.
             own: positions of the samples made here.
         """
         found: dict[str, list] = {}

@@ -1,6 +1,6 @@
-"""A value model for PPO: the reward to expect from where a denoising step starts.
+"""A value model for PPO: it predicts the reward from the latent at which a denoising step starts.
 
-It is trained beside the policy and shares no weights with it. It sees each step reduced to a small vector, its state,
+It is trained along with the policy and shares no weights with it. Each step is reduced to a small vector, its state,
 which a rollout can keep.
 """
 
@@ -23,22 +23,22 @@ from ..algorithms.gae import value_loss
 from ..policy.denoising import DenoisingPolicy
 from ..policy.trajectory import Trajectory
 
-STRETCHES = 64  # parts of a latent, each reduced to its mean and its root mean square
-CONDITIONS = 64  # numbers to which prompt and other conditions are reduced
-FREQUENCIES = 8  # cosines of the time in the loop
+STRETCHES = 64  # parts of a latent, each reduced to its mean and root mean square
+CONDITIONS = 64  # numbers to which the prompt and other conditions are reduced
+FREQUENCIES = 8  # cosines of the time in the denoising loop
 STATE_SIZE = 2 * STRETCHES + CONDITIONS + 1 + FREQUENCIES
 VALUE_WEIGHTS = "value_model.safetensors"
 
 
 class ValueModel(nn.Module):
-    """The reward expected from a state: a network with two hidden layers.
+    """Network with two hidden layers that predicts the reward from a state.
 
     Inputs and output are scaled by means and standard deviations of the first rollout ([`calibrate`]), which are saved
-    with the weights. At first the output is that rollout's mean reward everywhere.
+    with the weights. At first, the output is that rollout's mean reward for every state.
 
     Args:
-        seed: of the initial weights, the same on every process; torch's global generator is left as it was.
-        width: of the hidden layers.
+        seed: seed of the initial weights, the same on every process; torch's global generator is left unchanged.
+        width: width of the hidden layers.
     """
 
     def __init__(self, seed: int = 0, width: int = 256):
@@ -63,7 +63,7 @@ class ValueModel(nn.Module):
 
     @torch.no_grad()
     def calibrate(self, states: Tensor, rewards: Tensor) -> None:
-        """Set the scales from a rollout.
+        """Set the scales of inputs and output from a rollout.
 
         Args:
             states: `(samples, steps, STATE_SIZE)`.
@@ -71,7 +71,7 @@ class ValueModel(nn.Module):
         """
         states, rewards = states.flatten(0, 1).to(self.state_mean), rewards.to(self.reward_mean)
         self.state_mean.copy_(states.mean(0))
-        # what hardly varies at first, such as a single prompt, may vary later, at a scale of about 1
+        # inputs that hardly vary at first, such as a single prompt's, may later vary on a scale of about 1
         self.state_std.copy_(states.std(0, correction=0).clamp(min=0.01))
         self.reward_mean.copy_(rewards.mean())
         std = rewards.std(correction=0)
@@ -79,7 +79,7 @@ class ValueModel(nn.Module):
         self.is_calibrated.fill_(True)
 
     def loss(self, targets: "ValueTargets", clip: float | None) -> Tensor:
-        """Return `value_loss` in units of the first rollout's standard deviation, so that no reward is too small."""
+        """Return `value_loss` in units of the first rollout's standard deviation, so that small rewards count too."""
         size, targets = self.reward_std, targets.to(self.reward_std.device)
         values = self(targets.states)
         return value_loss(values / size, targets.values / size, targets.returns / size, clip)
@@ -89,7 +89,7 @@ class ValueModel(nn.Module):
         save_file({name: tensor.contiguous() for name, tensor in self.state_dict().items()}, folder / VALUE_WEIGHTS)
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote, bit for bit.
+        """Read weights and scales that `save` wrote, bit for bit.
 
         Raises:
             ValueError: the checkpoint holds no value model.
@@ -101,12 +101,12 @@ class ValueModel(nn.Module):
 
 @dataclasses.dataclass
 class ValueTargets:
-    """What the value model is trained on after a rollout.
+    """Training targets of the value model after a rollout.
 
     Attributes:
         states: `(samples, steps, STATE_SIZE)` float32.
-        values: `(samples, steps)` float32, of the value model before any update on this rollout.
-        returns: `(samples, steps)` float32, advantage plus value; NaN where no reward scored the sample.
+        values: `(samples, steps)` float32 outputs of the value model before any update on this rollout.
+        returns: `(samples, steps)` float32 sums of advantage and value; NaN if no reward scored the sample.
     """
 
     states: Tensor
@@ -120,7 +120,7 @@ class ValueTargets:
         return ValueTargets(**{name: getattr(self, name)[indices] for name in self.TENSORS})
 
     def to(self, device: torch.device) -> "ValueTargets":
-        """Return a copy on a device."""
+        """Return the targets on a device."""
         return ValueTargets(**{name: getattr(self, name).to(device) for name in self.TENSORS})
 
 
@@ -128,14 +128,14 @@ class ValueTargets:
 
 
 def reduce_states(trajectory: Trajectory, conditions: Tensor) -> Tensor:
-    """Reduce the trained steps of a rollout to what the value model sees.
+    """Reduce the trained steps of a rollout to the states that the value model sees.
 
-    A latent, in whatever layout, is cut into `STRETCHES` consecutive parts, each reduced to its mean and its root mean
-    square; the time in the loop is given as a number in [0, 1) and as cosines.
+    A latent of any layout is flattened and cut into `STRETCHES` consecutive parts, each reduced to its mean and root
+    mean square; the time in the denoising loop is given as a number in [0, 1) and as cosines.
 
     Args:
-        trajectory: of the samples.
-        conditions: `(samples, CONDITIONS)` of the same samples, see [`record_conditions`].
+        trajectory: trajectory of the samples.
+        conditions: `(samples, CONDITIONS)` conditions of the same samples, see [`record_conditions`].
 
     Returns:
         `(samples, steps, STATE_SIZE)` float32 on the CPU.
@@ -201,10 +201,10 @@ def record_conditions(policy: DenoisingPolicy) -> Iterator[list[Tensor]]:
 def pool_conditions(args: tuple, kwargs: dict, count: int) -> Tensor:
     """Reduce the arguments of a network's call to `(count, CONDITIONS)` numbers on the CPU.
 
-    This uses every float tensor after the first one (the latents) that has as many rows, such as prompt embeddings.
-    Each is averaged over all but its first and last dimension, scaled to unit size and projected by a fixed random
-    matrix, which nearly keeps distances whatever the width; the projections are added. The result is zero for networks
-    that take their samples in lists.
+    This uses every float tensor after the first one (the latents) that has the same number of rows, such as prompt
+    embeddings. Each is averaged over all but its first and last dimension, scaled to unit size and projected by a
+    fixed random matrix, which nearly keeps distances whatever the width; the projections are added. The result is zero
+    for networks that take their samples in lists.
     """
     leaves = [x for x in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(x) and x.is_floating_point()]
     leaves = [x for x in leaves if x.ndim >= 2]
@@ -221,13 +221,13 @@ def pool_conditions(args: tuple, kwargs: dict, count: int) -> Tensor:
 
 
 class ValueCallback(TrainerCallback):
-    """Averages the value model's gradients over the processes, and clears them: no engine wraps this model."""
+    """Callback that averages the value model's gradients over processes, and clears them: no engine does."""
 
     def __init__(self, values: ValueModel, accelerator: Accelerator):
         self.values, self.accelerator = values, accelerator
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.values.zero_grad()  # of an attempt that ran out of memory: nobody else clears them
+        self.values.zero_grad()  # left by an attempt that ran out of memory
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         for parameter in self.values.parameters():

@@ -1,7 +1,7 @@
-"""LoRAs that a pipeline carries, and the one that is trained.
+"""LoRAs in a pipeline, and the one that is trained.
 
-Other adapters stay as they are, and networks can still be saved with what their adapters add. What would lose an
-adapter is refused before anything is changed.
+Other adapters stay as they are, and networks can still be saved with their adapters merged. Anything that would lose
+an adapter is refused before anything is changed.
 """
 
 import contextlib
@@ -29,27 +29,27 @@ from .dequantize import show_plain_layers
 from .weights import fetch_lora, is_peft_alone, load_weights
 
 TARGETS = (("to_q", "to_k", "to_v", "to_out.0"), ("q_proj", "k_proj", "v_proj", "o_proj"))  # diffusers', transformers'
-REFERENCE = "grpo_reference"  # copy of an adapter that is trained further: what it was at the start
-TRAINED = "default"  # peft's name
+REFERENCE = "grpo_reference"  # initial copy of an adapter that is trained further
+TRAINED = "default"  # peft's name for a first adapter
 
 
-# What a pipeline carries
+# Adapters in a pipeline
 
 
 def list_adapters(pipe: DiffusionPipeline) -> dict[str, list[str]]:
-    """List the adapters in each of the pipeline's modules that has any, without references of an earlier run."""
+    """List the adapters of each module of the pipeline that has any, without references of an earlier run."""
     modules = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
     found = {name: [a for a in getattr(part, "peft_config", {}) if a != REFERENCE] for name, part in modules.items()}
     return {name: adapters for name, adapters in found.items() if adapters}
 
 
 def list_kept_adapters(pipe: DiffusionPipeline, model: nn.Module, names: tuple[str, ...]) -> dict[str, list[str]]:
-    """List the adapters beside those that are trained.
+    """List the adapters other than those that are trained.
 
     Args:
         pipe: the pipeline.
-        model: the trained one, or a `ModuleDict` of several.
-        names: of the trained networks.
+        model: the trained model, or a `ModuleDict` of several.
+        names: names of the trained networks.
     """
     models = {name: model[name] if isinstance(model, nn.ModuleDict) else model for name in names}
     trained = {name: part.active_adapter for name, part in models.items() if isinstance(part, PeftModel)}
@@ -59,10 +59,10 @@ def list_kept_adapters(pipe: DiffusionPipeline, model: nn.Module, names: tuple[s
 
 
 def continues_lora(lora_path: str | None, lora_adapter: str | None, peft_config: PeftConfig | None) -> bool:
-    """Tell whether an existing LoRA is trained further.
+    """Return whether an existing LoRA is trained further.
 
     Raises:
-        ValueError: there is a `peft_config` beside it, or `lora_path` can be no folder, file or Hub id.
+        ValueError: `peft_config` is given too, or `lora_path` cannot be a folder, file or Hub id.
     """
     if lora_path is None and lora_adapter is None:
         return False
@@ -85,14 +85,14 @@ def check_adapters(
     """Refuse adapters that training would drop, switch off, or save in a form that does not load.
 
     Args:
-        pipe: nothing in it has been changed yet.
-        names: of the trained networks.
-        lora_adapter: name of the adapter that is to be trained further.
-        keep_adapters: whether others may stay.
+        pipe: the pipeline, before anything in it is changed.
+        names: names of the trained networks.
+        lora_adapter: name of the adapter to train further.
+        keep_adapters: whether other adapters may stay.
         is_full_training: whether all weights are trained.
 
     Raises:
-        ValueError: one sentence with what to set.
+        ValueError: there is such an adapter; the message says what to set.
     """
     carried = list_adapters(pipe)
     for name in names if lora_adapter is not None else []:
@@ -148,23 +148,23 @@ def _tuner_layers(network: nn.Module) -> list[BaseTunerLayer]:
     return [module for module in network.modules() if isinstance(module, BaseTunerLayer)]
 
 
-# The one that is trained
+# The trained adapter
 
 
 def load_lora(pipe: DiffusionPipeline, names: tuple[str, ...], source: str, keep_adapters: bool) -> str:
-    """Load a LoRA into the trained networks, to be trained further.
+    """Load a LoRA into the trained networks to train it further.
 
     Args:
         pipe: the pipeline.
-        names: of the trained networks.
-        source: folder of a run, a checkpoint or PEFT's, a file, or a Hub id of any LoRA that the pipeline loads.
+        names: names of the trained networks.
+        source: folder of a run, a checkpoint or PEFT, a file, or the Hub id of any LoRA that the pipeline can load.
         keep_adapters: whether other adapters may stay.
 
     Returns:
         the adapter's name.
 
     Raises:
-        ValueError: there is none for a trained network in it, or other adapters are in the way.
+        ValueError: it has no LoRA for a trained network, or other adapters are in the way.
     """
     if list_adapters(pipe):
         check_adapters(pipe, names, None, keep_adapters, is_full_training=False)
@@ -188,7 +188,7 @@ def load_lora(pipe: DiffusionPipeline, names: tuple[str, ...], source: str, keep
 
 
 def read_config(source: str) -> LoraConfig:
-    """Read what a saved LoRA is like, without its weights.
+    """Read the config of a saved LoRA, without its weights.
 
     Raises:
         ValueError: it has no `adapter_config.json`.
@@ -209,14 +209,14 @@ def read_config(source: str) -> LoraConfig:
 
 
 def unwrap(pipe: DiffusionPipeline, names: tuple[str, ...]) -> None:
-    """Put the network itself in the place of a `PeftModel` around it; its adapters stay in it."""
+    """Replace each `PeftModel` in the pipeline by the network inside it, which keeps its adapters."""
     for name in names:
         if isinstance(getattr(pipe, name), PeftModel):
             setattr(pipe, name, getattr(pipe, name).get_base_model())
 
 
 def choose_adapter_name(pipe: DiffusionPipeline) -> str:
-    """Name a new adapter: `default`, or `default_2` and so on where that is taken."""
+    """Return a name for a new adapter: `default`, or `default_2` and so on if that is taken."""
     taken = {adapter for adapters in list_adapters(pipe).values() for adapter in adapters}
     names = [TRAINED, *(f"{TRAINED}_{number}" for number in range(2, len(taken) + 2))]
     return next(name for name in names if name not in taken)
@@ -226,9 +226,9 @@ def wrap_lora(network: nn.Module, peft_config: PeftConfig | None, name: str) -> 
     """Wrap a network to train one LoRA; adapters that were active stay so, and are frozen.
 
     Args:
-        network: with all parameters frozen.
-        peft_config: of a new adapter; None trains the one called `name` further.
-        name: of the adapter.
+        network: network with all parameters frozen.
+        peft_config: config of a new adapter; None to train the adapter called `name` further.
+        name: name of the adapter.
 
     Raises:
         ValueError: one of the config's `target_modules` matches no module of the network.
@@ -241,7 +241,7 @@ def wrap_lora(network: nn.Module, peft_config: PeftConfig | None, name: str) -> 
         peft_config = copy_config(network, name)
     else:
         peft_config = fill_targets(network, peft_config)
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is an adapter already
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # peft warns that there is an adapter already
         model = get_peft_model(network, peft_config, adapter_name=name)
     trained = {id(parameter) for parameter in network.parameters() if parameter.requires_grad}
     if state is not None:
@@ -251,27 +251,27 @@ def wrap_lora(network: nn.Module, peft_config: PeftConfig | None, name: str) -> 
         layer.set_adapter([*active, name])
     for parameter in network.parameters():
         parameter.requires_grad_(id(parameter) in trained)
-    model._hf_peft_config_loaded = True  # or Trainer takes a quantised network for one without a LoRA
+    model._hf_peft_config_loaded = True  # otherwise Trainer believes that a quantised network has no LoRA
     network.save_pretrained = functools.wraps(type(network).save_pretrained)(functools.partial(save_merged, network))
     return model
 
 
 def _drop_reference(network: nn.Module) -> None:
-    """Take away what an earlier trainer of the same pipeline kept."""
+    """Delete the reference adapter that an earlier trainer of the same pipeline kept."""
     if getattr(network, "peft_config", {}).pop(REFERENCE, None) is not None:
         for layer in _tuner_layers(network):
             layer.delete_adapter(REFERENCE)
 
 
 def copy_config(network: nn.Module, name: str) -> PeftConfig:
-    """Copy the config of an adapter to train it further, without dropout, which a replay could not repeat."""
+    """Copy the config of an adapter to train it further, without dropout, which a replay cannot reproduce."""
     peft_config = copy.deepcopy(network.peft_config[name])
     peft_config.lora_dropout, peft_config.inference_mode = 0.0, False
     return peft_config
 
 
 def _add_reference(model: PeftModel, state: dict[str, Any], name: str) -> None:
-    """Give the adapter its weights back, which peft has initialised anew, and keep a copy of it."""
+    """Restore the adapter's weights, which peft has reinitialised, and keep a copy as the reference."""
     network = model.get_base_model()
     set_state(network, state, adapter_name=name)
     model.add_adapter(REFERENCE, copy.deepcopy(model.peft_config[name]))
@@ -284,15 +284,15 @@ def _active_adapters(network: nn.Module) -> list[str]:
 
 
 def fill_targets(network: nn.Module, peft_config: LoraConfig) -> LoraConfig:
-    """Copy a config, with the usual target modules of the network where it names none.
+    """Copy a config, filling in the network's usual target modules if it names none.
 
-    A string is a regular expression of whole names, as in peft; where it matches none, it is the end of names.
+    A string is a regular expression for whole names, as in peft; if it matches none, it is taken as the end of a name.
 
     Raises:
-        ValueError: it names modules that the network does not have; the message lists those it has.
+        ValueError: it names modules that the network does not have; the message lists those that it has.
     """
     peft_config = copy.deepcopy(peft_config)  # peft writes into it
-    peft_config.task_type, peft_config.inference_mode = None, False  # of language models; of adapters that were saved
+    peft_config.task_type, peft_config.inference_mode = None, False  # set for language models, and in saved adapters
     names = [name for name, _ in network.named_modules() if name]
     targets = peft_config.target_modules
     if not targets:
@@ -319,10 +319,10 @@ def fill_targets(network: nn.Module, peft_config: LoraConfig) -> LoraConfig:
 
 
 def _matches_any(pattern: str, names: list[str]) -> bool:
-    """Return whether a regular expression is the whole name of a module.
+    """Return whether a regular expression matches the whole name of any module.
 
     Raises:
-        ValueError: it is no regular expression.
+        ValueError: it is not a regular expression.
     """
     try:
         return any(re.fullmatch(pattern, name) for name in names)
@@ -338,7 +338,7 @@ def _is_target(names: list[str], target: str) -> bool:
 
 
 def _linear_names(network: nn.Module) -> str:
-    """List the ends of the names of layers that can have a LoRA, without the numbers of blocks."""
+    """List the last parts of the names of layers that can have a LoRA, without block numbers."""
     layers = (nn.Linear, nn.Conv2d, nn.Conv3d, nn.Embedding, BaseTunerLayer)
     paths = [name.split(".") for name, module in network.named_modules() if isinstance(module, layers) and name]
     ends = [path[-2:] if path[-1].isdigit() else path[-1:] for path in paths if not {"lora_A", "lora_B"} & set(path)]
@@ -350,9 +350,9 @@ def _linear_names(network: nn.Module) -> str:
 
 @contextlib.contextmanager
 def reference_adapters(model: PeftModel) -> Iterator[None]:
-    """Make the network what it was before training inside; adapters that are kept stay active.
+    """Make the network behave as before training inside this context; kept adapters stay active.
 
-    A new LoRA is switched off; one that is trained further is replaced by its copy from the start.
+    A new LoRA is switched off; one that is trained further is replaced by its initial copy.
     """
     name = model.active_adapter
     if list(model.peft_config) == [name]:
@@ -363,16 +363,16 @@ def reference_adapters(model: PeftModel) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for layer in _tuner_layers(model):
             others = [adapter for adapter in layer.active_adapters if adapter != name]
-            # not peft's set_adapter, which would also change what is trained
+            # not peft's set_adapter, which would also change which weights are trained
             stack.enter_context(replace_attribute(layer, "_active_adapter", [*others, *instead]))
         yield
 
 
 def save_merged(network: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Save a network as its own class does, with what its active adapters add merged into the weights.
+    """Save a network as its own class does, with its active adapters merged into the weights.
 
     diffusers would write the adapters' layers under names that `from_pretrained` does not know. A quantised network is
-    saved with plain weights, to which the adapters' fit without rounding.
+    saved with plain weights, into which adapters merge without rounding.
     """
     fill(network.parameters())
     with contextlib.ExitStack() as stack:
@@ -385,21 +385,21 @@ def save_merged(network: nn.Module, *args: Any, **kwargs: Any) -> None:
 
 @contextlib.contextmanager
 def merge_adapters(network: nn.Module) -> Iterator[None]:
-    """Give a network plain layers inside, with active adapters merged; afterwards it is as before, bit for bit."""
+    """Merge active adapters into plain layers inside this context; afterwards all is as before, bit for bit."""
     layers = [(name, layer) for name, layer in network.named_modules() if isinstance(layer, BaseTunerLayer)]
     with contextlib.ExitStack() as stack:
         for name, layer in layers:
             base = layer.get_base_layer()
-            *_, own = layer.parameters()  # of the adapter; a layer that was quantised is on the CPU
+            *_, own = layer.parameters()  # the adapter's last; a formerly quantised layer is on the CPU
             for parameter in base.parameters():
                 stack.callback(setattr, parameter, "data", parameter.data)
                 parameter.data = parameter.data.to(own.device, copy=True)
-            # of a quantised layer, whose own way would round again, `show_plain_layers` shows a plain one
+            # a quantised layer's own merge would round again; `show_plain_layers` has replaced it by a plain layer
             merge = LoraLinear.merge if type(base) is nn.Linear else type(layer).merge
             merge(layer, adapter_names=[] if layer.disable_adapters else layer.active_adapters)
             layer.merged_adapters.clear()
             for parameter in base.parameters():
-                parameter.data = parameter.data.cpu()  # one layer at a time is doubled on the accelerator
+                parameter.data = parameter.data.cpu()  # so only one layer at a time is doubled on the accelerator
             path, _, last = name.rpartition(".")
             parent = network.get_submodule(path)
             stack.callback(setattr, parent, last, layer)

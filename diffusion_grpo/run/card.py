@@ -1,4 +1,4 @@
-"""The model card, `README.md`: how to load the weights, rewards, images before and after, how to start again."""
+"""The model card, `README.md`: how to load the weights, rewards, images before and after, how to reproduce the run."""
 
 import json
 import logging
@@ -18,7 +18,7 @@ from .reproduce import describe_reproduction
 from .weights import POLICY_FOLDER
 
 logger = logging.getLogger(__name__)
-OWN_TAG = "diffusion-grpo"  # by which a card is known to be this program's
+OWN_TAG = "diffusion-grpo"  # marks cards that this library has written
 
 
 def write_model_card(
@@ -31,15 +31,15 @@ def write_model_card(
 ) -> None:
     """Write `README.md` with base model, rewards, settings, curve and sample images, and the images that it shows.
 
-    A `README.md` that somebody else wrote stays, with a warning.
+    A `README.md` that was not written by this library is kept, with a warning.
 
     Args:
         folder: the run's output folder; images in it are shown.
         run: contents of `run.json`.
         history: the trainer's `log_history`.
-        updates: that were done.
-        repository: Hub id under which readers find the weights; None where they are in this folder alone.
-        details: what the user adds. Without a title it is the name of the repository, or of the folder.
+        updates: number of updates made.
+        repository: Hub id under which readers find the weights; None if they are only in this folder.
+        details: details that the user adds. The default title is the name of the repository or the folder.
     """
     folder, details = Path(folder), details or CardDetails()
     if not _is_own_card(folder / "README.md"):
@@ -49,7 +49,7 @@ def write_model_card(
     source = repository or folder.resolve().name
     results = read_run(folder) if (folder / "run.json").is_file() else None
     last, best = updates, run.get("published_after")
-    if best is not None:  # all that the card says is of the weights that it is about
+    if best is not None:  # the card only describes the weights that it is about
         updates, history = best, [entry for entry in history if entry["step"] <= best]
         results = results and results.cut(best)
     pairs = [] if results is None else write_card_samples(results)
@@ -80,7 +80,7 @@ def write_model_card(
 
 
 def _make_metadata(run: dict[str, Any], lora: bool, pairs: list[CardPair], details: CardDetails) -> ModelCardData:
-    """Return what the Hub reads of a card."""
+    """Return the metadata of a card, which the Hub reads."""
     found = {
         **_base_model(details.base_model or run["model"], lora),
         **({} if details.license else run.get("license", {})),  # a licence comes with its name and link
@@ -95,18 +95,18 @@ def _make_metadata(run: dict[str, Any], lora: bool, pairs: list[CardPair], detai
 
 
 def _describe_weights(run: dict[str, Any], best: int | None, last: int) -> list[str]:
-    """Say which weights these are, and what they were trained beside or on."""
+    """Describe which weights these are, and with which adapters and quantised weights they were trained."""
     notes = (_average_note(run["settings"]), _best_note(best, last), _adapters_note(run), _quantization_note(run))
     return [line for note in notes for line in note]
 
 
 def _is_own_card(path: Path) -> bool:
-    """Return whether a card may be written there: nothing is there, or a card of this program."""
+    """Return whether a card may be written there: there is none yet, or one that this library wrote."""
     if not path.exists():
         return True
     try:
         data = metadata_load(path) or {}
-    except (ValueError, yaml.YAMLError):  # it is text, and no card
+    except (ValueError, yaml.YAMLError):  # its metadata is not valid YAML
         return False
     return OWN_TAG in (data.get("tags") or [])
 
@@ -119,7 +119,7 @@ def _local_note(source: str) -> str:
 
 
 def _show_samples(results: Run | None, pairs: list[CardPair]) -> list[str]:
-    """Show the same prompts in the first and the last evaluation, where their files were kept."""
+    """Show the same prompts in the first and the last evaluation, if their files were kept."""
     if results is None or not pairs:
         return []
     samples = f"The first {len(pairs)} samples" if len(pairs) > 1 else "The first sample"  # several may share a prompt
@@ -128,7 +128,7 @@ def _show_samples(results: Run | None, pairs: list[CardPair]) -> list[str]:
 
 
 def _base_model(model: str, lora: bool) -> dict[str, str]:
-    """Return the Hub's link to the base model, for models that came from the Hub."""
+    """Return the metadata that links the base model, if it is on the Hub."""
     if not names_hub_model(model):
         return {}
     return {"base_model": model, "base_model_relation": "adapter" if lora else "finetune"}
@@ -140,7 +140,7 @@ def _cite(papers: dict[str, str]) -> list[str]:
 
 
 def _average_note(settings: dict[str, Any]) -> list[str]:
-    """Say which weights are published, where a moving average was kept."""
+    """Describe which weights are published, if a moving average was kept."""
     if settings.get("ema_decay") is None:
         return []
     return [
@@ -150,7 +150,7 @@ def _average_note(settings: dict[str, Any]) -> list[str]:
 
 
 def _best_note(best: int | None, last: int) -> list[str]:
-    """Say which weights are published, where they are not the last ones."""
+    """Describe which weights are published, if they are not the last ones."""
     if best is None or best == last:
         return []
     return [
@@ -160,7 +160,7 @@ def _best_note(best: int | None, last: int) -> list[str]:
 
 
 def _adapters_note(run: dict[str, Any]) -> list[str]:
-    """Say which other LoRAs belong to what was measured, where some were kept."""
+    """Describe which other LoRAs were active in evaluations, if some were kept."""
     kept = [f"`{adapter}` ({part})" for part, adapters in run.get("kept_adapters", {}).items() for adapter in adapters]
     if not kept:
         return []
@@ -168,7 +168,7 @@ def _adapters_note(run: dict[str, Any]) -> list[str]:
 
 
 def _quantization_note(run: dict[str, Any]) -> list[str]:
-    """Say what was quantised, where weights were."""
+    """Describe which weights were quantised, if any."""
     found = [f"{markdown.code(part)} ({method})" for part, method in run.get("quantized", {}).items()]
     if not found:
         return []

@@ -1,6 +1,6 @@
-"""The model card's header, and which of a run's files are published.
+"""Data for the model card's header, and patterns of the files that are published.
 
-Names stand there without this machine's folders.
+Published names do not contain folders of this machine.
 """
 
 import inspect
@@ -17,29 +17,29 @@ from diffusers import DiffusionPipeline
 from huggingface_hub import metadata_load, try_to_load_from_cache
 
 logger = logging.getLogger(__name__)
-# the name of what is secret
+# names of secrets
 SECRET = re.compile(r"(token|secret|password|authorization|(api|access|secret)[_-]?key|credentials?)$", re.IGNORECASE)
 USER_INFO = re.compile(r"(?<=://)[^/\s]*@")  # a name or a password in a URL
 URL = re.compile(r"://\S+")
 QUERY_VALUE = re.compile(r"([?&;#][^=?&;#\s]+=)[^&;#\s]+")
-# Characters that no file name has there tell a path from a regular expression such as `A:\s*(\d)`.
+# Characters forbidden in Windows file names tell a path from a regular expression such as `A:\s*(\d)`.
 WINDOWS_PATH = re.compile(r"""([A-Za-z]:[\\/]|\\\\[\w.-]+\\[\w.$' -]+\\)[^<>:"|?*\n]+""")
-HOMES = ("home", "Users")  # folders of people, also on another machine
+HOMES = ("home", "Users")  # home folders, also on another machine
 LICENSE_FIELDS = ("license", "license_name", "license_link")
-# In every push. diffusers takes any file of the last name in a repository for its LoRA, so only the average has it
+# Left out of every push. diffusers takes any file with the last name for a repository's LoRA: only the average has it
 UNPUBLISHED = ["_*", "checkpoint-*", "tmp-*", "policy/*pytorch_lora_weights.safetensors"]
-# in one without push_samples: weights, what diffusers needs beside them, the card and the images that it shows, and
-# run.json, which says what network a LoRA belongs to
+# Pushed without push_samples: weights and the configs that diffusers needs, the card and its images, and run.json,
+# which says to which network a LoRA belongs
 PUBLISHED = ["README.md", "curve.png", "grid.png", "*.safetensors", "*.safetensors.index.json", "*config.json"]
 PUBLISHED += ["model_index.json", "images/*-before.*", "images/*-after.*", "train.yaml", "run.json"]
 SAMPLES = ["samples/*", "evaluations/*", "validation/*", "failures/*", "runs/*"]
 
 
 def public_model_name(model: str) -> str:
-    """Return a model's name for people elsewhere: a Hub id as it is, of a local folder the last part of its path."""
+    """Return a model's name for publication: a Hub id as it is, or the last part of a local folder's path."""
     path = Path(model).expanduser()
     if not (path.is_absolute() or path.exists()):
-        return strip_folders(model)  # a Hub id, or a path of another machine
+        return strip_folders(model)  # a Hub id, or a path on another machine
     parts = path.resolve().parts
     cached = [part.removeprefix("models--") for part in parts if part.startswith("models--")]  # the Hub's cache
     return cached[-1].replace("--", "/", 1) if cached else parts[-1]
@@ -49,8 +49,8 @@ def public_source_name(source: str, model: str | None) -> str:
     """Return the public name of the model that a network was loaded from.
 
     Args:
-        source: of the network: a Hub id, or a folder, also one in the Hub's cache.
-        model: the pipeline's Hub id or folder. A network in that folder has its name.
+        source: source of the network: a Hub id, or a folder, possibly in the Hub's cache.
+        model: the pipeline's Hub id or folder. A network inside that folder gets the folder's name.
     """
     path = Path(source)
     is_local = path.is_absolute() or path.exists()
@@ -60,17 +60,17 @@ def public_source_name(source: str, model: str | None) -> str:
 
 
 def name_repository(pushed: str | None, planned: str | None) -> str | None:
-    """Return the Hub id under which readers find a run's weights; None where they are in its folder alone.
+    """Return the Hub id under which readers find a run's weights; None if they are only in its folder.
 
     Args:
-        pushed: id that the Hub gave.
+        pushed: id that the Hub returned.
         planned: the setting `hub_model_id`; without a namespace it names no repository until the first push.
     """
     return pushed or (planned if planned is not None and "/" in planned else None)
 
 
 def strip_folders(value: Any) -> Any:
-    """Strip settings for readers elsewhere: of an absolute path only the last part is left.
+    """Reduce absolute paths in settings to their last part, for publication.
 
     Other text stays, such as a prompt that starts with a slash. A setting may be a mapping written as JSON.
     """
@@ -85,22 +85,22 @@ def strip_folders(value: Any) -> Any:
 
 
 def _find_path(text: str) -> PurePath | None:
-    """Return a text as an absolute path, if it is one that names a folder; None for other text, such as a prompt."""
+    """Return a text as a path if it is an absolute path within a folder; None for other text, such as a prompt."""
     if WINDOWS_PATH.fullmatch(text):
         return PureWindowsPath(text)
     path = PurePosixPath(text)
     if not path.is_absolute() or len(path.parts) < 3 or "\n" in text:
         return None
-    # with spaces it may be prose; a path of this machine starts with a folder that is here
+    # text with spaces may be prose, unless it starts with an existing folder
     first = path.parts[1]
     is_path = not re.search(r"\s", text) or first in HOMES or os.path.isdir(path.anchor + first)
     return path if is_path else None
 
 
 def strip_secrets(value: Any) -> Any:
-    """Leave out entries of dictionaries that hold a secret by their name, such as a token, and what is secret in URLs.
+    """Remove secrets: dictionary entries whose name says so, such as a token, and the secret parts of URLs.
 
-    Of a URL, names, passwords and the values of its query are left out. A dictionary may be written as JSON.
+    These are user names, passwords and query values. A dictionary may be written as JSON.
     """
     if isinstance(value, dict):
         return {name: strip_secrets(item) for name, item in value.items() if not SECRET.search(str(name))}
@@ -115,7 +115,7 @@ def strip_secrets(value: Any) -> Any:
 
 
 def _strip_json(text: str, strip: Callable[[Any], Any]) -> str:
-    """Strip what a text holds, if it is a JSON object or list; return other text as it is."""
+    """Apply `strip` to a text that is a JSON object or list; return other text unchanged."""
     if not text.lstrip().startswith(("{", "[")):
         return text
     try:
@@ -127,11 +127,11 @@ def _strip_json(text: str, strip: Callable[[Any], Any]) -> str:
 
 
 def pipeline_tag(pipeline: type[DiffusionPipeline], given: Iterable[str]) -> str | None:
-    """Return the Hub's name of the task that a pipeline was trained on; None where the Hub has none.
+    """Return the Hub's name of the task that a pipeline was trained on; None if the Hub has none.
 
     Args:
-        pipeline: its class.
-        given: names of the inputs that this run gives it.
+        pipeline: class of the pipeline.
+        given: names of the inputs that this run passes to it.
     """
     parameters = inspect.signature(pipeline.__call__).parameters
     if "Prior" in pipeline.__name__:  # makes embeddings for another pipeline
@@ -166,8 +166,8 @@ def list_upload_patterns(components: Collection[str], push_samples: bool) -> dic
     """Return `allow_patterns` and `ignore_patterns` of `upload_folder` for a run's folder.
 
     Args:
-        components: of the pipeline; their folders are weights.
-        push_samples: publish samples, the report and trackers' events too: everything but checkpoints.
+        components: components of the pipeline, whose folders hold weights.
+        push_samples: whether samples, the report and trackers' events are published too: everything but checkpoints.
     """
     if push_samples:
         return {"allow_patterns": None, "ignore_patterns": UNPUBLISHED}

@@ -1,4 +1,4 @@
-"""What a user adds to a model card: the arguments of `create_model_card`, as transformers and TRL name them."""
+"""Details that a user adds to a model card: the arguments of `create_model_card`, named as in transformers and TRL."""
 
 import dataclasses
 from pathlib import Path
@@ -12,16 +12,16 @@ from .card_data import strip_folders
 
 @dataclasses.dataclass(frozen=True)
 class CardDetails:
-    """What stands on a model card besides what its run says. None and empty: what the run says, or nothing.
+    """Details of a model card in addition to those from the run. None or empty values leave the run's, if any.
 
     Attributes:
         title: the card's heading.
-        datasets: Hub ids, which the metadata links, or other names of what was trained on.
-        dataset_names: what the text calls them, in place of their ids.
-        tags: after those of this program.
-        language: codes such as "en".
+        datasets: Hub ids, which the metadata links, or other names of training datasets.
+        dataset_names: names for them in the text, in place of their ids.
+        tags: tags that follow those of this library.
+        language: language codes such as "en".
         license: the Hub's name of a licence, in place of the base model's.
-        base_model: Hub id.
+        base_model: Hub id of the base model.
         task: the Hub's name of a task, such as "text-to-image".
     """
 
@@ -48,10 +48,11 @@ class CardDetails:
         dataset: str | list[str] | None = None,
         dataset_args: str | list[str] | None = None,
     ) -> "CardDetails":
-        """Return these details with those that are given in their place; see `Trainer.create_model_card`.
+        """Return a copy in which the given details replace the present ones; see `Trainer.create_model_card`.
 
         Raises:
-            ValueError: `dataset_args`, a base model that is no Hub id, several tasks or licences, or what is no text.
+            ValueError: `dataset_args` is given, the base model is no Hub id, there are several tasks or licences, or a
+                value is not text.
         """
         if dataset_args is not None:
             raise ValueError(
@@ -75,7 +76,7 @@ class CardDetails:
         return dataclasses.replace(self, **{name: value for name, value in given.items() if value})
 
     def make_metadata(self) -> dict[str, Any]:
-        """Return the fields of the card's header that these details say."""
+        """Return the fields of the card's header that these details set."""
         found = {
             "datasets": [name for name in self.datasets if is_repo_id(name)],
             "language": list(self.language),
@@ -86,7 +87,7 @@ class CardDetails:
         return {name: value for name, value in found.items() if value}
 
     def describe_datasets(self) -> list[str]:
-        """Return a line that names what was trained on, with links; nothing where no dataset was named."""
+        """Return a line that names the training datasets, with links; nothing if none was named."""
         links = [_link_dataset(name) for name in self.datasets]
         names = [markdown.escape(name) for name in self.dataset_names]
         if not links and not names:
@@ -96,7 +97,7 @@ class CardDetails:
 
 
 def is_repo_id(name: str) -> bool:
-    """Return whether a name can be that of a repository on the Hub, and is not a path that exists here."""
+    """Return whether a name is valid for a repository on the Hub, and is not an existing local path."""
     try:
         validate_repo_id(name)
     except HFValidationError:

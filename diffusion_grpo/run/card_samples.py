@@ -1,4 +1,4 @@
-"""Samples of the model card: the same prompts and seeds before and after, as files that are published with it."""
+"""Samples for the model card: the same prompts and seeds before and after training, as files published with it."""
 
 import math
 import re
@@ -12,20 +12,20 @@ from . import markdown
 from .folder import Run, format_updates
 from .gallery import find_file, pair_samples
 
-FOLDER = "images"  # in the run's folder
+FOLDER = "images"  # subfolder of the run's folder
 SHOWN = 4
 WIDEST = 512  # pixels
-OWN_FILE = re.compile(r"\d+-(before|after)\.(png|mp4|wav)")  # that a card wrote; others may lie beside them
+OWN_FILE = re.compile(r"\d+-(before|after)\.(png|mp4|wav)")  # files that a card wrote; the folder may hold others
 
 
 @dataclass(frozen=True)
 class CardSample:
-    """One sample of an evaluation in the card.
+    """One sample of an evaluation, shown in the card.
 
     Attributes:
-        image: file that stands for it.
-        file: the sample itself, where it is a video or sound; otherwise the image.
-        reward: of the trained rewards together; NaN where none scored the sample.
+        image: image file that represents the sample.
+        file: file of the sample if it is a video or sound; otherwise the image.
+        reward: combined trained rewards; NaN if none scored the sample.
     """
 
     image: str
@@ -43,7 +43,7 @@ class CardPair:
 
 
 def write_card_samples(run: Run) -> list[CardPair]:
-    """Copy the first samples of the evaluations into the folder `images`, and return them. Nobody chose them."""
+    """Copy the first samples of the evaluations, not hand-picked, into the folder `images`, and return them."""
     _remove_samples(run.path / FOLDER)
     found: list[CardPair] = []
     for pair in pair_samples(run):
@@ -60,7 +60,7 @@ def write_card_samples(run: Run) -> list[CardPair]:
 
 
 def _remove_samples(folder: Path) -> None:
-    """Remove the samples of an earlier card of the run; other files in the folder stay."""
+    """Remove the samples of an earlier card of the run; keep other files in the folder."""
     if not folder.is_dir():
         return
     for path in list(folder.iterdir()):
@@ -84,7 +84,7 @@ def _copy(run: Run, row: dict, image: Path, stem: str) -> CardSample:
 
 
 def make_widget(pairs: list[CardPair]) -> list[dict]:
-    """Return the gallery that the Hub shows above a card: each prompt with the image or video after training."""
+    """Return the gallery that the Hub shows above a card: each prompt with its image or video after training."""
     return [
         {"text": pair.prompt, "output": {"url": pair.after.file}}
         for pair in pairs
@@ -93,7 +93,7 @@ def make_widget(pairs: list[CardPair]) -> list[dict]:
 
 
 def draw_table(run: Run, pairs: list[CardPair]) -> str:
-    """Return a Markdown table of the samples, a row per pair; videos and sounds are linked behind their images."""
+    """Return a Markdown table of the samples, a row per pair; images of videos and sounds link to the files."""
     names = [format_updates(step) for step in (min(run.samples), max(run.samples))]
     lines = [f"| prompt | {names[0]} | {names[1]} |", "|---|---|---|"]
     for pair in pairs:

@@ -1,4 +1,4 @@
-"""The code on a model card: it loads the weights, and makes a sample as the run's evaluations did."""
+"""Write the code on a model card, which loads the weights and makes a sample as in the run's evaluations."""
 
 import json
 from typing import Any
@@ -7,16 +7,16 @@ from ..policy.base import split_component
 from .card_details import is_repo_id
 from .weights import LORA_WEIGHTS
 
-WIDEST = 119  # characters of a line; a longer call has a line for each argument
+WIDEST = 119  # characters per line; a longer call gets a line per argument
 
 
 def write_usage(run: dict[str, Any], source: str, prompt: str | None, is_on_hub: bool) -> str:
-    """Return Python code.
+    """Return Python code that loads the weights and makes a sample.
 
     Args:
         run: contents of `run.json`.
         source: a repository on the Hub, or the name of the run's folder.
-        prompt: an example; None where no sample was kept.
+        prompt: an example prompt; None if no sample was kept.
         is_on_hub: whether `source` is a repository.
     """
     dtype = _find_half(run)
@@ -33,7 +33,7 @@ def write_usage(run: dict[str, Any], source: str, prompt: str | None, is_on_hub:
 
 
 def names_hub_model(model: str) -> bool:
-    """Tell whether a base model has an id on the Hub, `owner/name`."""
+    """Return whether a base model's name is an id on the Hub, `owner/name`."""
     return model.count("/") == 1 and is_repo_id(model)
 
 
@@ -53,7 +53,7 @@ def _load_lora(run: dict[str, Any], source: str, is_on_hub: bool) -> list[str]:
     way, lines = run.get("loads_by", "load_lora_weights"), []
     names = split_component(run["component"])
     for name in names:
-        into = f", load_into_{name}=True" if name.endswith("_2") else ""  # of two experts the second
+        into = f", load_into_{name}=True" if name.endswith("_2") else ""  # the second of two experts
         place = json.dumps(source)
         if name != names[0]:
             place = f'{place}, subfolder="{name}"' if is_on_hub else json.dumps(f"{source}/{name}")
@@ -68,7 +68,7 @@ def _load_lora(run: dict[str, Any], source: str, is_on_hub: bool) -> list[str]:
 
 
 def _set_scheduler(settings: dict[str, Any] | None) -> list[str]:
-    """Return the line that gives a base model's scheduler the settings of the run; none where it has its own."""
+    """Return the line that applies the run's scheduler settings to the base model; none without such settings."""
     if not settings:
         return []
     changes = ", ".join(f"{name}={_write(value)}" for name, value in settings.items())
@@ -76,9 +76,9 @@ def _set_scheduler(settings: dict[str, Any] | None) -> list[str]:
 
 
 def _call(call: dict[str, Any] | None, prompt: str | None) -> list[str]:
-    """Return the lines that make a sample; none for a run of a version that did not note how.
+    """Return the lines that make a sample; none for a run of a version that did not record the call.
 
-    What only a dataset has, such as images to edit, stands as `...`.
+    Inputs that only a dataset has, such as images to edit, are written as `...`.
     """
     if call is None:
         return []
@@ -100,9 +100,9 @@ def _write(value: Any) -> str:
 
 
 def _find_half(run: dict[str, Any]) -> str | None:
-    """Name the half-precision dtype to load the pipeline in; None where it was float32.
+    """Return the half-precision dtype in which to load the pipeline; None if it was float32.
 
-    Without it diffusers loads its own networks in float32, but transformers loads text encoders as they are stored.
+    Without a dtype, diffusers loads its own networks in float32, but transformers loads text encoders as stored.
     """
     settings = run["settings"]
     given = "bfloat16" if settings.get("bf16") else "float16" if settings.get("fp16") else None

@@ -1,4 +1,4 @@
-"""Plain weights in place of quantised ones while a network is saved."""
+"""Replace quantised weights by plain ones while a network is saved."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from ..policy.quantized import is_quantized_weight
 
 
 def dequantize_weight(layer: nn.Module, dtype: torch.dtype) -> Tensor:
-    """Return the numbers that a quantised layer computes with, on its own device."""
+    """Return the dequantised weight of a layer, on the layer's device."""
     weight = layer.weight
     if type(weight).__name__ == "GGUFParameter":
         from diffusers.quantizers.gguf.utils import dequantize_gguf_tensor  # needs the package gguf
@@ -27,7 +27,7 @@ def dequantize_weight(layer: nn.Module, dtype: torch.dtype) -> Tensor:
 
 
 def make_plain_layer(layer: nn.Module, dtype: torch.dtype) -> nn.Linear:
-    """Make the plain layer, on the CPU, that computes what a quantised one does."""
+    """Make a plain layer on the CPU that computes the same as a quantised one."""
     weight = dequantize_weight(layer, dtype)
     plain = nn.Linear(weight.shape[1], weight.shape[0], bias=layer.bias is not None, device="meta")
     plain.weight = nn.Parameter(weight.cpu(), requires_grad=False)
@@ -38,9 +38,9 @@ def make_plain_layer(layer: nn.Module, dtype: torch.dtype) -> nn.Linear:
 
 @contextlib.contextmanager
 def show_plain_layers(network: nn.Module) -> Iterator[None]:
-    """Put plain layers in place of quantised ones inside, and let the network's config say nothing of them.
+    """Replace quantised layers by plain ones inside this context, and remove quantisation from the network's config.
 
-    A LoRA's layers keep their place, around a plain layer. Memory for a whole plain copy is taken on the CPU.
+    LoRA layers stay, around a plain layer. This takes CPU memory for a whole plain copy.
     """
     layers = {
         name: layer

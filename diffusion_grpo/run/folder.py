@@ -1,4 +1,4 @@
-"""What a run left in its folder, as one `Run`: the report, the summary and the model card agree on it here."""
+"""Read what a run left in its folder, as one `Run` from which report, summary and model card are made."""
 
 import dataclasses
 import itertools
@@ -12,11 +12,11 @@ import pyarrow.parquet
 
 from .standard_error import measure_mean
 
-# Built-in rewards that cannot pass 1, so that "what was missing" means something.
+# Built-in rewards that cannot exceed 1, so that the share of a possible gain is defined.
 AT_MOST_ONE = ("text", "color", "tesseract", "brightness")
 
 
-# Name of each `loss_type` that is not GRPO's own, and its paper.
+# Name and paper of each `loss_type` that is not GRPO's own.
 METHODS = {
     "grpo_guard": ("GRPO-Guard", "2510.22319"),
     "dppo": ("Flow-DPPO", "2606.11025"),
@@ -28,7 +28,7 @@ METHODS = {
 
 
 def name_method(info: dict[str, Any]) -> tuple[str, dict[str, str]]:
-    """Return what a run was trained with, by its run.json, and the papers of that by name; none of a user's own."""
+    """Return a run's training method, from its run.json, and the method's papers by name; a user's own has none."""
     loss = (info.get("settings") or {}).get("loss_type", "grpo")
     if loss == "grpo":
         return "GRPO", {"Flow-GRPO": "2505.05470", "DDPO": "2305.13301"}
@@ -36,30 +36,31 @@ def name_method(info: dict[str, Any]) -> tuple[str, dict[str, str]]:
 
 
 def format_updates(step: int) -> str:
-    """Say when something was measured: `before training`, `after 1 update`, `after 20 updates`."""
+    """Describe when something was measured: `before training`, `after 1 update`, `after 20 updates`."""
     return "before training" if step == 0 else f"after {step} update{'s' if step > 1 else ''}"
 
 
 def format_measured(mean: float, error: float | None) -> str:
-    """Write a mean with its standard error, where that is known."""
+    """Format a mean with its standard error, if that is known."""
     return f"{mean:.3f}" if error is None else f"{mean:.3f} ± {error:.3f}"
 
 
 @dataclass
 class Run:
-    """One run.
+    """A run, as read from its folder.
 
     Attributes:
-        path: its folder.
-        info: run.json.
+        path: folder of the run.
+        info: contents of run.json.
         train: log entries of updates, by step.
-        evaluations: log entries of held-out evaluations, by step; the first is before the first update if its step
-            is 0.
-        baselines: the untrained model used in other ways, `[{"name", "rewards": {name: {"mean", "std_error"}}, ...}]`.
+        evaluations: log entries of held-out evaluations, by step; an entry with step 0 is from before the first
+            update.
+        baselines: results of the untrained model used in other ways, `[{"name", "rewards": {name: {"mean",
+            "std_error"}}, ...}]`.
         samples: held-out samples of each evaluation, by step: dicts with prompt, seed, image, rewards.
-        rollouts: samples of training that were kept as files, by the updates done when they were made.
+        rollouts: samples of training that were kept as files, by the number of updates made before them.
         seconds: wall time of the run, evaluations included.
-        updates: optimizer updates done.
+        updates: number of optimizer updates made.
     """
 
     path: Path
@@ -79,12 +80,12 @@ class Run:
 
     @property
     def prompts(self) -> dict[str, int | None]:
-        """How many prompts there are; see `held_out.count_prompts`."""
+        """Numbers of prompts; see `held_out.count_prompts`."""
         return self.info.get("prompts") or {}
 
     @property
     def times(self) -> list[str]:
-        """When the first and the last evaluation took place, in words; one of them alone; or none."""
+        """When the first and the last evaluation took place, in words; one entry if they are the same, or none."""
         return list(dict.fromkeys(format_updates(self.evaluations[at]["step"]) for at in (0, -1) if self.evaluations))
 
     @property
@@ -99,17 +100,17 @@ class Run:
 
     @property
     def published_after(self) -> int | None:
-        """Updates after which the weights in the folder were saved, where these are the best and not the last."""
+        """Number of updates after which the folder's weights were saved, if these are the best and not the last."""
         return self.info.get("published_after")
 
     def cut(self, step: int) -> "Run":
-        """Return the run as it was after so many updates, as far as held-out evaluations go."""
+        """Return the run with only the held-out evaluations up to update `step`."""
         evaluations = [entry for entry in self.evaluations if entry["step"] <= step]
         samples = {at: rows for at, rows in self.samples.items() if at <= step}
         return dataclasses.replace(self, evaluations=evaluations, samples=samples)
 
     def maximum(self, name: str) -> float | None:
-        """Return the most that a reward (or `reward`, what they come to together) can be, where that is known."""
+        """Return the maximum of a reward, or of the combined `reward`, if it is known."""
         if name != "reward":
             is_changed = self.info.get("reward_options", {}).get(name, {}).keys() & {"mean", "std", "clip"}
             return 1.0 if name in AT_MOST_ONE and not is_changed else None
@@ -149,13 +150,13 @@ def read_run(run_dir: str | Path) -> Run:
         raise ValueError(f"{path} holds no run.json, so it is not the output folder of a run.")
     info = json.loads((path / "run.json").read_text(encoding="utf-8"))
     history = read_log_history(path)
-    # an update on a rollout that was made for an earlier one has no reward
+    # an update on a rollout that an earlier update has used has no reward
     train = [entry for entry in history if entry.keys() & {"reward", "time/update"} and "eval_reward" not in entry]
     evaluations = list({entry["step"]: entry for entry in history if "eval_reward" in entry}.values())
     baselines = path / "baselines.json"
     samples = read_samples(path)
     names = [*info["reward_funcs"], *(info.get("eval_reward_funcs") or [])]
-    if not history:  # running, and nothing saved yet
+    if not history:  # running, with no log saved yet
         evaluations = [summarise_table(step, rows, names) for step, rows in samples.items()]
     return Run(
         path=path,
@@ -171,7 +172,7 @@ def read_run(run_dir: str | Path) -> Run:
 
 
 def read_log_history(path: Path) -> list[dict[str, float]]:
-    """Return the longest log there is: of the finished run, or of its newest checkpoint."""
+    """Return the longest log: that of the finished run, or of its newest checkpoint."""
     states = [path / "trainer_state.json", *path.glob("checkpoint-*/trainer_state.json")]
     histories = [json.loads(state.read_text(encoding="utf-8"))["log_history"] for state in states if state.is_file()]
     return max(histories, key=lambda history: max((entry["step"] for entry in history), default=-1), default=[])
@@ -181,7 +182,7 @@ def read_rollouts(path: Path) -> dict[int, list[dict[str, Any]]]:
     """Read samples of training that were kept as files, by step, in the order of their positions in the rollout."""
     found = {}
     for folder in sorted(path.glob("samples/step-*/")):
-        files = path.glob(f"samples/{folder.name}*.parquet")  # one of each process
+        files = path.glob(f"samples/{folder.name}*.parquet")  # one per process
         rows = [row for file in files for row in pyarrow.parquet.read_table(file).to_pylist()]
         kept = [row for row in rows if row.get("image") is not None]
         if kept:
@@ -194,13 +195,13 @@ def read_samples(path: Path) -> dict[int, list[dict[str, Any]]]:
     tables: dict[int, list[list[dict]]] = {}
     for file in sorted(path.glob("evaluations/step-*.parquet"), key=lambda file: (len(file.stem), file.stem)):
         tables.setdefault(int(file.stem.split("-")[1]), []).append(pyarrow.parquet.read_table(file).to_pylist())
-    # where several processes evaluated, they took the prompts in turns and wrote a table each
+    # several processes take turns at the prompts of an evaluation and write a table each
     turns = {step: itertools.chain.from_iterable(itertools.zip_longest(*parts)) for step, parts in tables.items()}
     return {step: [row for row in turns[step] if row is not None] for step in sorted(turns)}
 
 
 def summarise_table(step: int, rows: list[dict[str, Any]], names: list[str]) -> dict[str, float]:
-    """Compute what an evaluation logs from its table of samples."""
+    """Compute the log entry of an evaluation from its table of samples."""
     keys = {"reward": ("eval_reward", "eval_reward_std_error")}
     keys |= {name: (f"eval_rewards/{name}/mean", f"eval_rewards/{name}/std_error") for name in names}
     entry: dict[str, float] = {"step": step}
@@ -213,16 +214,16 @@ def summarise_table(step: int, rows: list[dict[str, Any]], names: list[str]) -> 
 
 
 def count_updates(entries: list[dict[str, float]]) -> list[int]:
-    """Return for each entry of a log, by step, how many updates it is of: those since the entry before it."""
+    """Return for each entry of a log, by step, the number of updates since the entry before it."""
     steps = [0, *(entry["step"] for entry in entries)]
     return [max(1, step - last) for last, step in itertools.pairwise(steps)]
 
 
 def measure_speed(entries: list[dict[str, float]]) -> float | None:
-    """Return the samples per second of a run: those of all its rollouts, divided by the time of their updates.
+    """Return the samples per second of a run: the samples of all its rollouts, divided by the time of their updates.
 
-    All rollouts have the same size and serve as many updates, so each of the logged speeds is of samples in proportion
-    to the updates since the one before.
+    All rollouts have the same size and number of updates, so each logged speed is weighted by the number of updates
+    since the one before.
     """
     known = [entry for entry in entries if "samples_per_second" in entry]
     speeds = [entry["samples_per_second"] for entry in known]
@@ -230,9 +231,9 @@ def measure_speed(entries: list[dict[str, float]]) -> float | None:
 
 
 def measure_seconds(history: list[dict[str, float]]) -> float:
-    """Return the wall time: the trainer's, or (as that counts from the last resume) the sum of the logged parts."""
+    """Return the wall time: the trainer's or, as that starts at the last resume, the sum of the logged parts."""
     measured = max((entry["train_runtime"] for entry in history if "train_runtime" in entry), default=0.0)
-    timed = [entry for entry in history if "time/rollout" in entry]  # means over the updates since the entry before
+    timed = [entry for entry in history if "time/rollout" in entry]  # means over the updates since the previous entry
     parts = sum(entry.get("eval_runtime", 0.0) for entry in history)
     for entry, updates in zip(timed, count_updates(timed), strict=True):
         parts += updates * sum(value for key, value in entry.items() if key.startswith("time/"))
@@ -240,10 +241,10 @@ def measure_seconds(history: list[dict[str, float]]) -> float:
 
 
 def summarise(run: Run) -> dict[str, Any]:
-    """Return what summary.json holds; None where nothing was measured.
+    """Return the contents of summary.json, with None where nothing was measured.
 
-    `before` is measured before the first update and nothing else is called so; `first` is what the first of several
-    evaluations gave, whenever that was; `after` is what the last one gave that came after an update.
+    `before` is only ever measured before the first update; `first` is the result of the first of several evaluations,
+    whenever that was; `after` is the result of the last evaluation, if it came after an update.
     """
     steps = [entry["step"] for entry in run.evaluations]
     total = compare(run, "reward")
@@ -263,7 +264,7 @@ def summarise(run: Run) -> dict[str, Any]:
 
 
 def describe_change(run: Run, name: str) -> str | None:
-    """Say what evaluations gave, such as `0.400 ± 0.020 before training, 0.900 ± 0.020 after 20 updates`, or one."""
+    """Describe evaluation results, such as `0.400 ± 0.020 before training, 0.900 ± 0.020 after 20 updates`."""
     values = [run.held_out(name, at) for at in (0, -1)[-len(run.times) :]]
     if not run.times or any(mean is None for mean, _ in values):
         return None

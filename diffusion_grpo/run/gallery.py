@@ -1,6 +1,6 @@
-"""What the report shows of samples: the same prompts and seeds in every evaluation, and some of training.
+"""Samples for the report: the same prompts and seeds in every evaluation, and some samples of training.
 
-Everything is embedded as data URIs, so that the page needs no other file.
+All files are embedded as data URIs, so that the page needs no other file.
 """
 
 import base64
@@ -14,13 +14,13 @@ import PIL.Image
 from .folder import Run, format_updates
 
 SHOWN = 24  # evaluation prompts shown in order
-EXTREMES = 4  # of the most and of the least improved of the others
-EVALUATIONS = 8  # shown, the first and the last among them
-ROLLOUTS, ROLLOUT_SAMPLES = 3, 8  # rollouts of training, and samples of each
+EXTREMES = 4  # of the other prompts, the most and the least improved
+EVALUATIONS = 8  # evaluations shown, including the first and the last
+ROLLOUTS, ROLLOUT_SAMPLES = 3, 8  # rollouts of training, and samples per rollout
 FILM_ROWS = 6  # prompts in the strip
-WIDEST = 384  # pixels of an embedded image or video
-SMALL_VIDEO = 100_000  # bytes up to which one is embedded as it is
-MOST_BYTES = 12_000_000  # of evaluations between the first and the last; browsers stay quick with a page of this size
+WIDEST = 384  # width in pixels of an embedded image or video
+SMALL_VIDEO = 100_000  # bytes up to which a video is embedded as it is
+MOST_BYTES = 12_000_000  # for evaluations between first and last; browsers can handle a page of this size
 KINDS = {".mp4": "video", ".wav": "audio"}
 
 
@@ -35,17 +35,17 @@ def pair_samples(run: Run) -> list[dict[str, Any]]:
 
 
 def _make_key(row: dict[str, Any]) -> tuple[str | None, str, int]:
-    """Return what tells the same sample of another evaluation; samples of earlier versions name no dataset."""
+    """Return the key that a sample shares across evaluations; samples of earlier versions name no dataset."""
     return row.get("dataset"), row["prompt"], row["seed"]
 
 
 def _index_rows(rows: list[dict[str, Any]]) -> dict[tuple[str | None, str, int], dict[str, Any]]:
-    """Return the rows of an evaluation by what tells the same sample of another evaluation."""
+    """Return the rows of an evaluation by the keys that samples share across evaluations."""
     return {_make_key(row): row for row in rows}
 
 
 def make_gallery(run: Run) -> dict[str, Any] | None:
-    """Return what the report's viewer of evaluations shows; None without two evaluations that left samples.
+    """Return the data of the report's viewer of evaluations; None without two evaluations that left samples.
 
     Returns:
         `total` pairs and `counts` of those that got better, stayed the same or got worse; `steps`, the evaluations
@@ -85,7 +85,7 @@ def make_gallery(run: Run) -> dict[str, Any] | None:
 
 
 def choose_steps(steps: list[int]) -> list[int]:
-    """Choose evaluations evenly, the first and the last among them."""
+    """Choose evenly spaced evaluations, including the first and the last."""
     count = min(EVALUATIONS, len(steps))
     return [steps[round(index * (len(steps) - 1) / max(1, count - 1))] for index in range(count)]
 
@@ -100,13 +100,13 @@ def _is_number(value: float | None) -> bool:
 
 
 def _has_images(run: Run, pair: dict[str, Any]) -> bool:
-    """Whether both images of a pair were kept; a run saves the first few only."""
+    """Return whether both images of a pair were kept; a run saves only the first few."""
     files = [pair["before"].get("image"), pair["after"].get("image")]
     return all(file and find_file(run, file) is not None for file in files)
 
 
 def find_file(run: Run, file: str) -> Path | None:
-    """Find a sample's file; its path is written relative to the run or to its evaluations folder."""
+    """Find a sample's file; its recorded path is relative to the run's folder or to its evaluations folder."""
     for folder in (run.path, run.path / "evaluations"):
         if (folder / file).is_file():
             return folder / file
@@ -114,7 +114,7 @@ def find_file(run: Run, file: str) -> Path | None:
 
 
 def _make_cards(run: Run, shown: list[tuple[dict[str, Any], float]], steps: list[int]) -> list[dict[str, Any]]:
-    """Return a card per prompt with its samples of all `steps`, as far as the page does not grow too large."""
+    """Return a card per prompt with its samples at all `steps`, within the page's size limit."""
     rows = {step: _index_rows(run.samples[step]) for step in steps}
     budget = MOST_BYTES
     cards = []
@@ -134,25 +134,25 @@ def _make_cards(run: Run, shown: list[tuple[dict[str, Any], float]], steps: list
 
 
 def _make_sample(run: Run, step: int, row: dict[str, Any]) -> dict[str, Any]:
-    """Return what the template shows of one sample; unknown rewards as None."""
+    """Return the template's data of one sample; unknown rewards are None."""
     rewards = [row.get(name) for name in run.reward_names]
     rewards = [reward if _is_number(reward) else None for reward in rewards]
     return {"step": step, "rewards": rewards, **embed_sample(run, row)}
 
 
 def embed_sample(run: Run, sample: dict[str, Any]) -> dict[str, str | None]:
-    """Embed a sample's image, and of a video or sound its file and kind, as data URIs."""
+    """Embed a sample's image, and the file of a video or sound, as data URIs; also return its kind."""
     return _embed(find_file(run, sample["image"]), find_file(run, sample.get("file") or sample["image"]))
 
 
 def _embed(image: Path, file: Path | None) -> dict[str, str | None]:
-    """Embed the image that stands for a sample, and the sample itself if it is a video or sound."""
+    """Embed the image that represents a sample, and the sample itself if it is a video or sound."""
     kind = None if file is None or not file.is_file() else KINDS.get(file.suffix)
     return {"image": embed_image(image), "kind": kind, "media": embed_media(file) if kind else None}
 
 
 def show_rollouts(run: Run) -> list[dict[str, Any]]:
-    """Return some samples of training, of the first, the last and a few rollouts between: prompt, reward, files."""
+    """Return samples of the first, the last and a few rollouts in between: prompt, reward, files."""
     folder, steps = run.path / "samples", sorted(run.rollouts)
     count = min(ROLLOUTS, len(steps))
     chosen = dict.fromkeys(steps[round(at * (len(steps) - 1) / max(1, count - 1))] for at in range(count))
@@ -169,7 +169,7 @@ def show_rollouts(run: Run) -> list[dict[str, Any]]:
 
 
 def make_film(run: Run) -> dict[str, Any] | None:
-    """Return the same prompts and seeds in evaluations over the whole run: steps, and each prompt's images."""
+    """Return images of the same prompts and seeds in evaluations over the whole run, with their steps."""
     if len(run.samples) < 3:
         return None
     steps = choose_steps(sorted(run.samples))
@@ -184,7 +184,7 @@ def make_film(run: Run) -> dict[str, Any] | None:
 
 
 def embed_media(path: Path) -> str:
-    """Embed a video or sound as a data URI: as it is if it is small, else compressed, videos to 384 pixels at most."""
+    """Embed a small video as it is, or a compressed larger one (at most 384 pixels) or sound, as a data URI."""
     from ..media.files import compress_sound, shrink_video
 
     if path.suffix == ".wav":
@@ -194,7 +194,7 @@ def embed_media(path: Path) -> str:
 
 
 def embed_image(path: Path) -> str:
-    """Embed an image as a data URI: as it is where it is small, else at most 384 pixels wide."""
+    """Embed an image as a data URI: as it is if it is small, otherwise scaled to at most 384 pixels."""
     with PIL.Image.open(path) as image:
         if image.width <= WIDEST:
             return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()

@@ -1,7 +1,7 @@
-"""One run at a time in an output folder.
+"""Lock an output folder, so that only one run at a time uses it.
 
-The operating system gives the lock back when the process ends, however it ends: what a killed run leaves behind is
-never in the way.
+The operating system releases the lock when the process ends, however it ends: files that a killed run leaves behind
+never block another run.
 """
 
 import contextlib
@@ -20,10 +20,10 @@ LOCK, HOLDER = "_lock", "_lock.json"  # Trainer pushes nothing whose name begins
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Hold `folder` until the end; no other process, and no other trainer of this one, enters it meanwhile.
+    """Lock `folder` inside this context, against other processes and other trainers in this process.
 
     Raises:
-        ResumeError: another run holds it.
+        ResumeError: another run holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / LOCK, timeout=0)
@@ -44,8 +44,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def _holder(folder: Path) -> str:
-    """Say who holds the folder, if that is known."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it may be writing this just now
+    """Describe which process holds the folder, if that is known."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # the other run may be writing it just now
         held = json.loads((folder / HOLDER).read_text(encoding="utf-8"))
         return f" (process {held['process']} on {held['host']})"
     return ""

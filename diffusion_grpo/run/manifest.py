@@ -1,4 +1,4 @@
-"""Tell whether a checkpoint is what was written, by a list of its files with sizes and hashes, written last."""
+"""Verify a checkpoint by a manifest: a list of its files with sizes and hashes, which is written last."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ THREADS = 8
 
 
 class ResumeError(ValueError):
-    """A run cannot start in its folder, or go on from the checkpoint that was asked for.
+    """A run cannot start in its folder, or cannot resume from the requested checkpoint.
 
     Examples:
         >>> from diffusion_grpo.run.records import refuse_used_folder
@@ -22,7 +22,7 @@ class ResumeError(ValueError):
 
 
 class DamagedCheckpoint(ResumeError):
-    """A file of a checkpoint is missing, or is not what was written.
+    """A file of a checkpoint is missing or has changed.
 
     Examples:
         >>> written = Path(folder, "weights.txt").write_text("3.14")
@@ -35,7 +35,7 @@ class DamagedCheckpoint(ResumeError):
 
 
 def write_manifest(folder: Path) -> None:
-    """List all files under `folder`; call it once, when every process has written its own."""
+    """Write a manifest of all files under `folder`; call it once, after every process has written its files."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
     with ThreadPoolExecutor(THREADS) as pool:
         hashes = pool.map(_hash, files)
@@ -47,15 +47,15 @@ def write_manifest(folder: Path) -> None:
 
 
 def has_manifest(folder: Path) -> bool:
-    """Tell whether its files can be checked; versions before this one wrote none."""
+    """Return whether a checkpoint has a manifest; earlier versions wrote none."""
     return (folder / MANIFEST).is_file()
 
 
 def check_manifest(folder: Path) -> None:
-    """Compare the files with what was written: names and sizes first, then every byte.
+    """Compare the files with the manifest: names and sizes first, then the contents.
 
     Raises:
-        DamagedCheckpoint: one of them is missing or differs; the message names it.
+        DamagedCheckpoint: a file is missing or differs; the message names it.
     """
     try:
         listed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]

@@ -1,4 +1,4 @@
-"""Show text that others chose (names, prompts, paths) literally and in one line of Markdown."""
+"""Escape arbitrary text (names, prompts, paths) for display in one line of Markdown."""
 
 import re
 
@@ -6,7 +6,7 @@ SPECIAL = re.compile(r"([\\`*\[\]<>|#~$&!])|(?<![A-Za-z0-9])(_)|(_)(?![A-Za-z0-9
 
 
 def escape(text: str) -> str:
-    """Write `text` so that it stands for itself in a line, a table cell or a heading of Markdown.
+    """Escape `text` so that a line, table cell or heading of Markdown shows it literally.
 
     Example:
         >>> escape("a|b <i>")
@@ -16,7 +16,7 @@ def escape(text: str) -> str:
 
 
 def code(text: str) -> str:
-    """Write `text` as a span of code, between more backquotes than it holds in a row."""
+    """Format `text` as a code span, fenced by more backquotes than it contains in a row."""
     text = _one_line(text)
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     pad = " " if text.startswith("`") or text.endswith("`") or not text else ""
@@ -24,5 +24,5 @@ def code(text: str) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Replace line breaks and whatever else cannot be printed by a blank."""
+    """Replace line breaks and other unprintable characters by a space."""
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())

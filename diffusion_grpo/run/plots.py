@@ -1,4 +1,4 @@
-"""Curves of a run as images: SVG data URIs for the report, a PNG for the model card. Only this imports matplotlib."""
+"""Draw curves of a run: SVG data URIs for the report, a PNG for the card. Only this module imports matplotlib."""
 
 import base64
 import io
@@ -40,12 +40,13 @@ class Curve:
     """One reward over the run; every list may be empty.
 
     Attributes:
-        name: title of the axes.
-        train_steps, train: updates, and the mean over that update's rollout.
-        eval_steps, eval, eval_errors: updates done, held-out mean, its standard error.
-        baselines: name -> held-out mean of another way to use the untrained model.
-        is_evaluation_only: whether it is never trained on.
-        prompts: what the evaluations' prompts may be called.
+        name: title of the plot.
+        train_steps, train: updates, and the mean reward of each update's rollout.
+        eval_steps, eval, eval_errors: updates before each evaluation, its held-out mean, and the mean's standard
+            error.
+        baselines: held-out means of the untrained model used in other ways, by name.
+        is_evaluation_only: whether the reward is never trained on.
+        prompts: what to call the evaluations' prompts.
     """
 
     name: str
@@ -66,7 +67,7 @@ def draw_curve(curve: Curve, width: float = 10.0, height: float = 3.7, legend: b
 
 
 def save_curve(curve: Curve, path: Path) -> None:
-    """Save the same as a PNG, for the model card."""
+    """Save the plot of a reward as a PNG, for the model card."""
     with rc_context(STYLE):
         _curve_figure(curve, width=8.0, height=3.4, legend=True).savefig(path, dpi=120, metadata={"Software": None})
 
@@ -82,7 +83,7 @@ def _curve_figure(curve: Curve, width: float, height: float, legend: bool) -> Fi
         errors = curve.eval_errors or None
         style = {"color": color, "marker": "o", "markersize": 4.5, "linewidth": 1.8, "capsize": 3}
         axes.errorbar(curve.eval_steps, curve.eval, yerr=errors, label=label, **style)
-    if legend and (curve.train or curve.eval):  # before the baselines, which are named at the right edge
+    if legend and (curve.train or curve.eval):  # baselines come later and are named at the right edge
         axes.legend(loc="lower right")
     _draw_baselines(axes, curve.baselines)
     axes.set_xlabel("update")
@@ -91,7 +92,7 @@ def _curve_figure(curve: Curve, width: float, height: float, legend: bool) -> Fi
 
 
 def _draw_baselines(axes: Axes, baselines: dict[str, float]) -> None:
-    """Draw dashed lines named in the right margin, the names pushed apart where the lines lie close together."""
+    """Draw dashed lines with names in the right margin, moved apart if the lines are close together."""
     low, high = axes.get_ylim()
     low, high = min([low, *baselines.values()]), max([high, *baselines.values()])
     axes.set_ylim(low, high + 0.02 * (high - low))
@@ -113,7 +114,7 @@ def draw_series(name: str, steps: list[int], values: list[float]) -> str:
         axes.plot(steps, values, color=HELD_OUT, linewidth=1.3, marker="o" if len(steps) < 3 else None, markersize=3)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=5, **TICKS))
         axes.yaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 5, 10]))
-        if min(values) == max(values):  # a constant gets an axis that starts at 0, not one of tiny fractions around it
+        if min(values) == max(values):  # start a constant's axis at 0, instead of showing tiny fractions around it
             axes.set_ylim(sorted((-0.05 * (values[0] or 1), 2 * values[0] or 1)))
         return _data_uri(figure, name)
 

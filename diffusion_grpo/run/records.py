@@ -1,4 +1,4 @@
-"""What a run writes about itself: `run.json` and tables of samples."""
+"""Records of a run: `run.json` and tables of samples."""
 
 import dataclasses
 import importlib.metadata
@@ -27,11 +27,11 @@ from .resume_settings import IDENTITY_SETTINGS, describe_lora, find_difference, 
 logger = logging.getLogger(__name__)
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "peft", "trl")
 IDENTITY = ("model", "trains_by", "reward_funcs")
-# entries that a record may lack, and what they are called in messages
+# entries that a record may lack, and their names in messages
 KNOWN_LATE = {"component": "train_component", "prompts_per_rollout": "prompts_per_rollout"}
-# weights at the top of the folder: of the run's end, of `save_model`, or of a push during the run
+# weights at the top of the folder: from the run's end, from `save_model`, or from a push during the run
 WEIGHTS = ("model_index.json", "adapter_model.safetensors", "pytorch_lora_weights.safetensors")
-SAMPLES = ("evaluations", "samples", "validation")  # folders in which each update's have its number
+SAMPLES = ("evaluations", "samples", "validation")  # folders whose entries have the number of their update
 NOT_SETTINGS = {"output_dir", "logging_dir", "run_name", "hub_token", "push_to_hub_token", "resume_from_checkpoint"}
 NOT_SETTINGS |= {"lora_path"}  # the entry `trains_by` reports it
 
@@ -51,7 +51,7 @@ def make_record(
         "reward_funcs": reward_funcs,
         "eval_reward_funcs": eval_reward_funcs,
         "reward_weights": reward_weights,
-        "prompts_per_rollout": args.batch_sizes.prompts_per_rollout,  # over all processes, however many there are
+        "prompts_per_rollout": args.batch_sizes.prompts_per_rollout,  # over all processes
         "settings": list_changed_settings(args),
         "resolved": resolve_settings(args),
         "lora": describe_lora(peft_config),
@@ -65,7 +65,7 @@ def make_record(
 def _trains_by(args: DiffusionGRPOConfig, peft_config: PeftConfig | None) -> str:
     if args.lora_adapter is not None:
         return f"LoRA {args.lora_adapter}, trained further"
-    if args.lora_path is not None:  # a Hub id, or a folder without what is around it
+    if args.lora_path is not None:  # a Hub id, or a folder's name without its path
         path = Path(args.lora_path).expanduser()
         return f"LoRA {path.resolve().name if path.exists() else args.lora_path}, trained further"
     return "full" if peft_config is None else f"LoRA rank {getattr(peft_config, 'r', '?')}"
@@ -75,7 +75,7 @@ def list_changed_settings(args: DiffusionGRPOConfig) -> dict[str, Any]:
     """Return the settings that differ from their defaults, without paths and secrets."""
     defaults = DiffusionGRPOConfig(output_dir=args.output_dir, use_cpu=args.use_cpu)
     changed = {}
-    for setting in dataclasses.fields(DiffusionGRPOConfig):  # a class that inherits from it may have more
+    for setting in dataclasses.fields(DiffusionGRPOConfig):  # a subclass may have more
         value = getattr(args, setting.name)
         if setting.name in NOT_SETTINGS or value == getattr(defaults, setting.name):
             continue
@@ -87,14 +87,14 @@ def list_changed_settings(args: DiffusionGRPOConfig) -> dict[str, Any]:
 def has_ended(output_dir: str | Path) -> bool:
     """Return whether a run has ended in this folder.
 
-    Only the end leaves a trainer state at the top. Weights may lie there earlier, by a push or by `save_model`, and
-    `diffusion-grpo report` writes a summary at any time.
+    Only the end of a run leaves a trainer state at the top. Weights may be there earlier, from a push or `save_model`,
+    and `diffusion-grpo report` can write a summary at any time.
     """
     return (Path(output_dir) / TRAINER_STATE_NAME).is_file()
 
 
 def holds_run(output_dir: str | Path) -> bool:
-    """Return whether this folder holds what a run should not overwrite: a checkpoint or a result.
+    """Return whether this folder holds a checkpoint or a result, which a run should not overwrite.
 
     A run that was interrupted before its first checkpoint leaves neither, and is simply started again.
     """
@@ -107,10 +107,10 @@ def refuse_used_folder(output_dir: str | Path, how_to_resume: str) -> None:
     """Refuse a folder that holds a run.
 
     Args:
-        how_to_resume: what to write to go on with that run.
+        how_to_resume: how to continue that run, for the message.
 
     Raises:
-        ResumeError: there is one.
+        ResumeError: there is such a run.
     """
     refuse_ended_run(output_dir)
     if holds_run(output_dir):
@@ -123,10 +123,10 @@ def refuse_used_folder(output_dir: str | Path, how_to_resume: str) -> None:
 
 
 def refuse_ended_run(output_dir: str | Path) -> None:
-    """Refuse a folder with the result of a run that has ended and has no checkpoint; to resume would overwrite it.
+    """Refuse a folder with the result of an ended run without checkpoints, which resuming would overwrite.
 
     Raises:
-        ResumeError: there is one.
+        ResumeError: there is such a run.
     """
     if has_ended(output_dir) and get_last_checkpoint(output_dir) is None:
         raise ResumeError(
@@ -138,16 +138,16 @@ def refuse_ended_run(output_dir: str | Path) -> None:
 def check_output_folder(output_dir: str, run: dict[str, Any], is_resumed: bool) -> None:
     """Refuse, before a model is loaded, an output folder in which nothing can be trained.
 
-    A run that was interrupted only gets a warning: `train(resume_from_checkpoint=True)` may yet go on with it.
+    An interrupted run only causes a warning: `train(resume_from_checkpoint=True)` may still continue it.
 
     Args:
         output_dir: the folder.
-        run: what this run says of itself.
-        is_resumed: whether the settings say to go on with what is there.
+        run: the record of this run.
+        is_resumed: whether the settings ask to resume the run that is there.
 
     Raises:
         ValueError: another run is there.
-        ResumeError: a run has ended there, and the settings do not say to go on with it.
+        ResumeError: a run has ended there, and the settings do not ask to resume it.
     """
     if not holds_run(output_dir):
         return
@@ -165,9 +165,9 @@ def check_output_folder(output_dir: str, run: dict[str, Any], is_resumed: bool) 
 
 
 def clear_started_run(output_dir: Path) -> None:
-    """Remove samples of a run that was interrupted before its first checkpoint, and which is started again.
+    """Remove samples of a run that was interrupted before its first checkpoint and is started again.
 
-    Those from before the first update stay: they may be this run's already.
+    Samples from before the first update stay: they may already belong to the new run.
     """
     if not (output_dir / "run.json").is_file():
         return
@@ -181,17 +181,17 @@ def check_same_run(folder: str | Path, run: dict[str, Any], advice: str = "choos
 
     Args:
         folder: an output folder; one without a `run.json` is accepted.
-        run: what this run says of itself. What is not known before the model is loaded is compared once it is.
-        advice: what to do about another run.
+        run: the record of this run. Entries that are unknown before the model is loaded are compared later.
+        advice: advice in the message about another run.
 
     Raises:
-        ValueError: model, rewards, what is trained or how it is sampled differ from the run that is there.
+        ValueError: the model, the rewards, what is trained or how it is sampled differ from the run that is there.
     """
     path = Path(folder) / "run.json"
     if not path.is_file():
         return
     other = json.loads(path.read_text(encoding="utf-8"))
-    other["model"] = public_model_name(other["model"])  # as it is kept now
+    other["model"] = public_model_name(other["model"])  # as this version records it
     difference = _find_difference(other, run)
     if difference is not None:
         raise ValueError(f"{folder} holds another run ({difference}); {advice}.")
@@ -203,14 +203,14 @@ def _find_difference(other: dict[str, Any], run: dict[str, Any]) -> str | None:
         found |= {name: record[key] for key, name in KNOWN_LATE.items() if key in record}
     if other.get("resolved", {}).get("is_renoised") == run["resolved"]["is_renoised"]:
         theirs, ours = theirs | other["resolved"], ours | run["resolved"]
-    else:  # an earlier version kept only changed settings, and another kind of algorithm has other defaults
+    else:  # earlier versions recorded only changed settings, and other kinds of algorithm have other defaults
         theirs |= {key: other["settings"].get(key) for key in IDENTITY_SETTINGS}
         ours |= {key: run["settings"].get(key) for key in IDENTITY_SETTINGS}
     return find_difference(theirs, ours)
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON aside and rename it into place."""
+    """Write JSON to a temporary file and rename it into place."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f"tmp-{path.name}")
     aside.write_text(json.dumps(content, indent=2), encoding="utf-8")
@@ -218,10 +218,10 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def check_extra_column(name: str, values: Sequence[Any], count: int) -> list[Any]:
-    """Return what a reward gave `log_extra`, one value per sample.
+    """Return the values that a reward passed to `log_extra` as a list, one per sample.
 
     Raises:
-        ValueError: another number of values.
+        ValueError: the number of values is wrong.
     """
     values = values.tolist() if hasattr(values, "tolist") else list(values)
     if len(values) != count:
@@ -232,7 +232,7 @@ def check_extra_column(name: str, values: Sequence[Any], count: int) -> list[Any
 
 
 def write_samples(path: Path, columns: dict[str, list[Any]]) -> None:
-    """Write one parquet table, aside first, and rename it into place."""
+    """Write a parquet table to a temporary file and rename it into place."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f"tmp-{path.name}")
     pyarrow.parquet.write_table(pyarrow.table(columns), aside)
@@ -245,11 +245,11 @@ def write_files(
     """Write samples as images, videos and sound ([`~media.write_sample`]).
 
     Args:
-        stems: where each sample's files lie, without their endings; None where it is not kept.
-        root: folder that the names in the table are relative to.
+        stems: path of each sample's files, without their suffix; None for a sample that is not kept.
+        root: folder to which the paths in the table are relative.
 
     Returns:
-        two columns of a table: `image`, which stands for a sample, and `file`, the sample itself.
+        two columns of a table: `image`, which represents a sample, and `file`, the sample itself.
     """
     columns: dict[str, list[str | None]] = {"image": [], "file": []}
     for sample, stem in zip(samples, stems, strict=True):

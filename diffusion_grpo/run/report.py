@@ -1,4 +1,4 @@
-"""The page that a run leaves behind, `report.html`, and `summary.json`; both can be written again at any time."""
+"""Write a run's `report.html` and `summary.json`; both can be written again at any time."""
 
 import base64
 import hashlib
@@ -39,7 +39,7 @@ DIAGNOSTICS = {
     "learning_rate": "Learning rate.",
 }
 
-# what several rewards come to together; everything else is a weighted sum
+# how several rewards are combined; everything else is a weighted sum
 AGGREGATIONS = {"min_then_normalize": "Smallest", "product_then_normalize": "Product"}
 
 
@@ -110,7 +110,7 @@ def write_report(run_dir: str | Path, experiment: str | Path | None = None) -> P
 
 @cache
 def _load_template() -> "Template":
-    """Return the page's template: a process that trains several runs compiles it once."""
+    """Return the page's template; a process with several runs compiles it only once."""
     import jinja2
 
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -119,12 +119,12 @@ def _load_template() -> "Template":
 
 
 def missing_packages() -> list[str]:
-    """List what the report needs and is not installed: a run must not end in an error for want of it."""
+    """List missing packages that the report needs, so that a run does not end in an error because of them."""
     return [name for name in PACKAGES if importlib.util.find_spec(name) is None]
 
 
 def write_curve(run_dir: str | Path) -> None:
-    """Write `curve.png`, the reward over the run, where there is any and matplotlib is installed."""
+    """Write `curve.png`, the reward over the run, if there is one and the report's packages are installed."""
     run = read_run(run_dir)
     curve = None if missing_packages() else make_reward_curve(run, "reward")
     if curve is not None:
@@ -134,7 +134,7 @@ def write_curve(run_dir: str | Path) -> None:
 
 
 def format_number(value: float | None, digits: int = 3) -> str:
-    """Write a number for people: `–` where there is none, no more digits than say something."""
+    """Format a number for display, with few digits; `–` if there is none."""
     if value is None or value != value:
         return "–"
     if value == 0:
@@ -145,9 +145,9 @@ def format_number(value: float | None, digits: int = 3) -> str:
 
 
 def measure_gain(run: Run, name: str) -> float | None:
-    """Return the share of what was missing to the reward's maximum that was gained in evaluations.
+    """Return the gain in evaluations as a share of what was possible: the distance to the reward's maximum.
 
-    None where it is unknown, and where the reward did not change beyond its noise.
+    None if it is unknown, or if the reward did not change beyond its noise.
     """
     before, after, maximum = run.held_out(name, 0)[0], run.held_out(name, -1)[0], run.maximum(name)
     if None in (before, after, maximum) or not has_changed(run, name) or before >= maximum:
@@ -156,9 +156,9 @@ def measure_gain(run: Run, name: str) -> float | None:
 
 
 def has_changed(run: Run, name: str) -> bool | None:
-    """Tell whether a reward differs by more than twice the standard error between the first and the last evaluation.
+    """Return whether a reward changed from first to last evaluation by more than twice the change's standard error.
 
-    None if it cannot be estimated: with fewer than two evaluations, or on a single sample.
+    None if that cannot be estimated: with fewer than two evaluations, or with a single prompt.
     """
     (before, error_before), (after, error_after) = run.held_out(name, 0), run.held_out(name, -1)
     if len(run.evaluations) < 2 or None in (before, error_before, after, error_after):
@@ -168,7 +168,7 @@ def has_changed(run: Run, name: str) -> bool | None:
 
 
 def make_results_table(run: Run) -> list[dict[str, Any]]:
-    """Return the rows of the evaluations' table: untrained, baselines, trained; each cell (mean, standard error)."""
+    """Return the rows of the results table: untrained, baselines, trained; each cell is (mean, standard error)."""
     names = ["reward", *run.reward_names]
     if not run.evaluations:
         return []
@@ -182,7 +182,7 @@ def make_results_table(run: Run) -> list[dict[str, Any]]:
 
 
 def make_watched_table(run: Run) -> list[tuple[str, float, float | None, float, float | None]]:
-    """Return name, mean and standard error before and after of each reward that was only watched."""
+    """Return name, and mean and standard error before and after, of each reward that was only watched."""
     if len(run.evaluations) < 2:
         return []
     first, last = run.evaluations[0], run.evaluations[-1]
@@ -225,7 +225,7 @@ def list_findings(run: Run) -> list[str]:
 
 
 def describe_finding(run: Run, name: str) -> str | None:
-    """Describe a reward that fell in evaluations or did not change beyond its noise; None where it rose."""
+    """Describe a reward that fell in evaluations or did not change beyond its noise; None if it rose."""
     before, after = (run.held_out(name, at)[0] for at in (0, -1))
     if None in (before, after):
         return None
@@ -242,7 +242,7 @@ def describe_finding(run: Run, name: str) -> str | None:
 
 
 def draw_curves(run: Run) -> dict[str, str]:
-    """Draw the weighted reward and of each reward function, by name."""
+    """Draw the curves of the combined reward and of each reward function, by name."""
     from .plots import draw_curve
 
     plots = {}
@@ -254,7 +254,7 @@ def draw_curves(run: Run) -> dict[str, str]:
 
 
 def make_reward_curve(run: Run, name: str) -> "Curve | None":
-    """Return the points of `reward` (the weighted sum) or of a reward function over the run; None without any."""
+    """Return the points of `reward` (the combined one) or of a reward function over the run; None without any."""
     from .plots import Curve
 
     train_key = "reward" if name == "reward" else f"rewards/{name}/mean"
@@ -278,7 +278,7 @@ def make_reward_curve(run: Run, name: str) -> "Curve | None":
 
 
 def summarise_times(run: Run) -> dict[str, Any] | None:
-    """Return mean seconds of each stage of an update, their shares, and the plot over the run."""
+    """Return the mean seconds of each stage of an update, their shares, and a plot over the run."""
     from .plots import STAGES, draw_times
 
     entries = [entry for entry in run.train if all(f"time/{stage}" in entry for stage in STAGES)]

@@ -1,4 +1,4 @@
-"""How a run was started, for people who want to start it again: `train.yaml`, and the command for the model card."""
+"""Record how a run was started, so that it can be reproduced: `train.yaml`, and the command for the model card."""
 
 import json
 import os
@@ -12,39 +12,39 @@ import yaml
 from ..config.arguments import LAUNCH_VARIABLE
 from .card_data import SECRET, strip_folders, strip_secrets
 
-SETTINGS_FILE = "train.yaml"  # in the run's folder
-# what belongs to one start of a run, and not to the run
+SETTINGS_FILE = "train.yaml"  # name in the run's folder
+# settings of one launch, which are not part of the run
 LOCAL = {"output_dir", "logging_dir", "resume_from_checkpoint", "report_experiment", "run_name"}
 LOCAL |= {"push_to_hub", "push_samples", "machine_rank", "main_process_ip", "main_process_port"}
 
 
 def save_settings(folder: str | Path, values: Mapping[str, Any]) -> None:
-    """Write `train.yaml`, which starts this run again.
+    """Write `train.yaml`, from which this run can be started again.
 
     Absolute paths are reduced to their last part, and secrets are left out, because the file is published with the
     weights.
 
     Args:
-        folder: the run's.
-        values: settings of the command line, of its processes too.
+        folder: folder of the run.
+        values: settings of the command line, including those of processes.
     """
     kept = {key: value for key, value in values.items() if key not in LOCAL and not key.startswith("hub_")}
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     settings = strip_folders(strip_secrets(kept)) | {"output_dir": f"outputs/{folder.resolve().name}"}
-    # JSON is YAML that no version of YAML reads in another way
+    # every version of YAML reads JSON in the same way
     lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in settings.items()]
     (folder / SETTINGS_FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def refuse_own_settings(file: str | Path, folder: str | Path) -> None:
-    """Refuse settings that somebody wrote where the run would write its `train.yaml` over them.
+    """Refuse a user's settings file that the run would overwrite with its `train.yaml`.
 
-    A file that a run wrote is accepted: each of its lines is JSON, so it has no comments to lose.
+    A file that a run wrote is accepted: each of its values is JSON, so it has no comments to lose.
 
     Args:
-        file: settings that are read.
-        folder: the run's.
+        file: settings file that is read.
+        folder: folder of the run.
 
     Raises:
         ValueError: the file is that `train.yaml`, and no run wrote it.
@@ -69,11 +69,11 @@ def _holds_json(line: str) -> bool:
 
 
 def describe_script(argv: Sequence[str], processes: int) -> str | None:
-    """Return the command of a run that was started by a Python script; None where that was no script.
+    """Return the command of a run that was started by a Python script; None if it was not.
 
     Args:
         argv: `sys.argv`.
-        processes: how many ran together.
+        processes: number of processes of the run.
     """
     script = Path(argv[0]) if argv and argv[0] else None
     if script is None or script.suffix != ".py" or script.name in ("ipykernel_launcher.py", "__main__.py"):
@@ -83,9 +83,9 @@ def describe_script(argv: Sequence[str], processes: int) -> str | None:
 
 
 def _strip_secret_words(words: Sequence[str]) -> list[str]:
-    """Reduce absolute paths to their last part, and put dots for the values of secret options.
+    """Reduce absolute paths to their last part, and replace the values of secret options by dots.
 
-    Names and passwords in URLs are left out.
+    User names and passwords in URLs are removed.
     """
     kept, hides_next = [], False
     for word in map(strip_secrets, words):
@@ -104,7 +104,7 @@ def _strip_secret_words(words: Sequence[str]) -> list[str]:
 
 
 def list_local_files(settings: Mapping[str, Any]) -> list[str]:
-    """List files that settings of the command line name and that are not published: prompts, and code of rewards."""
+    """List unpublished files that the command line's settings name: prompts, and code of rewards."""
     named = [str(settings[key]) for key in ("dataset", "eval_dataset") if settings.get(key)]
     files = [name for name in named if Path(name).suffix]
     rewards = [settings.get(key) or [] for key in ("reward_funcs", "eval_reward_funcs")]
@@ -115,7 +115,7 @@ def list_local_files(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _as_list(group: Any) -> list[Any]:
-    """Return the names in what a setting of rewards may hold: a name, a mapping from names, or a list of both."""
+    """Return the names in a setting of rewards, which is a name, a mapping from names, or a list of both."""
     return [group] if isinstance(group, str) else list(group)
 
 
@@ -123,9 +123,9 @@ def describe_reproduction(folder: str | Path, run: Mapping[str, Any], repository
     """Return paragraphs of Markdown that say how to start the run again.
 
     Args:
-        folder: the run's.
+        folder: folder of the run.
         run: contents of `run.json`.
-        repository: Hub id under which the folder is published; None where it is not.
+        repository: Hub id under which the folder is published; None if it is not.
     """
     path = Path(folder) / SETTINGS_FILE
     if path.is_file():
@@ -152,10 +152,10 @@ def _block(command: str) -> str:
 
 
 def read_launch(values: Mapping[str, Any], world_size: int) -> dict[str, Any]:
-    """Return what `train.yaml` says of processes.
+    """Return the settings of processes for `train.yaml`.
 
     Args:
-        values: settings of processes in the settings file and on the command line, as this process got them.
+        values: settings of processes from the settings file and the command line, as this process got them.
         world_size: number of processes.
     """
     told = json.loads(os.environ.get(LAUNCH_VARIABLE, "{}"))

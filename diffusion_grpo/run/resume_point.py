@@ -1,6 +1,6 @@
-"""Find the checkpoint that a run goes on from: the newest whole one, or the one that is named.
+"""Find the checkpoint that a run resumes from: the newest complete one, or the one that is named.
 
-Damaged and missing files, and files that hold code, are refused in one sentence.
+Damaged and missing files, and files that hold code, are refused with a clear message.
 """
 
 import contextlib
@@ -28,20 +28,20 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Remove what a kill left half written, and bring back what it had only put aside."""
+    """Remove checkpoints that a kill left half written, and restore one that was being replaced."""
     for replaced in folder.glob("tmp-checkpoint-*-old"):
         name = replaced.name.removeprefix("tmp-").removesuffix("-old")
-        if not (folder / name).exists():  # killed between taking the old one away and putting the new one there
+        if not (folder / name).exists():  # killed between moving the old one away and renaming the new one
             replaced.rename(folder / name)
     for leftover in folder.glob("tmp-checkpoint-*"):
         shutil.rmtree(leftover)
 
 
 def find_newest_whole(folder: Path) -> Path | None:
-    """Find the newest checkpoint whose files are those that were written; log which newer ones are skipped.
+    """Find the newest undamaged checkpoint; log which newer ones are skipped.
 
     Raises:
-        DamagedCheckpoint: there are checkpoints, and none is whole.
+        DamagedCheckpoint: there are checkpoints, but all are damaged.
     """
     damages = []
     for checkpoint in checkpoints(folder):
@@ -59,10 +59,10 @@ def find_newest_whole(folder: Path) -> Path | None:
 
 
 def check_named(checkpoint: Path) -> None:
-    """Refuse a damaged checkpoint that was asked for by name, and offer the newest whole one before it.
+    """Refuse a damaged checkpoint that was requested by name, and suggest the newest undamaged one before it.
 
     Raises:
-        DamagedCheckpoint: a file is missing, or is not what was written.
+        DamagedCheckpoint: a file is missing or has changed.
     """
     try:
         check(checkpoint)
@@ -75,7 +75,7 @@ def check_named(checkpoint: Path) -> None:
 
 
 def is_whole(checkpoint: Path) -> bool:
-    """Whether `check` accepts a checkpoint."""
+    """Return whether `check` accepts a checkpoint."""
     try:
         check(checkpoint)
     except DamagedCheckpoint:
@@ -84,10 +84,10 @@ def is_whole(checkpoint: Path) -> bool:
 
 
 def check(checkpoint: Path) -> None:
-    """Compare a checkpoint with its manifest; one of a version that wrote none is taken as it is, with a warning.
+    """Compare a checkpoint with its manifest; a checkpoint without one, of an earlier version, only gets a warning.
 
     Raises:
-        DamagedCheckpoint: it is not what was written.
+        DamagedCheckpoint: it does not match its manifest, or its trainer state is missing or unreadable.
     """
     if has_manifest(checkpoint):
         check_manifest(checkpoint)
@@ -104,10 +104,10 @@ def check(checkpoint: Path) -> None:
 
 @contextlib.contextmanager
 def refuse_unreadable(checkpoint: Path) -> Iterator[None]:
-    """Turn errors of files that cannot be read, or that hold code, into one sentence.
+    """Turn errors from files that cannot be read, or that hold code, into a clear message.
 
     Raises:
-        ResumeError: one was read inside.
+        ResumeError: such a file was read inside the context.
     """
     try:
         yield
@@ -135,11 +135,11 @@ def _first_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def explain_interrupt(folder: Path, updates: Callable[[], int]) -> Iterator[None]:
-    """Make Ctrl-C inside end in one line that says what there is to go on from.
+    """Turn Ctrl-C inside this context into one line that says how to resume.
 
     Args:
-        folder: the run's.
-        updates: how many it has made.
+        folder: folder of the run.
+        updates: returns the number of updates that the run has made.
     """
     try:
         yield

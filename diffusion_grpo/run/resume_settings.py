@@ -1,6 +1,7 @@
-"""Compare settings of a run with those of the checkpoint that it goes on from.
+"""Compare settings of a run with those of the checkpoint that it resumes from.
 
-Some say which run it is. Within a rollout, everything that the replay of its samples depends on has to stay as well.
+Some settings identify the run. Within a rollout, everything that the replay of its samples depends on must stay the
+same too.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ from ..policy.processes import PROCESSES, processes_of
 from .card_data import strip_folders, strip_secrets
 from .manifest import ResumeError
 
-# settings without which a resumed run would no longer be the one that was started; others may be changed on the way
+# settings that identify a run and may not change when it is resumed; others may
 IDENTITY_SETTINGS = (
     "seed",
     "num_generations",
@@ -43,7 +44,7 @@ IDENTITY_SETTINGS = (
     "load_in_8bit",
     "quantization",
 )
-# the properties that say what is done where a setting is left open
+# properties that give the value in effect when a setting is left open
 RESOLVED = {
     "sde_window": "window",
     "sde_window_size": "window_size",
@@ -59,7 +60,7 @@ LORA_SETTINGS = (
     "use_rslora",
     "use_dora",
 )
-# What else a rollout is replayed with. Batch sizes are left out: they change results by rounding alone.
+# Further settings that a replay depends on. Batch sizes are left out: they change results only by rounding.
 ROLLOUT_SETTINGS = (
     "loss_type",
     "timestep_fraction",
@@ -75,23 +76,23 @@ ROLLOUT_SETTINGS = (
 
 
 def resolve_settings(args: DiffusionGRPOConfig) -> dict[str, Any]:
-    """Return what a run has to keep, by the names of settings; a default and the same value written out are equal.
+    """Return the settings that a run has to keep; a default and the same value written out are equal.
 
-    `is_renoised` says which kind of algorithm the defaults are for.
+    `is_renoised` tells for which kind of algorithm the defaults are.
     """
     found = {name: getattr(args, RESOLVED.get(name, name)) for name in IDENTITY_SETTINGS}
     found["is_renoised"] = args.traits.is_renoised
     process = PROCESSES.get(args.sde_type)
-    if process is None:  # "auto"; the scheduler decides once the model is loaded
+    if process is None:  # "auto": the scheduler decides once the model is loaded
         return _publish(found)
-    if processes_of(process.coordinates)[0] is process:  # what "auto" means for every scheduler that it fits
+    if processes_of(process.coordinates)[0] is process:  # "auto" means this process for every scheduler that it fits
         return _publish(found | {"sde_type": "auto"})
     level = process.noise_level if args.noise_level is None else args.noise_level
     return _publish(found | {"noise_level": level})
 
 
 def describe_lora(peft_config: PeftConfig | None) -> dict[str, Any]:
-    """Return what the trained layers depend on besides the rank; nothing without a new LoRA."""
+    """Return the settings, other than the rank, that define the trained layers; nothing without a new LoRA."""
     if peft_config is None:
         return {}
     found = {name: getattr(peft_config, name, None) for name in LORA_SETTINGS}
@@ -99,10 +100,10 @@ def describe_lora(peft_config: PeftConfig | None) -> dict[str, Any]:
 
 
 def describe_rollout(inputs: PipelineInputs) -> dict[str, Any]:
-    """Return what the replay of a rollout depends on: settings, and the arguments of every pipeline call.
+    """Return everything that the replay of a rollout depends on: settings and arguments of pipeline calls.
 
     Args:
-        inputs: of the pipeline's calls.
+        inputs: makes the arguments of the pipeline's calls.
     """
     args = inputs.args
     found = {name: getattr(args, name) for name in ROLLOUT_SETTINGS} | resolve_settings(args)
@@ -115,9 +116,9 @@ def describe_rollout(inputs: PipelineInputs) -> dict[str, Any]:
 
 
 def hash_rows(rows: Rows, inputs: PipelineInputs) -> list[str]:
-    """Return a hash of what the pipeline gets from each row; of images and videos only the sizes count.
+    """Return a hash of each row's inputs to the pipeline; of images and videos, only the sizes count.
 
-    Their pixels may differ by rounding where another version of a library decodes them.
+    Their pixels may differ by rounding if another version of a library decodes them.
     """
     hashes: dict[int, str] = {}  # samples of a prompt share one row
     for row in rows:
@@ -128,7 +129,7 @@ def hash_rows(rows: Rows, inputs: PipelineInputs) -> list[str]:
 
 
 def find_difference(there: dict[str, Any], here: dict[str, Any]) -> str | None:
-    """Say which setting has another value here; None where those that both know are the same."""
+    """Describe the first setting that has another value here; None if all settings that both have are equal."""
     for name in there:
         if name in here and there[name] != here[name]:
             found = ("the default" if value is None else repr(value) for value in (there[name], here[name]))
@@ -137,12 +138,12 @@ def find_difference(there: dict[str, Any], here: dict[str, Any]) -> str | None:
 
 
 def check_rollout(checkpoint: Path, made_under: dict[str, Any], inputs: PipelineInputs) -> None:
-    """Refuse to go on within a rollout under other settings.
+    """Refuse to resume within a rollout under other settings.
 
     Args:
-        checkpoint: which lies within it.
-        made_under: what `describe_rollout` returned when it was written.
-        inputs: of the pipeline's calls.
+        checkpoint: the checkpoint, written within the rollout.
+        made_under: result of `describe_rollout` when the checkpoint was written.
+        inputs: makes the arguments of the pipeline's calls.
 
     Raises:
         ResumeError: the replay would depend on a setting that has changed.
@@ -156,13 +157,13 @@ def check_rollout(checkpoint: Path, made_under: dict[str, Any], inputs: Pipeline
 
 
 def check_rows(checkpoint: Path, hashes: list[str], rows: Rows, inputs: PipelineInputs) -> None:
-    """Refuse to go on within a rollout of other prompts.
+    """Refuse to resume within a rollout of other prompts.
 
     Args:
-        checkpoint: which lies within it.
-        hashes: of the rows of its samples, as `hash_rows` returned them.
-        rows: that the dataset has for the same samples.
-        inputs: of the pipeline's calls.
+        checkpoint: the checkpoint, written within the rollout.
+        hashes: result of `hash_rows` for its samples.
+        rows: rows of the same samples in the current dataset.
+        inputs: makes the arguments of the pipeline's calls.
 
     Raises:
         ResumeError: a row differs.
@@ -178,12 +179,12 @@ def check_rows(checkpoint: Path, hashes: list[str], rows: Rows, inputs: Pipeline
 
 
 def _publish(settings: dict[str, Any]) -> dict[str, Any]:
-    """Make settings fit for JSON, without folders and secrets."""
+    """Make settings serialisable as JSON, without folders and secrets."""
     return strip_folders(strip_secrets(describe(settings)))
 
 
 def _sum_up(value: Any) -> Any:
-    """Make a value fit for JSON as `describe` does, with a hash of what a tensor or an array holds."""
+    """Make a value serialisable as JSON like `describe`, with a hash of the contents of a tensor or array."""
     if isinstance(value, dict):
         return {str(name): _sum_up(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Tables and files of the samples of rollouts."""
+"""Write tables and files of the samples of rollouts."""
 
 import dataclasses
 from pathlib import Path
@@ -10,17 +10,17 @@ from .records import write_files, write_samples
 
 @dataclasses.dataclass(frozen=True)
 class KeptSamples:
-    """Which samples of a rollout are kept as files.
+    """Settings of which samples of a rollout are kept as files.
 
-    A user who asks for `save_samples_steps` gets whole rollouts at these updates and nothing else; everybody else gets
-    a few samples of the first rollout, of one every `log_samples_steps` updates, and of the last.
+    With `save_samples_steps`, whole rollouts at these updates are kept and nothing else; otherwise a few samples of
+    the first rollout, of one every `log_samples_steps` updates, and of the last.
 
     Attributes:
-        samples_per_rollout: of all processes.
-        updates_per_rollout: updates that are made on one rollout.
+        samples_per_rollout: number of samples in a rollout of all processes.
+        updates_per_rollout: number of updates made on one rollout.
         save_steps: the setting `save_samples_steps`.
-        log_steps: the setting `log_samples_steps`; None keeps no few samples.
-        count: how many the few are.
+        log_steps: the setting `log_samples_steps`; None keeps no samples in this way.
+        count: number of samples that are kept of such a rollout.
     """
 
     samples_per_rollout: int
@@ -30,11 +30,11 @@ class KeptSamples:
     count: int
 
     def saves_all(self, step: int) -> bool:
-        """Whether all samples are kept of the rollout after `step` updates: the first at or after each multiple."""
+        """Return whether the rollout after `step` updates is kept as a whole: the first at or after each multiple."""
         return self.save_steps is not None and step % self.save_steps < self.updates_per_rollout
 
     def number(self, step: int, last_step: int) -> int:
-        """Return how many samples of the rollout after `step` of `last_step` updates are kept, by their position."""
+        """Return how many samples, first by position, of the rollout after `step` of `last_step` updates are kept."""
         if self.saves_all(step):
             return self.samples_per_rollout
         if self.save_steps is not None or self.log_steps is None:
@@ -44,15 +44,15 @@ class KeptSamples:
 
 
 class SampleWriter:
-    """Writes what this process has of a rollout's samples into the run's folder.
+    """Writer of this process's samples of a rollout into the run's folder.
 
     Args:
-        folder: for tables and files.
-        reward_names: columns of the table.
+        folder: folder for tables and files.
+        reward_names: names of the rewards, which are columns of the table.
         kept: which samples are kept as files.
         fps: frames per second of videos.
-        sampling_rate: of sound, in hertz; None where there is none.
-        part: appended to the names of this process's tables, empty where there is one process.
+        sampling_rate: sampling rate of sound in hertz; None without sound.
+        part: suffix of the names of this process's tables; empty if there is one process.
         is_active: whether this process writes at all.
         writes_tables: whether every rollout leaves a table.
     """
@@ -86,10 +86,10 @@ class SampleWriter:
         """Write the table of a rollout, and the files of those samples that are kept.
 
         Args:
-            step: updates that are done.
-            last_step: updates of the whole run.
-            rows, samples, positions: one per sample of this process.
-            rewards: (samples, functions).
+            step: number of updates made so far.
+            last_step: number of updates in the whole run.
+            rows, samples, positions: one value per sample of this process.
+            rewards: (samples, functions) rewards.
             columns: further columns of the table.
         """
         if not self._is_active:
@@ -102,9 +102,9 @@ class SampleWriter:
         write_samples(self._folder / f"step-{step:06d}{self._part}.parquet", columns | files | table)
 
     def _write_files(self, step: int, last_step: int, samples: list, positions: Tensor) -> dict[str, list]:
-        """Return columns that name the files; none where no sample is kept."""
+        """Write the kept samples, and return columns that name the files; none if no sample is kept."""
         number = self.kept.number(step, last_step)
-        if number == 0 or samples[0] is None:  # None: only latents are looked at
+        if number == 0 or samples[0] is None:  # None: rewards see only latents
             return {}
         names = [f"{position:04d}" if position < number else None for position in positions.tolist()]
         stems = [None if name is None else self._folder / f"step-{step:06d}" / name for name in names]

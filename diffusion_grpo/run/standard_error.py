@@ -7,18 +7,17 @@ from collections.abc import Hashable, Iterable
 
 
 def measure_mean(values: Iterable[float | None], prompts: Iterable[Hashable]) -> tuple[float, float | None] | None:
-    """Return the mean of samples and its standard error, for which the samples of a prompt are one observation.
+    """Return the mean of samples and its standard error, which counts the samples of a prompt as one observation.
 
-    Samples of one prompt share how hard it is, so they do not say independently how far the mean is from that of other
-    prompts.
+    Samples of a prompt share its difficulty, so they are not independent evidence of the mean over other prompts.
 
     Args:
-        values: one per sample; None and NaN do not count.
-        prompts: of each sample, whatever tells it from the others.
+        values: one value per sample; None and NaN are ignored.
+        prompts: prompt of each sample, or any other value that identifies it.
 
     Returns:
-        the mean over the samples, and the standard error of the mean over the prompts, None for a single one; None
-        without any value.
+        the mean over samples and its standard error over prompts, which is None for a single prompt; None without any
+        value.
 
     Examples:
         >>> measure_mean([0.0, 0.0, 1.0, 1.0], ["cat", "cat", "dog", "dog"])

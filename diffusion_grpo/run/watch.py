@@ -1,20 +1,20 @@
-"""Reward hacking, seen early: what a log says of it. Training, evaluations and the report agree on it here."""
+"""Detect signs of reward hacking early, from the log; used in training, in evaluations and by the report."""
 
 import numpy as np
 
-# metrics of rollouts and updates that each evaluation repeats: it has no groups of samples and no updates of its own
+# metrics of rollouts and updates that each evaluation repeats, as it has no groups and no updates itself
 ROLLOUTS = ("diversity", "frac_reward_zero_std", "clip_ratio/region_mean", "frac_advantage_clipped")
-WINDOW = 5  # updates at the start and at the end that are compared
+WINDOW = 5  # number of updates at the start and at the end that are compared
 # of the diversity at the start; below it a group has collapsed. Runs of `make demo` left 0.70, 0.73 and 0.64: samples
 # that are all right are more alike than samples that are wrong in different ways
 LEAST_SHARE = 0.4
 
 
 def summarise_rollouts(log: list[dict[str, float]]) -> dict[str, float]:
-    """Return what the rollouts and updates since the last evaluation say of reward hacking.
+    """Return metrics of the rollouts and updates since the last evaluation that may show reward hacking.
 
     Args:
-        log: entries in their order; those of evaluations have keys `eval_...`.
+        log: log entries in order; those of evaluations have keys `eval_...`.
 
     Returns:
         `rollouts/{name}`: the mean of each of `ROLLOUTS` over the entries since the last evaluation.
@@ -25,13 +25,13 @@ def summarise_rollouts(log: list[dict[str, float]]) -> dict[str, float]:
 
 
 def find_collapse(log: list[dict[str, float]]) -> str | None:
-    """Return a sentence where the reward rose while the samples of a group became alike; None otherwise.
+    """Return a warning if the reward rose while the samples of a group became alike; None otherwise.
 
-    The means of the first and the last `WINDOW` updates are compared. The reward has risen where it did by more than
-    twice the standard error of the difference. Diversity has collapsed where less than `LEAST_SHARE` of it is left.
+    The means of the first and the last `WINDOW` updates are compared. The reward has risen if it grew by more than
+    twice the standard error of the difference. Diversity has collapsed if less than `LEAST_SHARE` of it is left.
 
     Args:
-        log: entries of updates in their order; those without `reward` or `diversity` are skipped.
+        log: log entries of updates in order; those without `reward` or `diversity` are skipped.
     """
     entries = [entry for entry in log if None not in (entry.get("reward"), entry.get("diversity"))]
     if len(entries) < 2 * WINDOW:

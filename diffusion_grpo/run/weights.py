@@ -1,7 +1,7 @@
-"""Weights on disk: what is written here, plain diffusers loads.
+"""Read and write weights on disk, in forms that plain diffusers can load.
 
-A LoRA is written in both PEFT's and diffusers' form. Full training writes the network, and at the end of a run the
-whole pipeline, as diffusers lays it out.
+A LoRA is written in both PEFT's and diffusers' form. Full training writes the network and, at the end of a run, the
+whole pipeline, in diffusers' layout.
 """
 
 import copy
@@ -27,8 +27,8 @@ from ..distributed.late_weights import load_held
 from ..policy.base import policy_component, split_component
 from .card_data import public_source_name
 
-SOURCE = "_name_or_path"  # where diffusers says what a pipeline or network was loaded from
-POLICY_FOLDER = "policy"  # the policy itself, beside its published average
+SOURCE = "_name_or_path"  # config entry in which diffusers says where a pipeline or network was loaded from
+POLICY_FOLDER = "policy"  # subfolder for the policy itself, next to its published average
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 LORA_WEIGHTS = "pytorch_lora_weights.safetensors"
@@ -36,26 +36,26 @@ LORA_WEIGHTS = "pytorch_lora_weights.safetensors"
 
 @dataclasses.dataclass(frozen=True)
 class PolicyFiles:
-    """Writes and reads the weights of a run's policy as diffusers lays them out.
+    """Writer and reader of the weights of a run's policy, in diffusers' layout.
 
     Attributes:
-        pipe: the pipeline that is trained.
-        component: names of the trained networks in it.
+        pipe: the pipeline being trained.
+        component: names of the trained networks in the pipeline.
     """
 
     pipe: DiffusionPipeline
     component: tuple[str, ...]
 
     def save(self, model: nn.Module, folder: Path, whole_pipeline: bool = False) -> None:
-        """See [`save_policy`]."""
+        """Save the policy; see [`save_policy`]."""
         save_policy(model, self.pipe, self.component, folder, whole_pipeline)
 
     def load(self, model: nn.Module, folder: Path) -> None:
-        """See [`load_policy`]."""
+        """Load the policy; see [`load_policy`]."""
         load_policy(model, self.component, folder)
 
     def copy(self, checkpoint: Path, folder: Path) -> None:
-        """See [`copy_weights`]."""
+        """Copy the policy's weights; see [`copy_weights`]."""
         copy_weights(checkpoint, folder, self.component)
 
 
@@ -70,16 +70,17 @@ def save_policy(
 
     Args:
         model: the trained model, unwrapped: a `PeftModel` around the pipeline's network, or that network.
-        pipe: the pipeline it belongs to.
+        pipe: the pipeline that it belongs to.
         component: names of the trained networks in the pipeline.
-        folder: made if needed. LoRA: `pytorch_lora_weights.safetensors` for `pipe.load_lora_weights(folder)`, and
-            PEFT's `adapter_model.safetensors`; for a network that the pipeline loads no LoRA into see [`lora_loader`].
-            Full training: `folder/<component>`.
-        whole_pipeline: for full training, write the other parts too, for `DiffusionPipeline.from_pretrained(folder)`.
+        folder: folder to write to, made if needed. LoRA: `pytorch_lora_weights.safetensors` for
+            `pipe.load_lora_weights(folder)`, and PEFT's `adapter_model.safetensors`; for a network into which the
+            pipeline loads no LoRA, see [`lora_loader`]. Full training: `folder/<component>`.
+        whole_pipeline: in full training, whether to write the other parts too, for
+            `DiffusionPipeline.from_pretrained(folder)`.
 
-    The files name the base model as people elsewhere know it, without this machine's folders.
+    The files use the public name of the base model, without folders of this machine.
 
-    Where several networks share the steps, the LoRA of the first goes to `folder` and that of any other to
+    If several networks share the steps, the LoRA of the first goes to `folder` and that of any other to
     `folder/<component>`: `pipe.load_lora_weights(folder / "transformer_2", load_into_transformer_2=True)`.
     """
     folder = Path(folder)
@@ -98,7 +99,7 @@ def save_policy(
 
 
 def _publish_sources(folder: Path, names: Iterable[str], pipe: DiffusionPipeline) -> None:
-    """Put public names for the paths in the files just written for these parts of the pipeline."""
+    """Replace paths by public names in the files just written for these parts of the pipeline."""
 
     def publish(found: dict[str, Any]) -> dict[str, Any]:
         return found | {SOURCE: public_source_name(found[SOURCE], base)} if found.get(SOURCE) else found
@@ -118,7 +119,7 @@ def _first(model: nn.Module, component: tuple[str, ...]) -> tuple[nn.Module, str
 
 
 def _others(model: nn.Module, component: tuple[str, ...], folder: Path) -> Iterator[tuple[nn.Module, str, Path]]:
-    """Yield the models beside the first, their names, and where their weights lie."""
+    """Yield the models after the first, with their names and the folders of their weights."""
     for name in component[1:]:
         yield model[name], name, folder / name if isinstance(model[name], PeftModel) else folder
 
@@ -151,11 +152,11 @@ def _lora_arguments(pipe: DiffusionPipeline) -> Mapping[str, Any]:
 
 
 def lora_loader(pipe: DiffusionPipeline, name: str) -> str:
-    """Tell what puts a LoRA of this network into a new pipeline.
+    """Return the name of the method that loads a LoRA of this network into a new pipeline.
 
     Returns:
-        "load_lora_weights", a method of the pipeline; "load_lora_adapter", a method of the network, where the pipeline
-        has no loader for it; "peft" where diffusers has none at all (PixArt, DiT): `PeftModel.from_pretrained`.
+        "load_lora_weights", a method of the pipeline; "load_lora_adapter", a method of the network, if the pipeline
+        has no loader for it; "peft" if diffusers has none at all (PixArt, DiT): `PeftModel.from_pretrained`.
     """
     if f"{name.removesuffix('_2')}_lora_layers" in _lora_arguments(pipe):
         return "load_lora_weights"
@@ -163,7 +164,7 @@ def lora_loader(pipe: DiffusionPipeline, name: str) -> str:
 
 
 def name_half_dtype(pipe: DiffusionPipeline) -> str | None:
-    """Name the half-precision dtype of a pipeline's parts, such as "bfloat16"; None where all are in float32."""
+    """Return the half-precision dtype of a pipeline's parts, such as "bfloat16"; None if all are in float32."""
     parts = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
     found = {parameter.dtype for part in parts for parameter in part.parameters()}
     names = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -171,14 +172,14 @@ def name_half_dtype(pipe: DiffusionPipeline) -> str | None:
 
 
 def load_weights(pipe: DiffusionPipeline, source: str | Path, adapter_name: str | None = None) -> None:
-    """Put trained weights into a pipeline, in place.
+    """Load trained weights into a pipeline, in place.
 
     Args:
-        pipe: of the model that was trained.
+        pipe: pipeline of the model that was trained.
         source: a run's folder or one of its checkpoints (or the `policy` in it), with a LoRA (of a second expert too)
             or with the networks of full training; the Hub id of a pushed LoRA; a folder that PEFT wrote; or any
             LoRA that the pipeline itself loads, a file or a Hub id.
-        adapter_name: of a LoRA in the pipeline; by default diffusers chooses one.
+        adapter_name: name of the LoRA in the pipeline; by default diffusers chooses one.
 
     Raises:
         ValueError: the folder holds no such weights.
@@ -203,10 +204,10 @@ def load_weights(pipe: DiffusionPipeline, source: str | Path, adapter_name: str 
 
 
 def fetch_lora(pipe: DiffusionPipeline, source: str | Path) -> Path | None:
-    """Fetch a LoRA that lies on the Hub as a run writes it, with those of further networks.
+    """Fetch a LoRA in a run's layout from the Hub, with those of other networks.
 
     Returns:
-        its folder in the cache; None where `source` is no Hub id, or only the pipeline can tell which file to load.
+        its folder in the cache; None if `source` is no Hub id, or if only the pipeline can tell which file to load.
     """
     name = str(source)
     if isinstance(source, Path) or Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
@@ -223,7 +224,7 @@ def fetch_lora(pipe: DiffusionPipeline, source: str | Path) -> Path | None:
 
 
 def _load_lora(pipe: DiffusionPipeline, folder: Path, named: dict[str, str]) -> None:
-    records = [place / "run.json" for place in (folder, *folder.resolve().parents[:2])]  # of the run around it
+    records = [place / "run.json" for place in (folder, *folder.resolve().parents[:2])]  # of the run that holds it
     trained = [json.loads(path.read_text(encoding="utf-8")).get("component") for path in records if path.is_file()]
     first, *others = split_component(trained[0]) if trained and trained[0] else policy_component(pipe)
     for name, place in ((first, folder), *((name, folder / name) for name in others)):
@@ -240,13 +241,13 @@ def _load_lora(pipe: DiffusionPipeline, folder: Path, named: dict[str, str]) -> 
 
 
 def is_peft_alone(folder: Path) -> bool:
-    """Tell whether a LoRA has PEFT's layout only, which diffusers does not load."""
+    """Return whether a LoRA has only PEFT's layout, which diffusers does not load."""
     is_peft = (folder / ADAPTER_WEIGHTS).is_file() and (folder / "adapter_config.json").is_file()
     return is_peft and not (folder / LORA_WEIGHTS).is_file()
 
 
 def load_policy(model: nn.Module, component: tuple[str, ...], folder: str | Path) -> None:
-    """Put what `save_policy` wrote back into the model, in place and bit for bit.
+    """Load weights that `save_policy` wrote back into the model, in place and bit for bit.
 
     Raises:
         ValueError: the folder holds no weights of this kind of model.
@@ -273,7 +274,7 @@ def load_policy(model: nn.Module, component: tuple[str, ...], folder: str | Path
 
 
 def copy_weights(checkpoint: str | Path, folder: str | Path, component: tuple[str, ...]) -> None:
-    """Copy what `save_policy` wrote into a checkpoint, and nothing of the training state, to another folder."""
+    """Copy the weights that `save_policy` wrote into a checkpoint, without the training state, to another folder."""
     checkpoint, folder = Path(checkpoint), Path(folder)
     for name in (ADAPTER_WEIGHTS, "adapter_config.json", LORA_WEIGHTS):
         if (checkpoint / name).is_file():

@@ -1,6 +1,6 @@
 """The moving average of the policy: kept during training, evaluated, and published.
 
-While it is shown, it stands in the network in place of the policy's own weights, from which training goes on.
+While it is shown, it replaces the policy's own weights in the network; training continues from the policy's weights.
 """
 
 import contextlib
@@ -22,18 +22,19 @@ logger = logging.getLogger(__name__)
 class PolicyAverage(TrainerCallback):
     """Moving average of the trained parameters, with the given decay or `(1 + n) / (10 + n)` while that is smaller.
 
-    n counts updates, as in Flow-GRPO, not steps of the average: 0.9 is reached after 80 updates. The old policy of
-    algorithms on re-noised samples is such an average too, with a schedule of its own.
+    `n` counts updates, as in Flow-GRPO, not averaging steps: a decay of 0.9 is reached after 80 updates. The old
+    policy of algorithms that train on re-noised samples is such an average too, with its own schedule.
 
-    `has_moved` says whether it may differ from the policy it started as.
+    `has_moved` tells whether the average may differ from the policy it started from.
 
     Args:
-        weights: the trained ones.
-        decay: of the average.
-        interval: updates between two steps of it.
-        note: gets, after each step, the squared distance of this process's shares to the policy's and their squared
-            size, `(2,)` float32; None measures nothing.
-        schedule: in place of `decay` and its warm-up: the decay after each number of intervals.
+        weights: the trained weights.
+        decay: decay of the average.
+        interval: number of updates between two averaging steps.
+        note: function called after each averaging step with two numbers, `(2,)` float32: the squared distance between
+            this process's shares of the average and of the policy, and the squared norm of the former; None to measure
+            nothing.
+        schedule: returns the decay after a given number of intervals; replaces `decay` and its warm-up.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class PolicyAverage(TrainerCallback):
     ):
         self.weights, self.note = weights, note
         self.average = EMAModel(weights.exact(), decay=decay)
-        if schedule is not None:  # the model counts one step more than the updates before it
+        if schedule is not None:  # EMAModel counts one step more than there were updates
             self.average.get_decay = lambda step: schedule((step - 1) // interval)
         self.interval = interval
         self.is_shown, self.has_moved = False, False
@@ -58,7 +59,7 @@ class PolicyAverage(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % self.interval == 0:
-            self.average.optimization_step = state.global_step  # of updates, and right after a resume too
+            self.average.optimization_step = state.global_step  # counts updates, and is right after a resume too
             self.average.step([value.requires_grad_() for value in self.weights.exact()])
             self.has_moved = True
             if self.note is not None:
@@ -77,13 +78,13 @@ class PolicyAverage(TrainerCallback):
         return self.average.shadow_params
 
     def take(self, values: list[Tensor]) -> None:
-        """Set the average to these values."""
+        """Set the average to `values`."""
         for average, value in zip(self.average.shadow_params, values, strict=True):
             average.data.copy_(value)
         self.has_moved = True
 
     def show(self) -> None:
-        """Put the average in place of the policy's weights, which wait in CPU memory."""
+        """Load the average into the network and keep the policy's own weights in CPU memory."""
         if self.is_shown:
             return
         used = self.weights.used()
@@ -93,7 +94,7 @@ class PolicyAverage(TrainerCallback):
         self.is_shown = True
 
     def hide(self) -> None:
-        """Put the policy's own weights back."""
+        """Load the policy's own weights back into the network."""
         if not self.is_shown:
             return
         self.average.restore(self.weights.used())
@@ -102,7 +103,7 @@ class PolicyAverage(TrainerCallback):
 
     @contextlib.contextmanager
     def place(self, is_shown: bool) -> Iterator[None]:
-        """Give the network the average's weights inside, or the policy's own."""
+        """Use the average's weights (`is_shown`) or the policy's own inside this context."""
         was_shown = self.is_shown
         self.show() if is_shown else self.hide()
         try:
@@ -112,10 +113,10 @@ class PolicyAverage(TrainerCallback):
 
 
 def find_policy_folder(folder: Path, has_average: bool) -> Path:
-    """Find where a checkpoint keeps the policy's own weights: beside their average, or at its top.
+    """Find where a checkpoint keeps the policy's own weights: in a subfolder next to the average, or at its top.
 
     Args:
-        folder: of the checkpoint.
+        folder: folder of the checkpoint.
         has_average: whether the run that resumes keeps an average.
 
     Raises:

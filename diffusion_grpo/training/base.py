@@ -1,4 +1,4 @@
-"""What transformers' `Trainer` forces on a trainer of diffusers models: wrapping, saving, loading and pushing."""
+"""Overrides of transformers' `Trainer` that diffusers models need: wrapping, saving, loading and pushing."""
 
 import contextlib
 import logging
@@ -31,17 +31,17 @@ logger = logging.getLogger(__name__)
 
 
 class DiffusersTrainer(Trainer):
-    """transformers' `Trainer` for a diffusers model, with whole checkpoints in diffusers' layout.
+    """transformers' `Trainer` for a diffusers model, with atomic checkpoints in diffusers' layout.
 
     A subclass sets `run` and calls `use_checkpointer` before anything is saved or trained, and defines `write_card`.
 
     Args:
-        backend: of the processes.
-        networks: the trained ones, as the pipeline calls them.
-        kwargs: of `Trainer`.
+        backend: distributed backend of the run.
+        networks: the trained networks, as the pipeline calls them.
+        kwargs: arguments of `Trainer`.
 
     Attributes:
-        run: what run.json says of this run.
+        run: contents of this run's run.json.
     """
 
     run: dict[str, Any]
@@ -49,18 +49,18 @@ class DiffusersTrainer(Trainer):
     def __init__(self, *, backend: DistributedBackend, networks: list[nn.Module], **kwargs: Any):
         self._backend, self._networks = backend, networks
         self.checkpointer: Checkpointer | None = None
-        self._owns_folder = False  # once the run in the output folder is this one's
+        self._owns_folder = False  # True once the output folder holds this run
         self._card_details = CardDetails()
         super().__init__(**kwargs)
         backend.set_engine(self.model)
         backend.fill_config(self.model)
 
     def use_checkpointer(self, checkpointer: Checkpointer) -> None:
-        """Take what writes and reads the policy and what stands beside it."""
+        """Set the checkpointer, which saves and loads the policy and its companion weights."""
         self.checkpointer = checkpointer
 
     def on_engine_ready(self) -> None:
-        """Do what can be done once the model is wrapped, before the optimizer's state is read."""
+        """Run after the model is wrapped and before the optimizer's state is loaded; a hook for subclasses."""
 
     def write_card(self, details: CardDetails) -> None:
         """Write the model card into the output folder."""
@@ -79,10 +79,10 @@ class DiffusersTrainer(Trainer):
         vars(self).update(self._backend.trainer_attributes)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
-        """As in `Trainer`; weights in diffusers' layout go in before an engine shards them, its own state after."""
+        """As in `Trainer`, but loads diffusers' weights before an engine shards them, and the engine's state after."""
         if not self._backend.loads_before_engine:
             with warnings.catch_warnings():
-                # accelerate still passes DDP's deprecated `broadcast_buffers`; a user can do nothing about it
+                # accelerate still passes DDP's deprecated `broadcast_buffers`; users cannot change that
                 warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
                 prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
             self._backend.set_engine(self.model_wrapped)
@@ -102,7 +102,7 @@ class DiffusersTrainer(Trainer):
     # Where a run starts
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """As in `Trainer`, which makes one more update each time that a run is resumed at `max_steps`."""
+        """As in `Trainer`, but without the extra update it makes when a run is resumed at `max_steps`."""
         if self.state.global_step < self.state.max_steps:
             return super()._run_epoch(*args, **kwargs)
         self.control.should_training_stop = True
@@ -115,18 +115,18 @@ class DiffusersTrainer(Trainer):
     def find_start(
         self, wanted: str | bool | None, held: contextlib.ExitStack, agree: Callable[[Exception | None], None]
     ) -> str | None:
-        """Find the checkpoint to go on from, the same on every process; hold the output folder until `held` is left.
+        """Find the checkpoint to resume from, the same on every process; lock the output folder until `held` exits.
 
         Args:
-            wanted: True for the newest whole checkpoint, a checkpoint's folder, or None or False to start anew. Both
-                may be written as words.
-            held: keeps the lock.
-            agree: raises an error of one process on all.
+            wanted: True for the newest complete checkpoint, a checkpoint's folder, or None or False to start anew.
+                True and False may also be given as strings.
+            held: exit stack that holds the lock.
+            agree: raises an error of one process on all processes.
 
         Raises:
             ResumeError: another run is writing there, the checkpoint is damaged or is a run's folder, or the output
-                folder holds a run and `wanted` does not say to go on with it.
-            ValueError: the checkpoint is another run's.
+                folder holds a run and `wanted` does not ask to resume it.
+            ValueError: the checkpoint belongs to another run.
         """
         folder, point, error = Path(self.args.output_dir), None, None
         wanted = None if str(wanted).lower() == "false" else wanted
@@ -142,7 +142,7 @@ class DiffusersTrainer(Trainer):
             return str(wanted)
         step = torch.tensor([-1 if point is None else int(point.name.split("-")[1])], device=self.args.device)
         step = int(broadcast(step, from_process=0))
-        # without any checkpoint the run was killed before its first, and starts where the unbroken one does
+        # no checkpoint: the run was killed before its first one, and starts from the beginning again
         return None if step < 0 else str(folder / f"checkpoint-{step}")
 
     def _find_point(self, folder: Path, wanted: str | bool | None) -> Path | None:
@@ -159,7 +159,7 @@ class DiffusersTrainer(Trainer):
             refuse_used_folder(folder, "pass resume_from_checkpoint=True")
         point = resume_point.find_newest_whole(folder) if wanted else None
         if point is not None:
-            check_same_run(folder, self.run)  # again, with what is known of the model now
+            check_same_run(folder, self.run)  # check again, now that the model is known
         if point is None and not self._owns_folder:
             refuse_ended_run(folder)
             clear_started_run(folder)
@@ -183,7 +183,7 @@ class DiffusersTrainer(Trainer):
             self._save_trainer_state(staging)
             checkpoint_mode.write_mode(staging, self._backend.mode)
         self.accelerator.wait_for_everyone()
-        if self.args.should_save:  # every process has written what it writes
+        if self.args.should_save:  # every process has written its files by now
             write_manifest(staging)
             replace_folder(staging, folder)
             self._rotate(folder.parent)
@@ -192,11 +192,12 @@ class DiffusersTrainer(Trainer):
             self._push_from_checkpoint(str(folder))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write weights that diffusers loads, in `output_dir` or the run's folder; every process calls it.
+        """Write weights that diffusers can load to `output_dir` or the run's folder; every process calls it.
 
-        After full training this is the whole pipeline; checkpoints hold the trained networks alone.
+        After full training this is the whole pipeline; checkpoints hold only the trained networks.
 
-        With `ema_decay` these are the average's, which the evaluations measure; the policy's own are in `policy`.
+        With `ema_decay` these are the averaged weights, which evaluations use; the policy's own weights are in the
+        subfolder `policy`.
         """
         folder = Path(output_dir or self.args.output_dir)
         is_final = folder.resolve() == Path(self.args.output_dir).resolve()
@@ -227,7 +228,7 @@ class DiffusersTrainer(Trainer):
         self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
 
     def _rotate(self, folder: Path) -> None:
-        """Delete what `save_total_limit` leaves no room for, out of sight first: never the newest or the best."""
+        """Delete the oldest checkpoints beyond `save_total_limit`, but never the newest or the best."""
         limit = self.args.save_total_limit
         checkpoints = [Path(path) for path in sort_checkpoints(str(folder), use_mtime=True)]
         newest = folder / f"checkpoint-{self.state.global_step}"
@@ -244,7 +245,7 @@ class DiffusersTrainer(Trainer):
         self.checkpointer.load(Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
-        """As in `Trainer`; note for the model card which weights are left."""
+        """As in `Trainer`, but also records for the model card which checkpoint was loaded."""
         best = Path(self.state.best_model_checkpoint)
         self.checkpointer.load_best(best)
         self.run["published_after"] = int(best.name.split("-")[-1])
@@ -252,10 +253,10 @@ class DiffusersTrainer(Trainer):
             write_json(Path(self.args.output_dir) / "run.json", self.run)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """As in `Trainer`; where another mode wrote the checkpoint, the optimizer starts anew and says so.
+        """As in `Trainer`, but if another mode wrote the checkpoint, the optimizer starts anew with a warning.
 
         Raises:
-            ResumeError: the state is not there, and `resume_without_optimizer` does not say to go on all the same.
+            ResumeError: the state is missing and `resume_without_optimizer` is not set.
         """
         if checkpoint is None:
             return
@@ -279,8 +280,8 @@ class DiffusersTrainer(Trainer):
             checkpoint_mode.describe_mode(self._backend.mode),
         )
         schedule = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
-        if isinstance(schedule, LambdaLR):  # others follow the evaluations, not the updates
-            with warnings.catch_warnings(action="ignore", category=UserWarning):  # of an optimizer without steps
+        if isinstance(schedule, LambdaLR):  # other schedules follow evaluations, not updates
+            with warnings.catch_warnings(action="ignore", category=UserWarning):  # the optimizer has made no step
                 for _ in range(self.state.global_step):
                     schedule.step()
 
@@ -308,16 +309,16 @@ class DiffusersTrainer(Trainer):
         tags: str | list[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Write the model card, `README.md`, into the output folder. Later cards of this trainer say the same.
+        """Write the model card, `README.md`, into the output folder. Later cards of this trainer keep these values.
 
         Args:
-            model_name: title; by default that of the repository, or the folder's.
-            dataset_name: Hub id, or another name, of what was trained on.
-            tags: besides those of this program.
+            model_name: title of the card; by default the name of the repository or the folder.
+            dataset_name: Hub id or other name of the training dataset.
+            tags: tags in addition to those of this library.
             kwargs: `language`, `license`, `finetuned_from`, `tasks`, `dataset_tags` and `dataset`, as in `Trainer`.
 
         Raises:
-            ValueError: something that this card cannot say; see [`~diffusion_grpo.run.card_details.CardDetails`].
+            ValueError: a value that the card cannot express; see [`~diffusion_grpo.run.card_details.CardDetails`].
         """
         given = {"model_name": model_name, "dataset_name": dataset_name, "tags": tags}
         self._card_details = self._card_details.add(**given, **kwargs)
@@ -325,7 +326,7 @@ class DiffusersTrainer(Trainer):
             self.write_card(self._card_details)
 
     def predict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse what has no meaning without labels.
+        """Refuse to predict, which has no meaning without labels.
 
         Raises:
             NotImplementedError: always; the message says what to call instead.
@@ -344,15 +345,15 @@ class DiffusersTrainer(Trainer):
         private: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Push weights, run.json, card and the images in it; with `push_samples` everything but checkpoints.
+        """Push weights, run.json and the model card with its images; with `push_samples` everything but checkpoints.
 
         See `Trainer.push_to_hub` for the arguments; `kwargs` are those of `create_model_card`.
         """
-        self._card_details = self._card_details.add(**kwargs)  # refused before anything is pushed
+        self._card_details = self._card_details.add(**kwargs)  # raises before anything is pushed
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         if self.hub_model_id is None:
             self.init_hf_repo(token=token or self.args.hub_token, private=private)
-        self.save_model(_internal_call=True)  # with the card
+        self.save_model(_internal_call=True)  # also writes the card
         if not self.is_world_process_zero():
             return None
         self._finish_current_push()
@@ -366,7 +367,7 @@ class DiffusersTrainer(Trainer):
         )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """As in `Trainer`, for diffusers' layout and without its pickled arguments."""
+        """As in `Trainer`, but in diffusers' layout and without the pickled arguments."""
         if not self.is_world_process_zero() or self.args.hub_strategy == HubStrategy.END:
             return
         is_busy = self.push_in_progress is not None and not self.push_in_progress.is_done()  # only process 0 has it

@@ -1,4 +1,4 @@
-"""Check ahead that evaluations log what chooses the best checkpoint; transformers looks at the first evaluation."""
+"""Check `metric_for_best_model` before training; transformers notices a wrong name only at the first evaluation."""
 
 import difflib
 import inspect
@@ -9,7 +9,7 @@ from ..rewards import Reward
 from ..rewards.contract import is_run_metric
 
 PLAIN = ("reward", "reward_std_error", "kl", "runtime")
-OPEN = ("diversity", "rollouts/")  # metrics that begin so have the names of embedders and of training's metrics
+OPEN = ("diversity", "rollouts/")  # prefixes of metrics named after embedders or training metrics
 
 
 def check_best_metric(
@@ -17,17 +17,17 @@ def check_best_metric(
 ) -> None:
     """Refuse a `metric_for_best_model` that no evaluation logs.
 
-    A reward that may log metrics of its own (`log_metric`) gives them any name but those of a run. Beside one, only
-    the latter are checked.
+    A reward that may log its own metrics (`log_metric`) can give them any name except those of the run's metrics. If
+    there is such a reward, only names of the run's metrics are checked.
 
     Args:
-        args: of the run.
-        measured: rewards that are trained on, or measured in evaluations.
-        watched: those of `watch_rewards`.
-        datasets: names of several evaluation datasets; none for a single one.
+        args: configuration of the run.
+        measured: trained and evaluation-only rewards.
+        watched: rewards of `watch_rewards`.
+        datasets: names of several evaluation datasets; empty for a single one.
 
     Raises:
-        ValueError: the message names the nearest metric.
+        ValueError: no evaluation logs the metric; the message names the nearest one.
     """
     metric = args.metric_for_best_model
     if metric is None or args.eval_strategy == "no":
@@ -36,7 +36,7 @@ def check_best_metric(
     prefixes = ["eval_", *(f"eval_{name}_" for name in datasets)]
     full = metric if metric.startswith("eval_") else f"eval_{metric}"
     known = [prefix + name for prefix in prefixes for name in names]
-    opening = (*OPEN, "watch/") if "auto" in (args.watch_rewards or []) else OPEN  # it depends on what samples are
+    opening = (*OPEN, "watch/") if "auto" in (args.watch_rewards or []) else OPEN  # depends on the kind of samples
     if full in known or full.startswith(tuple(prefix + name for prefix in prefixes for name in opening)):
         return
     is_ours = any(full.startswith(prefix) and is_run_metric(full.removeprefix(prefix)) for prefix in prefixes)
@@ -55,5 +55,5 @@ def _logs(reward: Reward) -> bool:
     function = reward.function
     kind = function if inspect.isroutine(function) else type(function)
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in reward.parameters.values())
-    is_ours = kind.__module__.startswith(__package__.partition(".")[0] + ".")  # which ask for it by its name
+    is_ours = kind.__module__.startswith(__package__.partition(".")[0] + ".")  # ours ask for log_metric by name
     return "log_metric" in reward.parameters or (takes_all and not is_ours)

@@ -1,8 +1,8 @@
 """Keep the frozen weights of a trained network in CPU memory, and each block on the accelerator only while it works.
 
-diffusers' group offloading says which weights move together and moves them. When they move is decided here, since
-diffusers' own hooks know of no backward pass: they leave a block's weights on the CPU once its forward pass is over,
-where autograd would look for them, and they do not offload what gradient checkpointing computes again.
+diffusers' group offloading decides which weights move together, and moves them. When they move is decided here,
+because diffusers' own hooks do not support a backward pass: they return a block's weights to the CPU after its forward
+pass, although autograd still needs them, and they do not offload blocks that gradient checkpointing recomputes.
 """
 
 import contextlib
@@ -15,25 +15,25 @@ from diffusers.hooks import HookRegistry, ModelHook, apply_group_offloading
 from diffusers.hooks.group_offloading import GroupOffloadingHook, ModuleGroup
 from torch import Tensor, nn
 
-HOOK = "group_offloading"  # diffusers finds by it on which device such a network works
+HOOK = "group_offloading"  # diffusers uses this name to find the network's device
 DIFFUSERS_HOOKS = (HOOK, "layer_execution_tracker", "lazy_prefetch_group_offloading")
 BACKWARD_HOOK = "fetch_weights_in_backward"
 
 
 class BlockSwap:
-    """Moves the frozen weights of one network, group by group: a block or a few, or a single layer.
+    """Offloading of one network's frozen weights, group by group: one or more blocks, or a single layer.
 
-    What is trained stays on the accelerator, with its gradients. In a backward pass a weight that autograd needs is
-    fetched again; where gradient checkpointing computes a block again, its groups come for it and leave with it. The
-    computation is the same to the last bit.
+    Trained weights stay on the accelerator, with their gradients. In a backward pass, a weight that autograd needs is
+    fetched again; where gradient checkpointing recomputes a block, its groups are present only for that time. The
+    results are the same bit for bit.
 
     Args:
-        device: where the network works.
+        device: device on which the network runs.
         level: "block_level" or "leaf_level".
         blocks: number of blocks that move together; for "block_level".
-        prefetches: whether the next group is fetched while one works, on a stream of its own where the device has
-            streams; CPU memory is pinned for that.
-        offload_device: where the weights wait.
+        prefetches: whether the next group is fetched while the current one runs, on a separate stream if the device
+            has streams; this pins CPU memory.
+        offload_device: device that holds the weights while they are not needed.
     """
 
     def __init__(
@@ -47,25 +47,25 @@ class BlockSwap:
         self._device, self._level, self._blocks = device, level, blocks
         self._prefetches, self._offload_device = prefetches, torch.device(offload_device)
         self.groups: list[Group] = []
-        self._group_of: dict[int, Group] = {}  # by the id of a weight
-        self._addresses: dict[int, Tensor] = {}  # weights that are present, by where their values begin
-        self._last: dict[str, tuple[Group, ...]] = {}  # of each direction: what worked last in this pass
-        self._next: dict[tuple[str, tuple[Group, ...]], tuple[Group, ...]] = {}  # what came after it
+        self._group_of: dict[int, Group] = {}  # by the id of the weight
+        self._addresses: dict[int, Tensor] = {}  # present weights, by data pointer
+        self._last: dict[str, tuple[Group, ...]] = {}  # by direction: groups that ran last in this pass
+        self._next: dict[tuple[str, tuple[Group, ...]], tuple[Group, ...]] = {}  # which groups came after which
         self._recomputed: tuple[Group, ...] = ()
-        self._used: torch.Event | None = None  # what the groups that have left were used for has been computed
+        self._used: torch.Event | None = None  # occurs once the departed groups are no longer read
         self._is_ending = False
 
     def install(self, network: nn.Module) -> None:
-        """Take the network's frozen weights off the accelerator, and move what is trained there.
+        """Move the network's frozen weights off the accelerator, and its trained weights onto it.
 
         Args:
-            network: of diffusers, with its LoRA.
+            network: network of diffusers, with its LoRA.
 
         Raises:
-            ValueError: the network cannot be taken apart like that.
+            ValueError: the network cannot be split into such groups.
         """
         check_network(network, self._level)
-        remove_hooks(network)  # of an earlier run
+        remove_hooks(network)  # left by an earlier run
         use_stream = self._prefetches and self._device.type != "cpu"
         apply_group_offloading(
             network,
@@ -105,10 +105,10 @@ class BlockSwap:
         return [group for group in self.groups if group.is_present]
 
     def contexts(self, block: Callable) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
-        """Return the contexts of a block's forward pass and of its recomputation; `context_fn` of torch's checkpoint.
+        """Return the contexts of a block's forward pass and recomputation, for `context_fn` of torch's checkpoint.
 
         Args:
-            block: what is computed again.
+            block: the block that is recomputed.
         """
         return contextlib.nullcontext(), self._recompute(block)
 
@@ -116,8 +116,8 @@ class BlockSwap:
 
     @contextlib.contextmanager
     def _watch_pass(self) -> Iterator[None]:
-        """Let autograd note weights that move without keeping them on the accelerator."""
-        self._end_backward()  # which an error may have cut short
+        """Let autograd save references to offloaded weights, so that they need not stay on the accelerator."""
+        self._end_backward()  # an error may have cut it short
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._note_weight, self._fetch_weight):
                 yield
@@ -127,7 +127,7 @@ class BlockSwap:
 
     @contextlib.contextmanager
     def _work(self, group: "Group", leaves: bool) -> Iterator[None]:
-        """Have a group present inside; `leaves`: its last module is at work, after which it may leave."""
+        """Keep a group present inside this context; with `leaves`, after its last module, it leaves afterwards."""
         if group not in self._recomputed:
             self._bring("forward", (group,))
         try:
@@ -137,7 +137,7 @@ class BlockSwap:
                 self._leave([group])
 
     def _bring(self, direction: str, groups: tuple["Group", ...]) -> None:
-        """Fetch groups, and begin to fetch those that came after them the last time."""
+        """Fetch groups, and start to fetch those that followed them the last time."""
         last = self._last.get(direction)
         if last is not None and last != groups:
             self._next[direction, last] = groups
@@ -149,10 +149,10 @@ class BlockSwap:
             self._fetch(self._next.get((direction, groups), ()))
 
     def _fetch(self, groups: tuple["Group", ...]) -> None:
-        """Begin to fetch groups, once the memory of those that have left is free.
+        """Start to fetch groups, once the memory of those that have left is free.
 
-        The host runs ahead of the accelerator. What has left stays in memory until the computation that reads it is
-        done, so that without this wait a whole pass of groups could be there at once.
+        The host runs ahead of the accelerator. A group that has left stays in memory until the computation that reads
+        it is done, so without this wait the groups of a whole pass could be in memory at once.
         """
         if all(group.is_present for group in groups):
             return
@@ -171,7 +171,7 @@ class BlockSwap:
     # Backward
 
     def _note_weight(self, tensor: Tensor) -> "Tensor | SavedWeight":
-        """Take what autograd keeps; of a weight that moves only what it takes to find it again."""
+        """Pack a tensor that autograd saves; of an offloaded weight, keep only what is needed to find it again."""
         if type(tensor) not in (Tensor, nn.Parameter):
             return tensor
         weight = self._addresses.get(tensor.data_ptr())
@@ -182,16 +182,16 @@ class BlockSwap:
     def _fetch_weight(self, saved: "Tensor | SavedWeight") -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        self._group_of[id(saved.weight)].wait()  # it may be on its way
+        self._group_of[id(saved.weight)].wait()  # it may still be arriving
         found = saved.weight.data.to(self._device, saved.dtype, non_blocking=True)
         return found.as_strided(saved.size, saved.stride)
 
     @contextlib.contextmanager
     def _recompute(self, block: Callable) -> Iterator[None]:
-        """Have the groups of a block present while it is computed again, until the next one is.
+        """Keep the groups of a block present while it is recomputed, until the next block is.
 
-        Its hooks cannot see to that: checkpointing may compute again what lies inside a group, and it stops as soon
-        as it has what it needs, by an error, before a hook on the block could clean up.
+        The block's hooks cannot do this: checkpointing may recompute only a part of a group, and it stops by raising
+        an error as soon as it has what it needs, before a hook on the block could clean up.
         """
         groups = self._list_groups(block)
         self._leave([group for group in self._recomputed if group not in groups])
@@ -215,11 +215,11 @@ class BlockSwap:
 
 @dataclasses.dataclass(frozen=True)
 class SavedWeight:
-    """A weight that autograd needs, or a transposed view of it, without the copy on the accelerator.
+    """A reference to a weight that autograd needs, or to a transposed view of it, without its values.
 
     Attributes:
-        weight: wherever it is now.
-        size, stride, dtype: of the view, which begins where the weight does.
+        weight: the weight, wherever it currently is.
+        size, stride, dtype: properties of the view, which starts where the weight starts.
     """
 
     weight: Tensor
@@ -232,8 +232,8 @@ class Group:
     """Frozen weights that move together.
 
     Args:
-        mover: diffusers' group; what is trained is taken out of it.
-        addresses: filled with the weights that are present, by where their values begin.
+        mover: diffusers' group; trained weights are removed from it.
+        addresses: mapping that is filled with the present weights, by data pointer.
     """
 
     def __init__(self, mover: ModuleGroup, addresses: dict[int, Tensor]):
@@ -248,11 +248,11 @@ class Group:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Its weights and buffers."""
+        """The group's weights and buffers."""
         return [*self._mover.parameters, *self._mover.buffers]
 
     def fetch(self) -> None:
-        """Begin to bring the weights to the accelerator, where they are not there; then `wait`."""
+        """Start to copy the weights to the accelerator, unless they are there; then call `wait`."""
         if self.is_present:
             return
         self._mover.onload_()
@@ -262,12 +262,12 @@ class Group:
         self._addresses |= found
 
     def wait(self) -> None:
-        """Let what is computed from now on wait until the weights are there."""
+        """Make computations from now on wait until the weights have arrived."""
         if self._mover.stream is not None:
             torch.accelerator.current_stream(self._mover.onload_device).wait_stream(self._mover.stream)
 
     def leave(self) -> None:
-        """Free the accelerator of the weights."""
+        """Move the weights off the accelerator."""
         if self.is_present:
             self._mover.offload_()
             self.is_present = False
@@ -276,11 +276,11 @@ class Group:
 
 
 class SwapHook(GroupOffloadingHook):
-    """Has a group present while a module works. By its class diffusers knows where the network works.
+    """Hook that keeps a group present while a module runs; its class tells diffusers where the network runs.
 
     Args:
-        group: of the module.
-        hook: diffusers' own, whose place this one takes.
+        group: group of the module.
+        hook: diffusers' own hook, which this one replaces.
         work: makes the context of the module's forward pass.
     """
 
@@ -289,21 +289,21 @@ class SwapHook(GroupOffloadingHook):
         self._group, self._work = group, work
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
-        """Change nothing: the inputs are where the network works."""
+        """Return the inputs unchanged: they are already on the network's device."""
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Change nothing: the group left in `new_forward`, which cleans up after an error too."""
+        """Return the output unchanged: `new_forward` has released the group, as it also does after an error."""
         return output
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run the module with its group."""
+        """Run the module while its group is present."""
         with self._work(self._group, leaves=module is self.group.offload_leader):
             return self.fn_ref.original_forward(*args, **kwargs)
 
 
 class PassHook(ModelHook):
-    """Runs a whole pass of the network in a context.
+    """Hook that runs each pass of the whole network inside a context.
 
     Args:
         watch: makes the context.
@@ -320,7 +320,7 @@ class PassHook(ModelHook):
 
 
 def record_event(device: torch.device) -> torch.Event | None:
-    """Return an event that occurs once the device has computed all that it was asked to; None on a CPU."""
+    """Return an event that occurs once the device has finished all its queued work; None on a CPU."""
     if device.type == "cpu":
         return None
     event = torch.Event(device)
@@ -332,7 +332,7 @@ def check_network(network: nn.Module, level: str) -> None:
     """Refuse a network whose blocks cannot be swapped.
 
     Raises:
-        ValueError: one sentence with what to change.
+        ValueError: such a network; the message says what to change.
     """
     name = type(network).__name__
     if not getattr(network, "_supports_group_offloading", False):
@@ -348,13 +348,13 @@ def check_network(network: nn.Module, level: str) -> None:
 
 
 def remove_hooks(network: nn.Module) -> None:
-    """Take diffusers' hooks and ours off a network; its weights stay where they are."""
+    """Remove diffusers' hooks and ours from a network; its weights stay where they are."""
     registry = HookRegistry.check_if_exists_or_initialize(network)
     for name in (*DIFFUSERS_HOOKS, BACKWARD_HOOK):
         registry.remove_hook(name, recurse=True)
 
 
 def find_hook(module: nn.Module) -> GroupOffloadingHook | None:
-    """Return the hook by which diffusers moves a module, or ours in its place; None for none."""
+    """Return the hook that offloads a module, diffusers' own or ours; None if there is none."""
     registry = getattr(module, "_diffusers_hook", None)
     return None if registry is None else registry.get_hook(HOOK)

@@ -1,6 +1,6 @@
-"""What happens beside the updates: the moving reference, grids of samples, warnings and the report.
+"""Callbacks around the updates: the moving reference, grids of samples, warnings and the report.
 
-Files go to the run's folder; images, videos and sound also to the trackers that `report_to` names.
+Files go to the run's folder; images, videos and sound also go to the trackers that `report_to` names.
 """
 
 import warnings
@@ -19,16 +19,16 @@ from .trackers import draw_grid, log_files, log_image
 
 
 class SyncRefModelCallback(TrainerCallback):
-    """Moves the reference towards the policy (https://huggingface.co/papers/2404.09656).
+    """Callback that moves the reference towards the policy (https://huggingface.co/papers/2404.09656).
 
     TRL's callback of this name gathers both models whole and reads half-precision copies; ours moves each process's
-    shares by the optimizer's 32-bit weights, under FSDP2 and with an offloaded reference too.
+    shares using the optimizer's 32-bit weights, and also works under FSDP2 and with an offloaded reference.
 
     Args:
-        weights: of the policy.
-        ref_weights: returns those of the reference.
+        weights: weights of the policy.
+        ref_weights: returns the weights of the reference.
         alpha: share of the policy in the new reference.
-        interval: updates between two synchronisations.
+        interval: number of updates between two synchronisations.
 
     Examples:
         `sync_ref_model=True` in the settings adds it to a run. By hand, with two networks:
@@ -62,12 +62,12 @@ class SyncRefModelCallback(TrainerCallback):
 
 
 class SampleGridCallback(TrainerCallback):
-    """Draws one image after each evaluation that keeps its samples, with a row per evaluation and a column per prompt.
+    """Callback that draws a grid of samples after each evaluation, with a row per evaluation and a column per prompt.
 
-    The trackers get it too, with videos and sound.
+    The grid also goes to the trackers, along with videos and sound.
 
     Args:
-        handler: knows the active trackers.
+        handler: handler of the trainer's callbacks, which include the active trackers.
 
     Examples:
         Every run has one. By hand, with the samples of one evaluation:
@@ -93,11 +93,11 @@ class SampleGridCallback(TrainerCallback):
 
 
 class ValidationCallback(TrainerCallback):
-    """Samples the fixed prompts before the first update and every `validation_steps` updates.
+    """Callback that samples the fixed prompts before the first update and every `validation_steps` updates.
 
     Args:
-        write: samples and writes the files.
-        handler: knows the active trackers.
+        write: samples the prompts and writes the files.
+        handler: handler of the trainer's callbacks, which include the active trackers.
 
     Examples:
         `validation_prompts` in the settings adds it to a run. By hand:
@@ -127,9 +127,9 @@ class ValidationCallback(TrainerCallback):
 
 
 def _show(handler: CallbackHandler, run: Path, folder: str, file: str, name: str, step: int) -> None:
-    """Draw the grid of all steps in a folder, and send it with the videos and sounds of this one.
+    """Draw a grid of all steps in a folder, and send it to the trackers with the videos and sounds of this step.
 
-    Nothing happens where this step left no samples: an evaluation under another prefix than "eval" keeps none.
+    Do nothing if this step left no samples: an evaluation with a prefix other than "eval" keeps none.
     """
     newest = run / folder / f"step-{step:06d}"
     if not newest.is_dir():
@@ -143,7 +143,7 @@ def _show(handler: CallbackHandler, run: Path, folder: str, file: str, name: str
 
 
 class LastLogCallback(TrainerCallback):
-    """Logs the updates that are left at the end of training, where `logging_steps` does not divide their number.
+    """Callback that logs the last updates of a run if `logging_steps` does not divide their number.
 
     Examples:
         Every run has one. By hand, in the last of five updates:
@@ -160,11 +160,11 @@ class LastLogCallback(TrainerCallback):
         if control.should_training_stop and args.logging_strategy != IntervalStrategy.NO:
             control.should_log = True
 
-    on_epoch_end = on_step_end  # where an evaluation has stopped the run
+    on_epoch_end = on_step_end  # for a run that an evaluation has stopped
 
 
 class CollapseCallback(TrainerCallback):
-    """Warns once per run when the trained reward rises while the samples of a prompt become alike.
+    """Callback that warns once per run when the trained reward rises while the samples of a prompt become alike.
 
     Examples:
         >>> from transformers import TrainerState
@@ -189,7 +189,7 @@ class CollapseCallback(TrainerCallback):
 
 
 class ReportCallback(TrainerCallback):
-    """Writes `report.html` and `summary.json` at the end, and prints where they are and what was gained.
+    """Callback that writes `report.html` and `summary.json` at the end, and prints the report's path and the result.
 
     Examples:
         Every run has one. `trainer.remove_callback(ReportCallback)` leaves the report out; `diffusion-grpo report`

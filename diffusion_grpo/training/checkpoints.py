@@ -1,7 +1,7 @@
-"""Checkpoints that are whole or not there, and resuming from them exactly.
+"""Atomic checkpoints, and resuming from them exactly.
 
-Folders `checkpoint-N` are written aside and renamed into place, so that a kill at any moment leaves the older ones as
-they were.
+Folders `checkpoint-N` are written under a temporary name and renamed into place, so that a kill at any moment leaves
+the older ones as they were.
 """
 
 import logging
@@ -26,21 +26,21 @@ REFERENCE_FOLDER, OLD_POLICY_FOLDER = "reference", "old_policy"
 
 
 class Checkpointer:
-    """Writes and reads what a checkpoint holds of the policy and of what stands beside it.
+    """Writer and reader of the weights in a checkpoint: the policy's, and those that accompany it.
 
-    Every process calls its methods; sharded weights are put together inside.
+    Every process calls its methods; sharded weights are gathered inside.
 
     Args:
-        model: the trained one, without an engine around it.
-        files: writes and reads the policy's weights as diffusers lays them out.
+        model: the trained model, without an engine around it.
+        files: writes and reads the policy's weights in diffusers' layout.
         weights: the trained parameters.
-        average: their moving average, or None.
+        average: moving average of these parameters, or None.
         old_policy: a moving copy of the policy that the algorithm needs, or None.
-        reference: one that is moved towards the policy and so has to be kept, or None.
+        reference: a reference that is moved towards the policy, and so has to be saved, or None.
         values: the value model, or None.
-        feed: of micro-batches, which may stop within a rollout.
-        is_writer: whether this process writes what all have in common.
-        pushes_samples: whether samples go to the Hub too.
+        feed: feed of micro-batches, which may stop within a rollout.
+        is_writer: whether this process writes the files that all processes have in common.
+        pushes_samples: whether samples are pushed to the Hub too.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Checkpointer:
         self._is_writer, self._pushes_samples = is_writer, pushes_samples
 
     def save_weights(self, folder: Path, whole_pipeline: bool = False) -> None:
-        """Write the weights that are published: the average's, where there is one; the policy's own beside them."""
+        """Write the weights to publish: the average if there is one, with the policy's own weights in a subfolder."""
         shown = None if self._average is None else self._average.shares
         with self._weights.show_whole(shown, is_kept=self._is_writer):
             self._write(self._model, folder, whole_pipeline)
@@ -83,17 +83,17 @@ class Checkpointer:
             self._values.save(folder)
 
     def save_rollout(self, folder: Path, step: int) -> None:
-        """Write the rest of the running rollout after `step` updates; every process writes its own."""
+        """Write what is left of the current rollout after `step` updates; every process writes its own part."""
         self._feed.save(folder, step)
 
     def load(self, folder: Path) -> None:
-        """Read a checkpoint; the next micro-batch continues the rollout that it lies within.
+        """Read a checkpoint; the next micro-batch continues the rollout within which it was written.
 
-        A checkpoint of a run without an average, an old policy or a moving reference has none to read: the first two
-        start from its policy, the reference from the model as it was before training. A warning says so.
+        If the checkpoint lacks an average, an old policy or a moving reference that this run has, a warning is logged:
+        the first two start from the checkpoint's policy, the reference from the model before training.
 
         Raises:
-            ResumeError: it is not whole, or a file cannot be read.
+            ResumeError: the checkpoint is incomplete, or a file cannot be read.
         """
         if not (folder / TRAINER_STATE_NAME).is_file():
             raise ResumeError(f"{folder} is no whole checkpoint: it has no {TRAINER_STATE_NAME}.")
@@ -108,16 +108,16 @@ class Checkpointer:
         self._feed.resume_from(folder)
 
     def load_best(self, folder: Path) -> None:
-        """Read the weights of the best checkpoint: the policy's, and their average."""
+        """Read the weights of the best checkpoint: those of the policy and their average."""
         self._load_moving(self._average, folder)
         self._load_policy(find_policy_folder(folder, has_average=self._average is not None))
 
     def copy_weights(self, checkpoint: Path, folder: Path) -> None:
-        """Copy the weights in a checkpoint, and nothing of the training state, to another folder."""
+        """Copy the weights of a checkpoint, without its training state, to another folder."""
         self._files.copy(checkpoint, folder)
 
     def list_upload_patterns(self) -> dict[str, list[str]]:
-        """Say by `allow_patterns` and `ignore_patterns` which files of the output folder are pushed."""
+        """Return `allow_patterns` and `ignore_patterns` of the files in the output folder that are pushed."""
         return list_upload_patterns(self._files.pipe.components, self._pushes_samples)
 
     def _write(self, model: nn.Module, folder: Path, whole_pipeline: bool = False) -> None:
@@ -135,7 +135,7 @@ class Checkpointer:
         return policy
 
     def _load_reference(self, folder: Path) -> None:
-        """Read the moving reference; the one that is loaded is the model before training, which it starts as."""
+        """Read the moving reference; if the checkpoint has none, it stays the model before training."""
         if self._reference is None:
             return
         if not (folder / REFERENCE_FOLDER).is_dir():
@@ -145,7 +145,7 @@ class Checkpointer:
             self._files.load(self._reference.plain_module, folder / REFERENCE_FOLDER)
 
     def _load_moving(self, moving: PolicyAverage | None, folder: Path) -> None:
-        """Read a moving average; the model holds it afterwards too, until its own weights are loaded."""
+        """Read a moving average; the model also holds it afterwards, until its own weights are loaded."""
         if moving is None:
             return
         self._load_policy(folder)
@@ -153,7 +153,7 @@ class Checkpointer:
 
 
 def replace_folder(source: Path, target: Path) -> None:
-    """Rename into place; a folder of that name goes only after the new one stands."""
+    """Rename `source` to `target`; an existing `target` is deleted only once the new one is in place."""
     aside = target.with_name(f"tmp-{target.name}-old")
     if target.exists():
         target.rename(aside)

@@ -1,26 +1,26 @@
-"""Compile the blocks of a network that repeat, for rollouts and updates alike."""
+"""Compile the repeated blocks of a network, for rollouts and updates alike."""
 
 from typing import Any
 
 import torch
 from torch import nn
 
-GRAPHS = 64  # that the blocks of one class may be compiled to
+GRAPHS = 64  # largest number of graphs for the blocks of one class
 
 
 def compile_blocks(network: nn.Module, settings: dict[str, Any], is_hooked: bool = False) -> None:
-    """Compile the blocks that repeat, which share their graphs; the network around them stays replaceable.
+    """Compile the repeated blocks, which share their graphs; the network around them is not compiled.
 
-    A block class has one graph for each pair of circumstances: rollout or replay, first, middle or last block, LoRA on
-    or off, the first shape or any. Beyond a limit, 8 by default, torch silently goes on uncompiled, so it is raised.
+    A block class gets one graph for each combination of rollout or replay; first, middle or last block; LoRA on or
+    off; first or any shape. Beyond a limit, 8 by default, torch silently stops compiling, so the limit is raised.
 
     Args:
-        network: of diffusers or transformers.
-        settings: of `torch.compile`: its backend and its mode.
+        network: network of diffusers or transformers.
+        settings: arguments of `torch.compile`: its backend and its mode.
         is_hooked: whether hooks that must not be compiled will be put around the blocks.
 
     Raises:
-        ValueError: the network names no such blocks.
+        ValueError: the network names no repeated blocks.
     """
     names = getattr(network, "_repeated_blocks", None) or getattr(network, "_no_split_modules", None) or []
     blocks = [module for module in network.modules() if type(module).__name__ in names]

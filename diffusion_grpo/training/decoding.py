@@ -1,4 +1,4 @@
-"""Save memory where latents are decoded: one sample at a time, in tiles, or a few samples at a time."""
+"""Save memory when latents are decoded: one sample at a time, in tiles, or a few samples at a time."""
 
 import functools
 import inspect
@@ -14,19 +14,19 @@ from torch.utils import _pytree as pytree
 def set_decoding(
     pipe: DiffusionPipeline, slicing: bool = False, tiling: bool = False, batch_size: int | None = None
 ) -> DiffusionPipeline:
-    """Let a pipeline's VAE decode with less memory; what is not asked for stays as the user has set it.
+    """Let a pipeline's VAE decode with less memory; options that are off keep what the user has set.
 
     Args:
         pipe: the pipeline.
-        slicing: one sample at a time, encoded ones too (diffusers' `enable_slicing`).
-        tiling: large samples in overlapping tiles, whose seams are blended (diffusers' `enable_tiling`).
-        batch_size: at most so many samples at a time; None for all of a call.
+        slicing: whether samples are decoded, and encoded, one at a time (diffusers' `enable_slicing`).
+        tiling: whether large samples are decoded in overlapping tiles with blended seams (diffusers' `enable_tiling`).
+        batch_size: maximum number of samples that are decoded at a time; None for all samples of a call.
 
     Returns:
         the pipeline.
 
     Raises:
-        ValueError: nothing in the pipeline can do that.
+        ValueError: no part of the pipeline supports one of these options.
     """
     parts = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
     for setting, method, is_wanted in (
@@ -40,19 +40,19 @@ def set_decoding(
     decoders = [part for part in parts if callable(getattr(part, "decode", None))]
     for decoder in decoders:
         if isinstance(vars(decoder).get("decode"), DecodeInPieces):
-            del decoder.decode  # of an earlier run
+            del decoder.decode  # set by an earlier run
     if batch_size is not None:
         _decode_in_pieces(pipe, decoders, batch_size)
     return pipe
 
 
 def _enable(part: nn.Module, method: str) -> bool:
-    """Call a method of a VAE; return whether it has one that works."""
+    """Call a method of a VAE; return whether the VAE supports it."""
     if not callable(getattr(part, method, None)):
         return False
     try:
         getattr(part, method)()
-    except NotImplementedError:  # inherited by all autoencoders
+    except NotImplementedError:  # all autoencoders inherit the method
         return False
     return True
 
@@ -71,11 +71,11 @@ def _decode_in_pieces(pipe: DiffusionPipeline, decoders: list[nn.Module], batch_
 
 
 class DecodeInPieces:
-    """A VAE's `decode` for a few samples at a time; the samples are joined again.
+    """A VAE's `decode` that handles a few samples at a time, and joins the results.
 
     Args:
-        decode: the VAE's method: takes latents (batch, ...), and returns a tuple or an output of diffusers.
-        batch_size: of each piece.
+        decode: the VAE's method, which takes latents (batch, ...) and returns a tuple or an output of diffusers.
+        batch_size: maximum number of samples in each piece.
     """
 
     def __init__(self, decode: Callable, batch_size: int):
@@ -83,7 +83,7 @@ class DecodeInPieces:
         self._decode, self._batch_size = decode, batch_size
 
     def __call__(self, latents: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Decode latents (batch, ...); what else has one entry per sample is split with them."""
+        """Decode latents (batch, ...); other arguments with one entry per sample are split along with them."""
         count = len(latents)
         if count <= self._batch_size:
             return self._decode(latents, *args, **kwargs)

@@ -50,9 +50,10 @@ from .watched_rewards import load_watched_rewards
 
 @dataclasses.dataclass
 class _Part:
-    """What one process made of one dataset: `rewards` (samples, functions) are its own, `every` those of all.
+    """One process's share of the evaluation of one dataset.
 
-    Their last columns are those of the `watched` rewards.
+    `rewards`, (samples, functions), belong to this process's samples; `every` has those of all processes. Their last
+    columns are the `watched` rewards.
     """
 
     samples: list[Any]
@@ -67,20 +68,20 @@ class _Part:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationSettings:
-    """How evaluations are made.
+    """Settings of evaluations.
 
     Attributes:
-        seed: of the run.
-        num_generations: samples of each prompt.
-        num_inference_steps: of an evaluation.
-        batch_size: samples of one pipeline call.
-        reward_batch_size: samples of one call of a reward, or those of one prompt if they are more.
-        watched: names of rewards that are only looked at (`watch_rewards`).
-        shown: how many images of the main evaluation are kept.
-        aggregation: how several rewards become one number.
+        seed: seed of the run.
+        num_generations: number of samples per prompt.
+        num_inference_steps: number of denoising steps.
+        batch_size: number of samples per pipeline call.
+        reward_batch_size: number of samples per call of a reward, or per prompt if that is more.
+        watched: names of rewards that are only watched (`watch_rewards`).
+        shown: number of images that are kept of the main evaluation.
+        aggregation: how several rewards are combined into one number.
         fps: frames per second of videos.
-        sampling_rate: of sound, in hertz; None where there is none.
-        folder: of the run.
+        sampling_rate: sampling rate of sound in hertz; None without sound.
+        folder: output folder of the run.
     """
 
     seed: int
@@ -97,26 +98,26 @@ class EvaluationSettings:
 
 
 class Evaluator:
-    """Samples prompts without noise, and scores them.
+    """Evaluator that samples prompts without noise and scores the samples.
 
     Args:
-        policy: what samples.
-        inputs: of the pipeline's calls.
-        scorer: calls rewards.
-        generator: finds out how the pipeline takes rows.
-        feed: has the last rollout, on which the distance to the reference is measured.
-        replays: measure it.
-        average: the moving average that is evaluated in place of the policy's weights, or None.
-        eval_rewards: rewards that are only measured, in evaluations.
-        reward_weights: of the trained rewards.
-        backend, monitor: the processes.
-        run_passes: runs a method that passes the network.
-        settings: returns how evaluations are made, which a user may change between two of them.
-        has_reference: whether there is one to measure a distance to; none for tokens, and none in full training with
-            beta=0, which would need a second copy of the weights for it.
+        policy: the policy that samples.
+        inputs: makes the arguments of the pipeline's calls.
+        scorer: calls the rewards.
+        generator: finds out in which form the pipeline takes dataset rows.
+        feed: holds the last rollout, on which the distance to the reference is measured.
+        replays: measures this distance.
+        average: the moving average to evaluate instead of the policy's own weights, or None.
+        eval_rewards: evaluation-only rewards.
+        reward_weights: weights of the trained rewards.
+        backend, monitor: distributed backend of the run, and monitor of its processes.
+        run_passes: runs a method that calls the network.
+        settings: returns the settings of evaluations, which a user may change from one to the next.
+        has_reference: whether there is a reference to measure the distance to. There is none for tokens and re-noised
+            samples, nor in full training with beta=0, where it would need a second copy of the weights.
 
     Raises:
-        UnsupportedPipeline: a watched reward takes latents, which the policy has not.
+        UnsupportedPipeline: a watched reward takes latents, but the policy has none.
     """
 
     def __init__(
@@ -154,14 +155,14 @@ class Evaluator:
         step: int,
         history: list[dict[str, Any]],
     ) -> dict[str, float]:
-        """Measure each dataset, and all together, with the averaged weights where there are any.
+        """Measure each dataset, and all of them together, with the averaged weights if there are any.
 
         Args:
-            datasets: by name.
-            prefix: of the metrics; images and a table are kept for "eval".
-            pipeline_kwargs: over those of training.
-            step: updates that are done.
-            history: what was logged so far.
+            datasets: datasets by name.
+            prefix: prefix of the metrics' names; images and a table are kept for "eval".
+            pipeline_kwargs: pipeline arguments that override those of training.
+            step: number of updates made so far.
+            history: entries of the log so far.
         """
         with self._averaged_weights():
             distance = self._distance_to_reference() if prefix.startswith("eval") else {}
@@ -177,7 +178,7 @@ class Evaluator:
         history: list[dict[str, Any]],
     ) -> dict[str, float]:
         start = time.perf_counter()
-        own_metrics: dict[str, list[float]] = defaultdict(list)  # not among those of training
+        own_metrics: dict[str, list[float]] = defaultdict(list)  # kept apart from those of training
         parts = {name: self._measure(data, pipeline_kwargs, own_metrics) for name, data in datasets.items()}
         watched = next(iter(parts.values())).watched
         metrics = self._metrics(prefix, torch.cat([part.every for part in parts.values()]), watched)
@@ -202,7 +203,7 @@ class Evaluator:
     def write_validation(self, prompts: list[str], step: int) -> Path:
         """Sample fixed prompts, from the same seeds each time and without noise in the steps; score nothing.
 
-        The weights are those that evaluations measure.
+        The weights are those that evaluations use.
 
         Returns:
             the folder with an image, video or sound per prompt.
@@ -226,7 +227,7 @@ class Evaluator:
         return self._read_settings()
 
     def _averaged_weights(self) -> contextlib.AbstractContextManager:
-        """Have the moving average in place of the policy's weights inside, where there is one."""
+        """Replace the policy's weights by the moving average, if there is one, inside this context."""
         return contextlib.nullcontext() if self._average is None else self._average.place(is_shown=True)
 
     def _distance_to_reference(self) -> dict[str, float]:
@@ -241,7 +242,7 @@ class Evaluator:
         return {"kl": accelerator.gather(local.to(accelerator.device)).mean().item()}
 
     def _share_positions(self, total: int) -> tuple[list[int], int]:
-        """Return which of all prompts this process samples, and how many are its own: the others keep it in step."""
+        """Return the prompts that this process samples, and how many are its own; the rest keep processes in step."""
         groups = self._backend.groups
         own = list(range(groups.index, total, groups.count))
         spare = math.ceil(total / groups.count) - len(own) if self._backend.passes_together else 0
@@ -251,14 +252,14 @@ class Evaluator:
         count, processes = self._settings.num_generations, self._backend.groups.count
         total = len(dataset) * count
         prompts, own = self._share_positions(len(dataset))
-        mine = [prompt * count + turn for prompt in prompts for turn in range(count)]  # a prompt's samples together
+        mine = [prompt * count + turn for prompt in prompts for turn in range(count)]  # a prompt's samples in a row
         made = [
             [prompt * count + turn for prompt in range(process, len(dataset), processes) for turn in range(count)]
             for process in range(processes)
         ]
         funcs, extra = self._rewards, {}
         kind, points, local = None, {}, None
-        # a process that fails here comes to no collective of the samples
+        # a process that fails here does not reach the collectives over samples
         with self._monitor.barrier_after("reads rows for the evaluation"):
             rows = self._inputs.rows(dataset, [position // count for position in mine])
         with self._monitor.barrier_after("samples for the evaluation"):
@@ -277,7 +278,7 @@ class Evaluator:
                 local = self._scorer.score(looked_at, scored, scored_rows, groups, size, log_metric, extra, latents)
                 _check_extra(extra, funcs)
                 points = _points(funcs, scored) if count > 1 and kind is not None else {}
-        kind, *_ = self._backend.gather_json(kind)  # the first process has samples
+        kind, *_ = self._backend.gather_json(kind)  # the first process always has samples
         watched = self._load_watched(kind)
         local = torch.empty(0, len(funcs) + len(watched)) if local is None else local
         if self._scorer.channel is not None:
@@ -290,7 +291,7 @@ class Evaluator:
     def _load_watched(self, kind: str | None) -> list[Reward]:
         """Return the rewards to watch on samples of this kind; without a kind, those that are watched on any.
 
-        Each is loaded once, and its network is in CPU memory except while it scores: nobody needs it in training.
+        Each is loaded once, and its network stays in CPU memory except while it scores: training does not need it.
         """
         found: dict[str, Reward] = {}
         for name in self._settings.watched or []:
@@ -303,7 +304,7 @@ class Evaluator:
         return list(found.values())
 
     def _diversity(self, points: dict[str, Tensor], positions: list[int], total: int) -> dict[str, float]:
-        """Return how different the samples of a prompt are, wherever they were made."""
+        """Return how much the samples of a prompt differ, whichever process made them."""
         groups, found = torch.arange(total) // self._settings.num_generations, {}
         widths, *_ = self._backend.gather_json({key: own.shape[1] for key, own in points.items()})
         for key, width in widths.items():
@@ -312,7 +313,7 @@ class Evaluator:
         return found
 
     def _metrics(self, prefix: str, rewards: Tensor, watched: list[Reward]) -> dict[str, float]:
-        """Return means and standard errors of (samples, functions) rewards, without what no function scored."""
+        """Return means and standard errors of (samples, functions) rewards, leaving out unscored samples."""
         count = self._settings.num_generations
         metrics = _mean_and_error(f"{prefix}_reward", self._combine(rewards), count)
         names = [f"rewards/{reward.name}" for reward in self._rewards]
@@ -328,13 +329,13 @@ class Evaluator:
         pipeline_kwargs: dict,
         latents: list[Tensor | None] | None = None,
     ) -> list[Any]:
-        """Return what the pipeline makes of each row; put the latents it is made from into `latents`, if given."""
+        """Return the sample of each row; store the latents from which it is decoded in `latents`, if given."""
         settings, samples = self._settings, [None] * len(rows)
         self._generator.learn_inputs(rows)
         for first in range(0, len(rows), settings.batch_size):
             self._policy.prompts.clear()
             parts = self._inputs.parts(rows[first : first + settings.batch_size])
-            for part, _ in self._backend.equalize_outside_updates(parts):  # a repeated one gives the same samples
+            for part, _ in self._backend.equalize_outside_updates(parts):  # a repeated part gives the same samples
                 chosen = [first + number for number in part]
                 own = None if latents is None else []
                 images, _ = rollout(
@@ -350,18 +351,18 @@ class Evaluator:
                     samples[row] = images[number]
                     if latents is not None:
                         latents[row] = own[number]
-        self._policy.prompts.clear()  # what was encoded beside other prompts differs in the last bits
+        self._policy.prompts.clear()  # prompts encoded in other batches differ in the last bits
         return samples
 
     def _gather(self, local: Tensor, positions: list[int], total: int) -> Tensor:
-        """Return (total, ...) of all processes in the order of the samples; `local` (positions, ...) is this one's."""
+        """Gather `local` (positions, ...) from all processes and return (total, ...) in the order of the samples."""
         if self._backend.groups.processes == 1:
             return local
-        is_counted = self._scorer.channel is not None or self._backend.groups.is_first  # each position once
+        is_counted = self._scorer.channel is not None or self._backend.groups.is_first  # count each position once
         return self._scorer.gather_at(local if is_counted else local[:0], positions if is_counted else [], total)
 
     def _combine(self, rewards: Tensor) -> Tensor:
-        """Return (samples,) the one number of the trained rewards, as in training; NaN where none scored."""
+        """Return (samples,) combined trained rewards, as in training; NaN where no reward scored the sample."""
         return combine(rewards[:, : len(self._weights)], self._weights, self._settings.aggregation)
 
     def _keep(self, parts: dict[str, _Part], step: int) -> None:
@@ -392,7 +393,7 @@ class Evaluator:
                 "reward": self._combine(part.rewards).tolist(),
             }
             done = len(columns["step"])
-            for name, values in (part.extra | table).items():  # a column may be one dataset's alone
+            for name, values in (part.extra | table).items():  # a column may belong to one dataset alone
                 columns[name] += [None] * (done - len(columns[name])) + values
         for values in columns.values():
             values += [None] * (len(columns["step"]) - len(values))
@@ -402,7 +403,7 @@ class Evaluator:
 
 
 def _check_extra(extra: dict[str, list], rewards: list[Reward]) -> None:
-    """Refuse a logged column with the name of a reward, which the table has a column for."""
+    """Refuse a logged column named like a reward, which has its own column in the table."""
     for reward in rewards:
         if reward.name in extra:
             raise RewardError(
@@ -411,7 +412,7 @@ def _check_extra(extra: dict[str, list], rewards: list[Reward]) -> None:
 
 
 def _points(funcs: list[Reward], samples: list[Any]) -> dict[str, Tensor]:
-    """Return what distances of samples are taken between: thumbnails, and embeddings of rewards that have some."""
+    """Return the points whose distances are measured: thumbnails, and embeddings of rewards that have them."""
     embedded = {f"diversity/{reward.name}": embed_samples(reward, samples) for reward in find_embedders(funcs)}
     return {"diversity": make_thumbnails(samples).float()} | embedded
 

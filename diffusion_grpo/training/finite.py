@@ -19,10 +19,10 @@ def refuse_non_finite(value: Tensor, name: str, update: int, output_dir: str, ha
     """Refuse a value that is NaN or infinite.
 
     Args:
-        value: what was measured.
-        name: what it is called.
-        update: number of the running update, from 1.
-        output_dir: of the run.
+        value: the value to check.
+        name: name of the value in the message.
+        update: number of the current update, from 1.
+        output_dir: output folder of the run.
         has_stepped: whether the engine may have changed the weights already.
 
     Raises:

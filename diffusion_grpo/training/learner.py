@@ -1,4 +1,4 @@
-"""What a run trains, and what moves with it."""
+"""The weights that a run trains, and those that move with them."""
 
 from dataclasses import dataclass
 
@@ -24,16 +24,16 @@ from .trained_networks import check_processes
 
 @dataclass(frozen=True)
 class Learner:
-    """The trained weights of a run, how they are trained, and the weights that stand beside them.
+    """The trained weights of a run, their algorithm, and the weights that accompany them.
 
     Attributes:
         weights: the trained parameters.
-        algorithm: which trains them.
-        reference: the frozen policy; None where full training does without a second copy of the weights.
+        algorithm: the algorithm that trains them.
+        reference: the frozen policy; None if full training needs no second copy of the weights.
         values: the value model; None without `advantage_estimator="gae"`.
         average: the policy's moving average; None without `ema_decay`.
-        old_policy: a copy that moves once per rollout; None where the algorithm has none.
-        offload: what moves the pipeline's frozen parts; None without `offload_frozen`.
+        old_policy: a copy of the policy that moves once per rollout; None if the algorithm needs none.
+        offload: moves the pipeline's frozen parts; None without `offload_frozen`.
         run_passes: calls the networks outside of updates.
     """
 
@@ -47,13 +47,13 @@ class Learner:
     run_passes: NetworkPasses
 
     def shard_reference(self) -> None:
-        """Spread the reference over the processes, as the policy is."""
+        """Shard the reference across the processes, like the policy."""
         if self.reference is not None:
             self.reference.shard()
 
     def add_value_parameters(self, optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-        """Give the value model, if there is one, a group of its own in the optimizer, once."""
-        if self.values is None:  # an optimizer that DeepSpeed's configuration describes has no groups yet
+        """Add a parameter group for the value model to the optimizer, if there is one and it has none yet."""
+        if self.values is None:  # an optimizer from DeepSpeed's configuration has no groups yet
             return
         parameters = list(self.values.parameters())
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -61,12 +61,12 @@ class Learner:
             optimizer.add_param_group({"params": parameters, "lr": learning_rate, "weight_decay": 0.0})
 
     def show_policy(self) -> None:
-        """Give the networks the policy's own weights, which are trained, where they have those of its average."""
+        """Load the policy's own weights, which are trained, back into the networks if the average is shown."""
         if self.average is not None:
             self.average.hide()
 
     def show_average(self) -> None:
-        """Give the networks the average's weights, if there is one; they were evaluated and are saved."""
+        """Load the average's weights, which were evaluated and are saved, into the networks if there is an average."""
         if self.average is not None:
             self.average.show()
 
@@ -82,21 +82,21 @@ def make_learner(
     reward_weights: list[float],
     is_full_training: bool,
 ) -> Learner:
-    """Move the policy to its device, and make what moves with it.
+    """Move the policy to its device, and make the weights that accompany it.
 
-    The order spares memory: a reference is copied before the pipeline is on the accelerator, an average after that.
+    The order saves memory: a reference is copied before the pipeline is on the accelerator, an average after that.
 
     Args:
-        args: of the run.
+        args: configuration of the run.
         policy: the pipeline as a policy, still in CPU memory.
-        model: what is trained, before an engine wraps it.
-        backend, monitor: of the processes.
-        metrics: of the run, which take the average's distance to the policy.
-        reward_weights: one per trained reward.
+        model: the trained model, before an engine wraps it.
+        backend, monitor: distributed backend of the run, and monitor of its processes.
+        metrics: metrics of the run, which record the distance between average and policy.
+        reward_weights: one weight per trained reward.
         is_full_training: whether all weights of the network are trained, without a LoRA.
 
     Raises:
-        ValueError: processes that cannot train this policy, or an unknown loss or setting of it.
+        ValueError: the processes cannot train this policy, or the loss or one of its settings is unknown.
     """
     networks, has_values = policy.networks, args.advantage_estimator == "gae"
     check_processes(args, policy.component, policy.draws_tokens, backend)
@@ -131,12 +131,12 @@ def make_algorithm(args: DiffusionGRPOConfig, networks: list[nn.Module], weights
     """Make the algorithm that the settings name.
 
     Args:
-        args: of the run.
-        networks: the trained ones.
-        weights: one per reward.
+        args: configuration of the run.
+        networks: the trained networks.
+        weights: one weight per reward.
 
     Raises:
-        ValueError: an unknown loss, or settings in `loss_kwargs` that it does not have.
+        ValueError: the loss is unknown, or does not have a setting in `loss_kwargs`.
     """
     return load_algorithm(
         args.loss_type,
@@ -162,7 +162,7 @@ def is_half_precision(network: nn.Module) -> bool:
 def make_reference(
     args: DiffusionGRPOConfig, policy: Policy, model: nn.Module, backend: DistributedBackend, is_full_training: bool
 ) -> AdapterReference | CopiedReference | None:
-    """Make the frozen reference; None where full training does without a second copy of the weights."""
+    """Make the frozen reference; return None if full training needs no second copy of the weights."""
     if not is_full_training:
         return AdapterReference(policy, model)
     if not args.needs_reference:
@@ -178,14 +178,14 @@ def make_average(
         return None
 
     def note(squares: torch.Tensor) -> None:
-        distance, size = backend.reduce_sum(squares).tolist()  # whole copies count several times in both
+        distance, size = backend.reduce_sum(squares).tolist()  # unsharded copies are counted once per process in both
         metrics.add("ema/distance", (distance / size) ** 0.5 if size else 0.0)
 
     return PolicyAverage(weights, args.ema_decay, args.ema_update_interval, note)
 
 
 def make_old_policy(args: DiffusionGRPOConfig, weights: TrainedWeights, algorithm: Algorithm) -> PolicyAverage | None:
-    """Make the old policy of the algorithm, which moves once per rollout; None where it has none."""
+    """Make the algorithm's old policy, which moves once per rollout; return None if it has none."""
     if algorithm.old_decay is None:
         return None
     return PolicyAverage(weights, 0.0, args.batch_sizes.updates_per_rollout, schedule=algorithm.old_decay)

@@ -1,4 +1,4 @@
-"""From a checked run to its policy: the pipeline is loaded, its network made trainable, its inputs read."""
+"""Load the policy of a checked run: load the pipeline, make its network trainable, prepare its inputs."""
 
 from dataclasses import dataclass
 
@@ -24,9 +24,9 @@ class LoadedPolicy:
 
     Attributes:
         policy: the pipeline as a policy.
-        model: what is trained: its network, a LoRA around it, or a `ModuleDict` of several.
-        inputs: of the pipeline's calls.
-        embeds: what encodes prompts ahead of their use; None without `cache_prompt_embeds`.
+        model: the trained model: the pipeline's network, a LoRA around it, or a `ModuleDict` of several.
+        inputs: makes the arguments of the pipeline's calls.
+        embeds: encodes prompts ahead of their use; None without `cache_prompt_embeds`.
     """
 
     policy: Policy
@@ -36,15 +36,15 @@ class LoadedPolicy:
 
 
 def load_policy(given: CheckedRun, peft_config: PeftConfig | None, monitor: ProcessGroupMonitor) -> LoadedPolicy:
-    """Load the pipeline of a run and make it a policy; with `cache_prompt_embeds` encode this process's prompts.
+    """Load the pipeline of a run as a policy; with `cache_prompt_embeds`, also encode this process's prompts.
 
     Args:
-        given: the run.
-        peft_config: makes a LoRA of the network; see [`~diffusion_grpo.trainer.DiffusionGRPOTrainer`].
+        given: the checked run.
+        peft_config: configuration of the LoRA to train; see [`~diffusion_grpo.trainer.DiffusionGRPOTrainer`].
         monitor: tells the other processes of an error while prompts are encoded.
 
     Raises:
-        ValueError: settings or rewards that do not fit the pipeline.
+        ValueError: the settings or rewards do not fit the pipeline.
     """
     args, backend = given.args, given.backend
     encoders = stand_in_for_encoders(given.model, args)
@@ -60,7 +60,7 @@ def load_policy(given: CheckedRun, peft_config: PeftConfig | None, monitor: Proc
         access=backend.network_access(model),
         log_prob_type=args.log_prob_type,
     )
-    if policy.draws_tokens and given.inputs is None:  # code from elsewhere, of which little is known before
+    if policy.draws_tokens and given.inputs is None:  # code from elsewhere, which could not be checked before loading
         check_tokens(args)
     check_policy(args, policy, given.rewards)
     return LoadedPolicy(policy, model, inputs, make_prompt_embeds(args, given, policy, inputs, monitor))
@@ -70,7 +70,7 @@ def check_policy(args: DiffusionGRPOConfig, policy: Policy, rewards: RunRewards)
     """Refuse settings and rewards that do not fit the policy.
 
     Raises:
-        ValueError: settings of another kind of policy, or rewards that take latents where there are none.
+        ValueError: settings are for another kind of policy, or rewards take latents and there are none.
     """
     if not policy.draws_tokens and args.noise_in_last_step:
         policy.check_noise_in_last_step()

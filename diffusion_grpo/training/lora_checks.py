@@ -2,17 +2,17 @@
 
 from peft import PeftConfig
 
-SAFE_INITS = ("gaussian", "orthogonal")  # of LoRA, besides True and False: they leave the base model as it is
+SAFE_INITS = ("gaussian", "orthogonal")  # in addition to True and False, these leave the base model unchanged
 
 
 def check_peft_config(peft_config: PeftConfig | None, beta: float = 0.0) -> None:
-    """Refuse what would make the replay differ from the rollout, or leave no reference and nothing to load.
+    """Refuse adapters that make the replay differ from the rollout, lack a reference, or cannot be loaded later.
 
     Args:
-        beta: weight of the KL divergence; above 0 the adapter switched off must be the base model.
+        beta: weight of the KL divergence; above 0, switching the adapter off must give the base model.
 
     Raises:
-        ValueError: dropout in the adapter, or an adapter that changes or trains the base model's own weights.
+        ValueError: the adapter has dropout, is no LoRA, or changes or trains the base model's own weights.
     """
     if peft_config is None:
         return

@@ -1,4 +1,4 @@
-"""Bytes: those of tensors, how a number of them is written, and the most that this process has used so far."""
+"""Memory sizes: count the bytes of tensors, format them, and measure the peak of this process."""
 
 import sys
 from collections.abc import Iterable
@@ -8,12 +8,12 @@ from torch import Tensor
 
 
 def count_bytes(tensors: Iterable[Tensor]) -> int:
-    """Count the bytes of tensors, each tensor once."""
+    """Count the bytes of tensors; repeated tensors count once."""
     return sum({id(tensor): tensor.numel() * tensor.element_size() for tensor in list(tensors)}.values())
 
 
 def format_size(count: int) -> str:
-    """Write a number of bytes in the largest unit of which there is at least one, e.g. "1.5 GiB"."""
+    """Format a number of bytes in a fitting unit, e.g. "1.5 GiB"."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
         if count >= unit:
             return f"{count / unit:.1f} {name}"
@@ -21,15 +21,15 @@ def format_size(count: int) -> str:
 
 
 def measure_peak_memory(device: torch.device | str) -> float:
-    """Return the peak of tensors on the GPU in GiB, or without a GPU of the whole process in main memory."""
+    """Return the peak memory in GiB: of tensors on the GPU or, without a GPU, of the whole process in main memory."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     if sys.platform == "win32":
-        import psutil  # of accelerate's requirements
+        import psutil  # a requirement of accelerate
 
         return psutil.Process().memory_info().peak_wset / 2**30
     import resource
 
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, others KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

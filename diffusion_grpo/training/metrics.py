@@ -1,4 +1,4 @@
-"""What is measured between two lines of the log."""
+"""Metrics that are collected between two log entries."""
 
 import contextlib
 import time
@@ -9,8 +9,8 @@ from ..distributed.backend import DistributedBackend
 from ..distributed.collectives import gather_means
 from .memory import measure_peak_memory
 
-TOTALS = ("time/rollout", "time/reward", "time/update")  # seconds per update, of the slowest process
-# metrics of which the largest or the smallest value since the last log is kept, not the mean
+TOTALS = ("time/rollout", "time/reward", "time/update")  # seconds per update of the slowest process
+# metrics that are logged as the largest or smallest value since the last log, instead of the mean
 LARGEST = (
     "ratio/max_error",
     "prediction/max_error",
@@ -25,12 +25,13 @@ SMALLEST = ("ratio/min", "spread/reward_min", "spread/advantage_min", "samples_p
 
 
 class Metrics:
-    """Values by name, collected until they are logged.
+    """Collection of values by name, until they are logged.
 
     Attributes:
-        values: what was noted since the last log, by name.
-        weights: one per value: how much it counts in the mean.
-        samples: of the rollout that is being trained on, made by all processes; 0 where a run is resumed within it.
+        values: values by name that were added since the last log.
+        weights: weight of each value in the mean.
+        samples: number of samples, of all processes, in the rollout being trained on; 0 if the run was resumed within
+            it.
     """
 
     def __init__(self):
@@ -43,20 +44,20 @@ class Metrics:
         return bool(self.values)
 
     def add(self, name: str, value: float, weight: float = 1.0) -> None:
-        """Note one value; one whose weight is 0 is left out."""
+        """Add one value, unless its weight is 0."""
         if weight and not self._is_paused:
             self.values[name].append(value)
             self.weights[name].append(weight)
             self._seconds += value if name in TOTALS else 0.0
 
     def add_all(self, values: Mapping[str, float]) -> None:
-        """Note a value of each name."""
+        """Add one value for each name."""
         for name, value in values.items():
             self.add(name, value)
 
     @contextlib.contextmanager
     def pause(self, is_paused: bool = True) -> Iterator[None]:
-        """Note nothing inside: for passes that are made only because other processes make them."""
+        """Ignore values inside this context, for passes made only to keep processes in step."""
         before, self._is_paused = self._is_paused, is_paused or self._is_paused
         try:
             yield
@@ -65,36 +66,36 @@ class Metrics:
 
     @contextlib.contextmanager
     def time(self, name: str) -> Iterator[None]:
-        """Note the seconds that are spent inside."""
+        """Add the seconds that are spent inside this context."""
         start = time.perf_counter()
         yield
         self.add(name, time.perf_counter() - start)
 
     def start(self, step: int) -> None:
-        """Count updates from here, unless something was logged before."""
+        """Start counting updates at `step`, unless counting has begun already."""
         if self._logged_step is None:
             self._logged_step = step
 
     def reset(self) -> None:
-        """Forget everything: another run begins."""
+        """Forget everything, for a new run."""
         self._clear()
         self._logged_step: int | None = None
         self.samples, self._seconds = 0, 0.0  # of the rollout that is being trained on
-        self._finished_samples, self._finished_seconds = 0, 0.0  # of rollouts that were used up since the last log
+        self._finished_samples, self._finished_seconds = 0, 0.0  # of rollouts used up since the last log
 
     def finish_rollout(self) -> None:
-        """Count the rollout in `samples_per_second`: its last update is done, so all its seconds are known."""
-        if self.samples:  # or it was made before the run was resumed
+        """Count the finished rollout in `samples_per_second`: all its updates are done, so its total time is known."""
+        if self.samples:  # 0 if it was made before the run was resumed
             self._finished_samples += self.samples
             self._finished_seconds += self._seconds
         self.samples, self._seconds = 0, 0.0
 
     def gather(self, backend: DistributedBackend, step: int) -> dict[str, float]:
-        """Return means over all processes since the last log, and forget them; a collective.
+        """Return the metrics since the last log, combined over all processes, and forget them; a collective.
 
         Args:
-            backend: of the processes.
-            step: updates that are done.
+            backend: distributed backend of the run.
+            step: number of updates made so far.
         """
         updates = max(1, step - self._logged_step)
         totals = {name: [sum(self.values.pop(name, [])) / updates] for name in TOTALS}

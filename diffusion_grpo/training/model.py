@@ -1,7 +1,7 @@
-"""From what the user names to a pipeline ready to train.
+"""Load and prepare the pipeline to train.
 
-A Hub id, a folder, "tiny" or a pipeline becomes a pipeline with everything frozen and in eval mode, and the model
-that is trained: its network, or a LoRA around it.
+A Hub id, a folder, "tiny" or a pipeline becomes a pipeline with everything frozen and in eval mode, and the model to
+train: its network, or a LoRA around it.
 """
 
 import contextlib
@@ -37,10 +37,10 @@ from .text_encoders import StandIn, is_part_of_encoding, make_stand_ins, wake_en
 
 
 def check_model(model: Any) -> None:
-    """Refuse what is neither a name nor a pipeline.
+    """Refuse a model that is neither a name nor a pipeline.
 
     Raises:
-        TypeError: one sentence with what to pass.
+        TypeError: the type is wrong; the message says what to pass.
     """
     if isinstance(model, (str, DiffusionPipeline)):
         return
@@ -56,14 +56,14 @@ def check_model(model: Any) -> None:
 def check_own_optimizer(
     optimizer: torch.optim.Optimizer | None, schedule: torch.optim.lr_scheduler.LRScheduler | None, model: nn.Module
 ) -> None:
-    """Refuse an optimizer or a schedule of the user's own that would change nothing.
+    """Refuse a user's own optimizer or schedule that would have no effect.
 
     Args:
-        optimizer, schedule: as the user gave them; None for those that the settings ask for.
-        model: what is trained.
+        optimizer, schedule: as the user gave them; None to use those from the settings.
+        model: the model to train.
 
     Raises:
-        ValueError: the optimizer holds none of the weights that are trained, or the schedule is of another optimizer.
+        ValueError: the optimizer holds none of the trained weights, or the schedule belongs to another optimizer.
     """
     if schedule is not None and getattr(schedule, "optimizer", optimizer) is not optimizer:
         raise ValueError(
@@ -84,7 +84,7 @@ def check_args(args: Any) -> None:
     """Refuse settings of another trainer.
 
     Raises:
-        TypeError: one sentence with what to pass.
+        TypeError: the type is wrong; the message says what to pass.
     """
     if args is not None and not isinstance(args, DiffusionGRPOConfig):
         raise TypeError(
@@ -95,18 +95,18 @@ def check_args(args: Any) -> None:
 
 
 def name_model(model: str | DiffusionPipeline) -> str:
-    """Return what the user called the model, or where the pipeline came from."""
+    """Return the user's name for the model, or where the pipeline was loaded from."""
     return model if isinstance(model, str) else str(model.config.get("_name_or_path") or type(model).__name__)
 
 
 def plan_quantization(
     model: str | DiffusionPipeline, args: DiffusionGRPOConfig, is_full_training: bool
 ) -> QuantizedLoading | None:
-    """Say which components are quantised while the pipeline is loaded; check that they can be; None for none.
+    """Determine and check the components to quantise while loading the pipeline; return None if there are none.
 
     Raises:
         ValueError, ImportError: see [`~diffusion_grpo.training.quantization.QuantizedLoading.check`]; or the pipeline
-            is loaded already.
+            is already loaded.
     """
     if not asks_for_quantization(args):
         return None
@@ -125,19 +125,19 @@ def load_pipeline(
     quantized: QuantizedLoading | None = None,
     parts: dict[str, Any] | None = None,
 ) -> DiffusionPipeline:
-    """Load a pipeline by its name, with `model_init_kwargs`; one that is given is returned with all of its parts.
+    """Load a pipeline by its name, with `model_init_kwargs`; return a given pipeline with all of its parts.
 
-    In mixed precision frozen parts are loaded in the half-precision type; a network that is trained in full keeps
-    float32 weights, as the optimizer needs them. With a `backend` that shards weights, those of the trained networks
-    stay in their files until then.
+    In mixed precision, frozen parts are loaded in half precision; a network that is trained in full keeps float32
+    weights, which the optimizer needs. With a `backend` that shards weights, those of the trained networks stay in
+    their files until they are sharded.
 
     Args:
         model: as the user gave it.
-        args: of the run.
+        args: configuration of the run.
         is_full_training: whether all weights of the network are trained.
-        backend: which may leave weights of the trained networks in their files; None loads all.
-        quantized: what is quantised on the way; None for nothing.
-        parts: components that are taken as they are and not loaded.
+        backend: distributed backend, which may leave weights of the trained networks in their files; None loads all.
+        quantized: which components to quantise while loading; None for none.
+        parts: components that are used as they are instead of being loaded.
     """
     if isinstance(model, DiffusionPipeline):
         wake_encoders(model)
@@ -156,22 +156,22 @@ def _load_parts(
     source, kwargs = tiny.PATH if model == "tiny" else model, dict(args.model_init_kwargs or {})
     dtype = choose_dtype(args, is_full_training)
     if quantized is not None:
-        dtype = dtype or torch.float32  # left open, torchao would take bfloat16 for its own part alone
+        dtype = dtype or torch.float32  # otherwise torchao would use bfloat16 for its own part alone
         own = dataclasses.replace(quantized, specs={k: v for k, v in quantized.specs.items() if k not in parts})
         kwargs |= own.keywords(source, dtype, hub_kwargs(args))
     if dtype is not None:
         if "dtype" not in kwargs:
-            kwargs.pop("torch_dtype", None)  # diffusers' former name of it
+            kwargs.pop("torch_dtype", None)  # diffusers' former name for it
         kwargs["dtype"] = dtype
     with contextlib.nullcontext() if backend is None else backend.read_networks(name_networks(args)):
         return DiffusionPipeline.from_pretrained(source, **kwargs | parts)
 
 
 def set_up_pipeline(pipe: DiffusionPipeline, args: DiffusionGRPOConfig) -> DiffusionPipeline:
-    """Apply the settings of the scheduler and of decoding.
+    """Apply the scheduler and decoding settings to a pipeline.
 
     Raises:
-        ValueError: the scheduler cannot take them.
+        ValueError: the scheduler or the VAE does not support them.
     """
     pipe = set_scheduler(pipe, args.scheduler_kwargs)
     if args.sigmas is not None:
@@ -182,8 +182,8 @@ def set_up_pipeline(pipe: DiffusionPipeline, args: DiffusionGRPOConfig) -> Diffu
 def loads_encoders_late(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) -> bool:
     """Return whether text encoders are loaded only if a prompt is not in the cache.
 
-    A LoRA that is loaded first may have layers in them. An encoder or tokenizer that `model_init_kwargs` gives as an
-    object is in memory already, and only its contents tell it from another.
+    They are not if a LoRA is loaded first, which may have layers in them, or if `model_init_kwargs` gives an encoder
+    or tokenizer as an object: it is in memory already, and only its contents can identify it.
     """
     if not isinstance(model, str) or args.cache_prompt_embeds == "off" or args.lora_path is not None:
         return False
@@ -192,7 +192,7 @@ def loads_encoders_late(model: str | DiffusionPipeline, args: DiffusionGRPOConfi
 
 
 def stand_in_for_encoders(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) -> dict[str, StandIn]:
-    """Return what stands for the text encoders of a named model until they are needed; nothing if they are loaded."""
+    """Return stand-ins for a named model's text encoders until they are needed; none if the encoders are loaded."""
     given = args.model_init_kwargs or {}
     if not loads_encoders_late(model, args) or "custom_pipeline" in given:
         return {}
@@ -209,13 +209,13 @@ def load_encoder(
     pipe: DiffusionPipeline,
     name: str,
 ) -> nn.Module:
-    """Load one component of a named model as `load_pipeline` would; the others are those of `pipe`."""
+    """Load one component of a named model as `load_pipeline` would, taking the other components from `pipe`."""
     parts = {key: part for key, part in pipe.components.items() if key != name}
     return getattr(_load_parts(model, args, is_full_training, None, quantized, parts), name)
 
 
 def choose_dtype(args: DiffusionGRPOConfig, is_full_training: bool) -> torch.dtype | dict[str, torch.dtype] | None:
-    """Return the `dtype` that `load_pipeline` asks for; None where it leaves that to diffusers.
+    """Return the `dtype` that `load_pipeline` requests; None to leave it to diffusers.
 
     Raises:
         ValueError: `model_init_kwargs` names no dtype of torch.
@@ -244,11 +244,11 @@ def _read_dtype(key: str, value: Any) -> torch.dtype | dict[str, torch.dtype]:
 def check_gradient_range(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) -> None:
     """Refuse a network in float16 without the loss scaling of `fp16`: most of its gradients would be 0.
 
-    The derivative of a log-probability, a mean over the latent, by one element of the prediction is below the
-    smallest number of float16.
+    The derivative of a log-probability, which is a mean over the latent, with respect to one element of the prediction
+    is below the smallest float16 number.
 
     Raises:
-        ValueError: such a network.
+        ValueError: there is such a network.
     """
     if args.fp16:
         return
@@ -266,7 +266,7 @@ def check_gradient_range(model: str | DiffusionPipeline, args: DiffusionGRPOConf
 
 
 def name_networks(args: DiffusionGRPOConfig) -> tuple[str, ...]:
-    """Name the components that may be the trained networks of a pipeline that is not loaded yet."""
+    """Return the names of components that may be trained in a pipeline that is not loaded yet."""
     if args.train_component:
         return split_component(args.train_component)
     return (*POLICY_COMPONENTS, *(f"{name}_2" for name in POLICY_COMPONENTS))
@@ -276,10 +276,10 @@ def load_plain_pipeline(model: str, dtype: str | None = None, device: str | None
     """Load a Hub id, a folder or `tiny` unchanged, on the accelerator if there is one.
 
     Args:
-        model: what to load.
-        dtype: name of the weights' dtype; by default bfloat16 on an accelerator, where float32 often does not fit, and
-            float32 on a CPU.
-        device: where to put it; by default the accelerator if there is one.
+        model: Hub id or folder of the pipeline, or "tiny".
+        dtype: name of the weights' dtype; by default bfloat16 on an accelerator, where float32 often does not fit in
+            memory, and float32 on a CPU.
+        device: device to move it to; by default the accelerator if there is one.
 
     Raises:
         ValueError: torch has no such dtype, or no such device.
@@ -317,16 +317,16 @@ def prepare_model(
     peft_config: PeftConfig | None,
     backend: DistributedBackend | None = None,
 ) -> tuple[tuple[str, ...], nn.Module]:
-    """Freeze all that is not trained.
+    """Freeze everything in the pipeline that is not trained, and return the model to train.
 
     Args:
         pipe: the pipeline.
-        args: of the run.
-        peft_config: of a new LoRA.
-        backend: says how weights are cast; by default in place.
+        args: configuration of the run.
+        peft_config: configuration of a new LoRA.
+        backend: decides how weights are cast; by default in place.
 
     Returns:
-        the names of the trained networks, and the model to optimise: the network, or the `PeftModel` around it; where
+        the names of the trained networks, and the model to optimise: the network, or the `PeftModel` around it; if
         experts take turns over the steps, a `ModuleDict` of such models.
     """
     component = policy_component(pipe, args.train_component)
@@ -363,10 +363,10 @@ def _check_together(pipe: DiffusionPipeline, names: tuple[str, ...]) -> None:
 def _find_adapter(
     pipe: DiffusionPipeline, names: tuple[str, ...], args: DiffusionGRPOConfig, peft_config: PeftConfig | None
 ) -> str | None:
-    """Name the LoRA to train, new or not, with the one to be trained further in the pipeline; None for full training.
+    """Return the name of the LoRA to train, after loading one that is trained further; None for full training.
 
     Raises:
-        ValueError: the pipeline carries adapters that the settings do not account for.
+        ValueError: the pipeline has adapters that the settings do not mention.
     """
     if args.lora_path is not None:
         adapter = adapters.load_lora(pipe, names, args.lora_path, args.keep_adapters)
@@ -389,7 +389,7 @@ def _prepare_network(
     adapter: str | None,
     backend: DistributedBackend | None,
 ) -> nn.Module:
-    """Return a network with what is trained of it: a LoRA around it, or all its weights."""
+    """Return the model to train: the network with a LoRA around it, or with all its weights trainable."""
     swap = make_block_swap(args)
     if args.activation_checkpointing:
         contexts = None if swap is None else swap.contexts
@@ -398,7 +398,7 @@ def _prepare_network(
     else:
         _disable_checkpointing(network)
     if adapter is not None:
-        if getattr(peft_config, "use_dora", False):  # it starts from the norms of the weights
+        if getattr(peft_config, "use_dora", False):  # DoRA starts from the norms of the weights
             late_weights.fill(network.parameters())
         model = adapters.wrap_lora(network, peft_config, adapter).eval()
     else:
@@ -414,14 +414,14 @@ def _prepare_network(
 
 
 def make_block_swap(args: DiffusionGRPOConfig) -> BlockSwap | None:
-    """Return what keeps the frozen weights of a network in CPU memory; None without `group_offload`."""
+    """Make the block swap that keeps a network's frozen weights in CPU memory; return None without `group_offload`."""
     if args.group_offload is None:
         return None
     return BlockSwap(args.device, args.group_offload, args.group_offload_blocks, args.group_offload_stream)
 
 
 def _require_float32_weights(network: nn.Module, args: DiffusionGRPOConfig) -> None:
-    """Refuse half-precision weights that nobody asked to be cast: an optimizer's small steps vanish in them."""
+    """Refuse half-precision weights unless mixed precision is on: an optimizer's small steps vanish in them."""
     if network.dtype != torch.float32 and not (args.bf16 or args.fp16):
         raise ValueError(
             f"Full training needs float32 weights, but {type(network).__name__} has {network.dtype}; load it in "
@@ -439,7 +439,7 @@ def _enable_checkpointing(
             "leave it out."
         )
     kwargs = {"use_reentrant": False, **kwargs}
-    if getattr(network, "supports_gradient_checkpointing", False):  # transformers' name for it
+    if getattr(network, "supports_gradient_checkpointing", False):  # transformers' attribute
         network.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
         layers = [layer for layer in network.modules() if isinstance(layer, GradientCheckpointingLayer)]
         for place, layer in enumerate(layers):
@@ -454,7 +454,7 @@ def _enable_checkpointing(
 
 
 def _disable_checkpointing(network: nn.Module) -> None:
-    """Switch checkpointing off, which the user or a training before may have switched on."""
+    """Switch off checkpointing, which the user or an earlier run may have switched on."""
     if getattr(network, "supports_gradient_checkpointing", False):
         network.activation_checkpointing_disable()
     elif getattr(network, "_supports_gradient_checkpointing", False):
@@ -462,14 +462,14 @@ def _disable_checkpointing(network: nn.Module) -> None:
 
 
 def checkpoint_share(checkpoint: Callable, share: float, contexts: Callable | None = None) -> Callable:
-    """Checkpoint a share of the blocks, evenly spread, as DanceGRPO's `selective_checkpointing` does.
+    """Checkpoint a share of the blocks, evenly spread, like DanceGRPO's `selective_checkpointing`.
 
     Args:
-        checkpoint: torch's function.
-        share: in (0, 1].
-        contexts: makes the contexts of a block's forward pass and of its recomputation.
+        checkpoint: torch's checkpoint function.
+        share: share of the blocks to checkpoint, in (0, 1].
+        contexts: makes the contexts of a block's forward pass and recomputation.
     """
-    places: dict[Callable, int] = {}  # in the order in which the network calls them
+    places: dict[Callable, int] = {}  # position of each block in the order of the network's calls
 
     def checkpointed(block: Callable, *args: Any, **kwargs: Any) -> Any:
         place = places.setdefault(block, len(places))
@@ -486,10 +486,10 @@ def _is_chosen(place: int, share: float) -> bool:
 
 
 def check_reentrant(args: DiffusionGRPOConfig, is_full_training: bool) -> None:
-    """Refuse reentrant checkpointing under a LoRA: blocks whose inputs need no gradient would get none.
+    """Refuse reentrant checkpointing with a LoRA: a block whose inputs need no gradient would get no gradient itself.
 
     Raises:
-        ValueError: the settings ask for it.
+        ValueError: the settings ask for both.
     """
     is_reentrant = args.activation_checkpointing and (args.activation_checkpointing_kwargs or {}).get("use_reentrant")
     if is_reentrant and not is_full_training:

@@ -1,4 +1,4 @@
-"""What `model_index.json` says of a model, read and checked before any weights are loaded."""
+"""Read `model_index.json` of a model, and check it before any weights are loaded."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "proxies", "rev
 
 
 def pipeline_class(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) -> type[DiffusionPipeline] | None:
-    """Read the class of the pipeline from `model_index.json` alone; None for code from elsewhere."""
+    """Return the pipeline's class, read from `model_index.json` alone; None if its code comes from elsewhere."""
     if isinstance(model, DiffusionPipeline):
         return type(model)
     if "custom_pipeline" in (args.model_init_kwargs or {}):
@@ -27,24 +27,24 @@ def pipeline_class(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) ->
 
 
 def plain_pipeline_class(model: str) -> type[DiffusionPipeline] | None:
-    """Return the class of a Hub id, a folder or `tiny`, before it is loaded; None if its code comes from elsewhere."""
+    """Return the pipeline class of a Hub id, a folder or `tiny`, unloaded; None if its code comes from elsewhere."""
     index = DiffusionPipeline.load_config(tiny.PATH if model == "tiny" else model)
     return getattr(diffusers, str(index.get("_class_name")), None)
 
 
 def read_index(model: str, args: DiffusionGRPOConfig) -> dict[str, Any]:
-    """Return `model_index.json` of a named model: the class of each component."""
+    """Return the contents of a named model's `model_index.json`: the class of each component."""
     return DiffusionPipeline.load_config(tiny.PATH if model == "tiny" else model, **hub_kwargs(args))
 
 
 def hub_kwargs(args: DiffusionGRPOConfig) -> dict[str, Any]:
-    """Return what `model_init_kwargs` says about where files come from."""
+    """Return the entries of `model_init_kwargs` that say where files come from."""
     given = args.model_init_kwargs or {}
     return {name: given[name] for name in HUB_KWARGS if name in given}
 
 
 def find_networks(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) -> tuple[str, ...]:
-    """Name the networks that are trained: of a pipeline, or of a named model that is not loaded yet.
+    """Return the names of the networks to train, in a pipeline or in a named model that is not loaded yet.
 
     Raises:
         UnsupportedPipeline: the pipeline has no such network.
@@ -59,13 +59,13 @@ def find_networks(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) -> 
 def check_scheduler(
     model: str | DiffusionPipeline, pipeline: type[DiffusionPipeline] | None, args: DiffusionGRPOConfig
 ) -> None:
-    """Refuse settings of a named model's scheduler and of its noise before weights are loaded.
+    """Refuse wrong scheduler and noise settings of a named model before weights are loaded.
 
-    Those of other models are refused by `load_pipeline` and `make_policy`.
+    For other models, `load_pipeline` and `make_policy` refuse them.
 
     Args:
         model: as the user gave it.
-        pipeline: of [`pipeline_class`].
+        pipeline: class from [`pipeline_class`].
 
     Raises:
         ValueError: see [`~diffusion_grpo.training.scheduler_settings.change_scheduler`] and
@@ -86,12 +86,12 @@ def check_scheduler(
         check_sigmas(scheduler)
     trained = () if args.train_component is None else split_component(args.train_component)
     libraries = [(index.get(name) or [None])[0] for name in trained]
-    if "transformers" not in libraries:  # a language model draws tokens
+    if "transformers" not in libraries:  # a language model draws tokens and has no scheduler
         stochastic_scheduler(scheduler, args.sde_type, args.log_prob_type)
 
 
 def check_packages(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) -> None:
-    """Refuse a named model that needs a package which is not installed, before weights are loaded.
+    """Refuse a named model that needs a missing package, before weights are loaded.
 
     Raises:
         ImportError: see [`~diffusion_grpo.training.pipeline_checks.check_processors`].
@@ -104,15 +104,15 @@ def check_packages(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) ->
 def check_guider(
     model: str | DiffusionPipeline, pipeline: type[DiffusionPipeline] | None, args: DiffusionGRPOConfig
 ) -> None:
-    """Refuse guidance that cannot be switched off for an algorithm that trains the prediction without it.
+    """Refuse guidance that cannot be switched off, if the algorithm trains predictions without guidance.
 
     Args:
         model: as the user gave it.
-        pipeline: of [`pipeline_class`].
-        args: of the run.
+        pipeline: class from [`pipeline_class`].
+        args: configuration of the run.
 
     Raises:
-        UnsupportedPipeline: the pipeline guides by a component, or by a scale that is not known.
+        UnsupportedPipeline: guidance comes from a component of the pipeline, or from a scale that is not known.
     """
     if not args.traits.is_renoised:
         return

@@ -1,4 +1,4 @@
-"""A run in a notebook: bars, a table with a row per update, and the images of the last evaluation."""
+"""Progress display in a notebook: bars, a table with a row per update, and the images of the last evaluation."""
 
 import html
 from pathlib import Path
@@ -8,14 +8,14 @@ from IPython import display
 
 from .progress import ShowingCallback, describe_rollout, evaluation_line, format_seconds, update_values
 
-ROWS = 20  # of the table: the last ones
-INTERVAL = 0.5  # seconds between two redraws inside an update
+ROWS = 20  # the table shows the last ones
+INTERVAL = 0.5  # seconds between redraws within an update
 
 
 class NotebookCallback(ShowingCallback):
-    """Shows progress, reward, KL and time left, and below them the images of evaluations.
+    """Callback that shows progress, reward, KL and time left, with the images of evaluations below.
 
-    It stands after `SampleGridCallback`, which draws these images.
+    It must come after `SampleGridCallback`, which draws these images.
     """
 
     def begin(self, args):

@@ -1,7 +1,8 @@
-"""Keep frozen parts of a pipeline off the accelerator while the trained network works.
+"""Keep frozen parts of a pipeline off the accelerator while the trained network runs.
 
-Text encoders, image encoders and the VAE wait in CPU memory, come when they are called, and leave when the network is.
-diffusers knows which ones may move (`model_cpu_offload_seq`) and how to call them back.
+Text encoders, image encoders and the VAE stay in CPU memory. They move to the accelerator when they are called, and
+leave it when the network is called. diffusers knows which ones may move (`model_cpu_offload_seq`) and how to bring
+them back.
 """
 
 from typing import Any
@@ -24,19 +25,19 @@ def place_pipeline(
     offload_frozen: str | None,
     swaps_blocks: bool,
 ) -> "FrozenOffload | None":
-    """Move the pipeline to the training device, except what waits elsewhere until it is needed.
+    """Move the pipeline to the training device, except for parts that stay elsewhere until they are needed.
 
     Args:
         pipe: the pipeline.
-        model: what is trained, before an engine wraps it.
-        networks: of the pipeline, those that are trained.
-        backend: whose engine may take the networks from where they are.
-        device: of this process.
-        offload_frozen: the setting of that name.
-        swaps_blocks: whether the networks' frozen weights come and go by themselves (`group_offload`).
+        model: the trained model, before an engine wraps it.
+        networks: the trained networks of the pipeline.
+        backend: distributed backend, whose engine may take the networks from where they are.
+        device: device of this process.
+        offload_frozen: the setting of the same name.
+        swaps_blocks: whether `group_offload` moves the networks' frozen weights.
 
     Returns:
-        what moves the frozen parts; None without `offload_frozen`.
+        the object that moves the frozen parts; None without `offload_frozen`.
     """
     if swaps_blocks:
         backend.leave_frozen_weights(model)
@@ -52,18 +53,19 @@ def place_pipeline(
 
 
 class FrozenOffload:
-    """Keeps a pipeline's frozen parts in CPU memory except while they are used.
+    """Offloading that keeps a pipeline's frozen parts in CPU memory except while they are used.
 
-    What the pipeline calls beside the network at every step (a ControlNet) is in no such sequence and stays. A part
-    that takes the place of another later takes over its hook.
+    A part that the pipeline calls with the network at every step (a ControlNet) is not in diffusers' offload sequence
+    and stays on the device. A part that later replaces another takes over its hook.
 
     Args:
-        pipe: on any device; afterwards what stays is on `device`, the networks are left where they are.
-        networks: those that are trained.
-        device: where the frozen parts work.
+        pipe: pipeline on any device; afterwards the parts that stay are on `device`, and the networks are where they
+            were.
+        networks: the trained networks.
+        device: device on which the frozen parts run.
 
     Raises:
-        ValueError: the pipeline does not say which of its parts may leave.
+        ValueError: the pipeline does not say which of its parts may be offloaded.
     """
 
     def __init__(self, pipe: DiffusionPipeline, networks: list[nn.Module], device: str | torch.device):
@@ -80,7 +82,7 @@ class FrozenOffload:
                 continue
             if name in movable:
                 self.hooks[name] = OnDemandHook(device)
-                add_hook_to_module(part, self.hooks[name])  # moves it to the CPU
+                add_hook_to_module(part, self.hooks[name])  # moves the part to the CPU
             else:
                 part.to(device)
         for network in networks:
@@ -97,7 +99,7 @@ class FrozenOffload:
 
 
 class OnDemandHook(CpuOffload):
-    """accelerate's hook, which diffusers' parts call before any of their methods; it remembers where they are."""
+    """accelerate's hook, called before any method of a diffusers part, that remembers where the part is."""
 
     is_present = False
 

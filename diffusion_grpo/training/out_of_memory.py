@@ -1,4 +1,4 @@
-"""Where memory runs out: the run starts again with smaller micro-batches, or ends in one clear message."""
+"""Handle running out of memory: start again with smaller micro-batches, or end with one clear message."""
 
 import contextlib
 import logging
@@ -20,28 +20,28 @@ from .progress import UpdateProgress
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
-# What has no room beside torch's own allocator: handles of libraries, pinned memory, buffers of collectives
+# Errors from outside torch's allocator: library handles, pinned memory, buffers of collectives
 OTHER_WORDS = ("CUDA error: out of memory", "_STATUS_ALLOC_FAILED")
 PLACES = {"rollout": "in the rollout", "rewards": "in the rewards", "training": "in the update"}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that the accelerator, or the host, has no memory left."""
+    """Return whether an error means that the accelerator or the host is out of memory."""
     if isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in OTHER_WORDS)
 
 
 def weigh_run(model: nn.Module, pipe: DiffusionPipeline, optimizer: Any, feed: RolloutFeed) -> dict[str, int]:
-    """Return the bytes of a run by kind, under the names of `diffusion-grpo plan`, the largest first.
+    """Return the bytes of a run by kind, named as in `diffusion-grpo plan`, the largest first.
 
-    What is in CPU memory is left out where the model works on an accelerator.
+    If the model is on an accelerator, tensors in CPU memory are left out.
 
     Args:
-        model: as prepared for training.
+        model: the model, prepared for training.
         pipe: the pipeline.
-        optimizer: with its states; None before there is one.
-        feed: with the current rollout.
+        optimizer: the optimizer with its states; None before there is one.
+        feed: the feed, which holds the current rollout.
     """
     device = next((p.device.type for p in model.parameters() if p.requires_grad), "cpu")
     known = {id(p) for p in model.parameters()}
@@ -63,11 +63,11 @@ def weigh_run(model: nn.Module, pipe: DiffusionPipeline, optimizer: Any, feed: R
 
 
 def advise(args: DiffusionGRPOConfig, counts: dict[str, int]) -> list[str]:
-    """Return what to change, the cheapest in time first.
+    """Return suggestions for settings to change, starting with those that cost the least time.
 
     Args:
-        args: settings of the run.
-        counts: of `weigh_run`.
+        args: configuration of the run.
+        counts: result of `weigh_run`.
     """
     found = []
     if (factor := shrink_factor(args)) > 1:
@@ -94,7 +94,7 @@ def advise(args: DiffusionGRPOConfig, counts: dict[str, int]) -> list[str]:
 
 
 def shrink_factor(args: DiffusionGRPOConfig) -> int:
-    """Return by what the micro-batch is divided to make it smaller; 1 where it cannot be.
+    """Return the divisor that makes the micro-batch smaller; 1 if it cannot be divided.
 
     Losses that compare the samples of a prompt need all of them in one micro-batch.
     """
@@ -109,7 +109,7 @@ def smallest_divisor(number: int) -> int:
 
 
 def describe_accelerator(device: torch.device) -> str:
-    """Return the size of an accelerator's memory for `plan --fit`; "24GiB" as an example where there is none."""
+    """Return the size of an accelerator's memory for `plan --fit`; without one, "24GiB" as an example."""
     if device.type != "cuda":
         return "24GiB"
     return f"{torch.cuda.get_device_properties(device).total_memory // 2**20}MiB"
@@ -122,16 +122,16 @@ def explain_out_of_memory(
     progress: UpdateProgress,
     updates: Callable[[], int],
 ) -> Iterator[None]:
-    """Make an out-of-memory error inside end in one message: what takes how much, and what to change.
+    """Turn an out-of-memory error inside this context into one message: what uses how much, and what to change.
 
     Args:
-        args: settings of the run.
+        args: configuration of the run.
         measure: returns the bytes by kind; see [`weigh_run`].
-        progress: of the run: whether it makes a rollout or an update.
-        updates: returns how many updates there are.
+        progress: progress of the run, which knows whether it makes a rollout or an update.
+        updates: returns the number of updates made so far.
 
     Raises:
-        torch.OutOfMemoryError: with that message.
+        torch.OutOfMemoryError: memory ran out; the error has this message.
     """
     try:
         yield
@@ -151,42 +151,42 @@ def explain_out_of_memory(
 
 
 def count_updates(checkpoint: str | Path | None) -> int:
-    """Return after how many updates a checkpoint was written, whatever its folder is called; 0 for None."""
+    """Return the number of updates before a checkpoint, whatever its folder is called; 0 for None."""
     if checkpoint is None:
         return 0
     return TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME)).global_step
 
 
 class MicroBatchSearch:
-    """Starts a run again with smaller micro-batches until it fits (`auto_find_batch_size`).
+    """Search that restarts a run with smaller micro-batches until it fits in memory (`auto_find_batch_size`).
 
-    An update trains on as many samples as before, in more micro-batches; prompts, groups and seeds are the same. It
-    ends with the first update: later the weights have moved, and memory that runs out then is an error.
+    An update trains on as many samples as before, in more micro-batches; prompts, groups and seeds stay the same. The
+    search ends with the first update: after it the weights have moved, and running out of memory is an error.
 
     Args:
-        args: settings of the run, which are changed.
-        updates: returns how many updates this run has made.
-        resize: takes the changed settings to where they are needed.
+        args: configuration of the run, which the search changes.
+        updates: returns the number of updates that this run has made.
+        resize: passes changed settings on to the objects that use them.
     """
 
     def __init__(self, args: DiffusionGRPOConfig, updates: Callable[[], int], resize: Callable[[], None]):
         self._args, self._updates, self._resize = args, updates, resize
 
     def run(self, train: Callable[[], Result]) -> Result:
-        """Return what `train` returns, once it does not run out of memory.
+        """Call `train` until it does not run out of memory, and return its result.
 
-        `Trainer` has a search of its own, which knows of no groups; it is switched off inside.
+        `Trainer` has its own search, which does not know about groups; it is switched off meanwhile.
         """
         is_wanted, self._args.auto_find_batch_size = self._args.auto_find_batch_size, False
         try:
             while (result := self._try(train, is_wanted)) is None:
-                self._shrink()  # outside of the handler, whose error keeps tensors alive
+                self._shrink()  # outside the handler, whose error keeps tensors alive
             return result
         finally:
             self._args.auto_find_batch_size = is_wanted
 
     def _try(self, train: Callable[[], Result], is_wanted: bool) -> Result | None:
-        """Return None if memory ran out before the first update, and there is a smaller size."""
+        """Return None if memory ran out before the first update and a smaller size is possible."""
         try:
             return train()
         except Exception as error:

@@ -17,15 +17,15 @@ from .text_encoders import list_text_encoders
 
 
 def check_given_parts(model: str | DiffusionPipeline, args: DiffusionGRPOConfig, trained: Collection[str]) -> None:
-    """Refuse parts that the user loaded and that are fused, compiled, offloaded or without weights.
+    """Refuse parts, loaded by the user, that are fused, compiled, offloaded or without weights.
 
     Args:
-        model: as the user gave it; of a name the parts in `model_init_kwargs` are looked at.
-        args: of the run.
+        model: as the user gave it; if it is a name, the parts in `model_init_kwargs` are checked.
+        args: configuration of the run.
         trained: names of the networks that may be trained.
 
     Raises:
-        ValueError: one sentence with what to change.
+        ValueError: there is such a part; the message says what to change.
     """
     given = model.components if isinstance(model, DiffusionPipeline) else args.model_init_kwargs or {}
     parts = {name: part for name, part in given.items() if isinstance(part, nn.Module)}
@@ -44,10 +44,10 @@ def check_given_parts(model: str | DiffusionPipeline, args: DiffusionGRPOConfig,
 
 
 def check_compiled(name: str, network: nn.Module) -> None:
-    """Refuse a network that torch.compile has wrapped: the wrapper has neither its class nor its names of weights.
+    """Refuse a network wrapped by torch.compile: the wrapper has neither the network's class nor its weights' names.
 
     Raises:
-        ValueError: such a network.
+        ValueError: it is such a network.
     """
     if is_compiled_module(network):
         raise ValueError(
@@ -57,10 +57,10 @@ def check_compiled(name: str, network: nn.Module) -> None:
 
 
 def check_fused(name: str, network: nn.Module) -> None:
-    """Refuse a network with fused projections, whose own ones are what LoRAs change and what is loaded again.
+    """Refuse a network with fused projections: LoRAs change the original ones, and saved weights are loaded into them.
 
     Raises:
-        ValueError: such a network.
+        ValueError: it is such a network.
     """
     if any(map(_is_fused, network.modules())):
         raise ValueError(
@@ -72,7 +72,7 @@ def check_fused(name: str, network: nn.Module) -> None:
 def _is_fused(module: nn.Module) -> bool:
     """Return whether an attention layer runs its fused projections.
 
-    Older layers keep their mark after `unfuse_qkv_projections`, which gives them their processor back.
+    Older layers keep the mark `fused_projections` after `unfuse_qkv_projections`, which only restores their processor.
     """
     if not getattr(module, "fused_projections", False):
         return False
@@ -84,16 +84,16 @@ def _is_fused(module: nn.Module) -> bool:
 def check_offload(name: str, part: nn.Module, is_swapped: bool) -> None:
     """Refuse a part that diffusers or accelerate moves: the trainer moves it too, and its gradients need it in place.
 
-    What `offload_frozen` and `group_offload` of an earlier run left is no obstacle. Where `group_offload` is set,
-    neither is diffusers' group offloading, which unloading a LoRA puts back, unless it keeps the weights on disk.
+    Hooks that `offload_frozen` or `group_offload` of an earlier run left behind are accepted. So is diffusers' group
+    offloading if `group_offload` is set, because unloading a LoRA restores it, unless it keeps the weights on disk.
 
     Args:
-        name: of the part.
+        name: name of the part.
         part: any module.
-        is_swapped: whether `group_offload` takes the place of what moves it.
+        is_swapped: whether `group_offload` will replace diffusers' group offloading.
 
     Raises:
-        ValueError: such a part.
+        ValueError: it is such a part.
     """
     hooks = [hook for module in part.modules() if type(hook := find_hook(module)) is GroupOffloadingHook]
     on_disk = any(hook.config.offload_to_disk_path is not None for hook in hooks)
@@ -111,9 +111,9 @@ def check_offload(name: str, part: nn.Module, is_swapped: bool) -> None:
 
 
 def _is_offloaded(module: nn.Module) -> bool:
-    """Return whether accelerate keeps a module's weights elsewhere."""
+    """Return whether accelerate offloads a module's weights."""
     hook = getattr(module, "_hf_hook", None)
-    hooks = getattr(hook, "hooks", [hook])  # of accelerate's SequentialHook
+    hooks = getattr(hook, "hooks", [hook])  # accelerate's SequentialHook has several
     return any(type(one) is CpuOffload or (isinstance(one, AlignDevicesHook) and one.offload) for one in hooks)
 
 
@@ -121,7 +121,7 @@ def check_weights(name: str, part: nn.Module) -> None:
     """Refuse a part on the meta device, which has no weights.
 
     Raises:
-        ValueError: such a part.
+        ValueError: it is such a part.
     """
     if any(weights.is_meta for weights in part.parameters()):
         raise ValueError(
@@ -132,11 +132,11 @@ def check_weights(name: str, part: nn.Module) -> None:
 def check_processors(index: Mapping[str, Any], given: Collection[str] = ()) -> None:
     """Refuse a pipeline whose processor transformers cannot build without torchvision, before weights are loaded.
 
-    transformers itself says so only once everything is downloaded.
+    transformers itself complains only after everything is downloaded.
 
     Args:
         index: contents of the pipeline's `model_index.json`.
-        given: names of components that are not loaded with it.
+        given: names of components that the user provides, which are not loaded.
 
     Raises:
         ImportError: torchvision is missing.
@@ -153,7 +153,7 @@ def check_processors(index: Mapping[str, Any], given: Collection[str] = ()) -> N
 
 
 def _needs_torchvision(kind: Any) -> bool:
-    """Return whether a class of transformers, or one of the classes that it is made of, lacks torchvision here."""
+    """Return whether a class of transformers, or one of the classes it is composed of, lacks torchvision."""
     if _lacks_torchvision(kind):
         return True
     parts = kind.get_attributes() if hasattr(kind, "get_attributes") else []
@@ -161,5 +161,5 @@ def _needs_torchvision(kind: Any) -> bool:
 
 
 def _lacks_torchvision(kind: Any) -> bool:
-    """Return whether transformers put a placeholder in the place of a class, because torchvision is missing."""
+    """Return whether transformers replaced a class with a placeholder because torchvision is missing."""
     return "torchvision" in getattr(kind, "_backends", ())

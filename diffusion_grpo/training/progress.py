@@ -1,6 +1,6 @@
-"""What a user sees of a run: bars in a terminal, a table in a notebook, elsewhere one line per update.
+"""Progress display of a run: bars in a terminal, a table in a notebook, elsewhere one line per update.
 
-Everything else that is measured goes to the trackers alone.
+All other metrics go only to the trackers.
 """
 
 import time
@@ -13,16 +13,16 @@ from transformers import TrainerCallback
 from ..config.settings import DiffusionGRPOConfig
 from ..run.folder import format_measured, format_updates
 
-NOTICE = 60.0  # seconds without a line after which a long update says where it is, where there is no terminal
+NOTICE = 60.0  # seconds without output after which a long update prints its progress, without a terminal
 STAGES = ("time/rollout", "time/reward", "time/update")
 
 
 class UpdateProgress:
-    """Where the running update is: its stage and how much of it is done.
+    """Progress of the current update: its stage and how much of it is done.
 
     Attributes:
-        stage: "rollout", "rewards" or "training"; None between two updates.
-        done, total: samples in a rollout and in its rewards, passes of the network in training.
+        stage: "rollout", "rewards" or "training"; None between updates.
+        done, total: numbers of samples in a rollout and its rewards, or of network passes in training.
     """
 
     def __init__(self):
@@ -33,22 +33,22 @@ class UpdateProgress:
 
     @property
     def unit(self) -> str:
-        """What is counted."""
+        """The unit in which progress is counted."""
         return "passes" if self.stage == "training" else "samples"
 
     def begin(self, stage: str, total: int, copies: int = 1) -> None:
         """Enter a stage.
 
         Args:
-            stage: its name.
-            total: parts of it in this process.
-            copies: processes that do as much at the same time, and are counted too.
+            stage: name of the stage.
+            total: units of this process in this stage.
+            copies: number of processes that do as much at the same time; their units are counted too.
         """
         self.stage, self.done, self.total, self.copies = stage, 0, total * copies, copies
         self.watch()
 
     def advance(self, count: int = 1) -> None:
-        """Count what this process has done of the stage."""
+        """Count units of the stage that this process has done."""
         self.done += count * self.copies
         self.watch()
 
@@ -59,7 +59,7 @@ class UpdateProgress:
 
 
 def describe_rollout(args: DiffusionGRPOConfig) -> str:
-    """Say in one line how many samples an update makes."""
+    """Describe in one line how many samples an update makes."""
     sizes = args.batch_sizes
     samples, updates = sizes.samples_per_rollout, sizes.updates_per_rollout
     prompts = sizes.prompts_per_rollout
@@ -69,7 +69,7 @@ def describe_rollout(args: DiffusionGRPOConfig) -> str:
 
 
 def update_values(logs: dict[str, float]) -> dict[str, str]:
-    """Return what people are shown of an update's log entry, by its title."""
+    """Return the values of an update's log entry that users are shown, by title."""
     shown = {}
     if "reward" in logs:
         shown["reward"] = f"{logs['reward']:.3f} ± {logs.get('reward_std', 0.0):.3f}"
@@ -92,25 +92,25 @@ def update_line(step: int, total: int, logs: dict[str, float], left: float | Non
 
 
 def evaluation_line(step: int, logs: dict[str, float], prompts: str) -> str:
-    """Describe an evaluation in one line; `prompts` says of which kind its prompts are."""
+    """Describe an evaluation in one line; `prompts` names the kind of its prompts."""
     value = format_measured(logs["eval_reward"], logs.get("eval_reward_std_error"))
     return f"{format_updates(step)}: {prompts} reward {value}"
 
 
 def format_seconds(seconds: float) -> str:
-    """Write a duration as people say it: `45 s`, `12 min`, `3.5 h`."""
+    """Format a duration in a readable way: `45 s`, `12 min`, `3.5 h`."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
 
 
 class ShowingCallback(TrainerCallback):
-    """Shows updates and evaluations on the first process; how is up to the classes below.
+    """Callback that shows updates and evaluations on the first process; subclasses decide how.
 
     Args:
-        progress: of the running update.
-        prompts: what evaluations are on, "held-out" or "evaluation".
-        clock: gives seconds.
+        progress: progress of the current update.
+        prompts: kind of the prompts in evaluations, "held-out" or "evaluation".
+        clock: returns the time in seconds.
     """
 
     def __init__(self, progress: UpdateProgress, prompts: str, clock: Callable[[], float] = time.monotonic):
@@ -137,7 +137,7 @@ class ShowingCallback(TrainerCallback):
             return
         if "eval_reward" in logs:
             self.show_evaluation(state.global_step, logs)
-        elif "loss" in logs:  # and not the summary at the end; without a reward where a rollout is used again
+        elif "loss" in logs:  # not the summary at the end; has no reward if a rollout is used again
             self.show_update(state.global_step, logs)
 
     def on_train_end(self, args, state, control, **kwargs):
@@ -148,15 +148,15 @@ class ShowingCallback(TrainerCallback):
 
     @property
     def left(self) -> float | None:
-        """Seconds until the end, as fast as until now; None before the first update."""
+        """Estimated seconds until the end, at the speed so far; None before the first update."""
         done = self.step - self.first
         return (self.clock() - self.started) / done * (self.total - self.step) if done else None
 
     def begin(self, args: DiffusionGRPOConfig) -> None:
-        """Say what is about to be done."""
+        """Show what the run is about to do."""
 
     def show_progress(self) -> None:
-        """Show where the running update is."""
+        """Show the progress of the current update."""
 
     def show_update(self, step: int, logs: dict[str, float]) -> None:
         """Show an update's log entry."""
@@ -165,11 +165,11 @@ class ShowingCallback(TrainerCallback):
         """Show an evaluation's log entry."""
 
     def end(self) -> None:
-        """Close what is shown."""
+        """Close the display."""
 
 
 class LinesCallback(ShowingCallback):
-    """One line per update, for logs and pipes; an update that takes minutes says where it is once a minute."""
+    """Callback that prints a line per update, for logs and pipes, and once a minute the progress of a long update."""
 
     def begin(self, args):
         self.notified = self.stage_began = self.clock()
@@ -199,7 +199,7 @@ class LinesCallback(ShowingCallback):
 
 
 class BarsCallback(ShowingCallback):
-    """A bar of all updates with the time left, one of the running update below it, above them a line per update."""
+    """Callback with a bar for all updates and the time left, a bar for the current update, and a line per update."""
 
     def begin(self, args):
         self.bar = tqdm(total=self.total, initial=self.step, desc="updates", dynamic_ncols=True)

@@ -1,7 +1,7 @@
-"""Encode the prompts of a run once, before it begins, and let the text encoders leave memory (`cache_prompt_embeds`).
+"""Encode the prompts of a run once, before it begins, and free the text encoders' memory (`cache_prompt_embeds`).
 
-Each process encodes its share of the distinct prompts, and hands it to the others that lack it. The pipeline itself is
-called, up to its first network, so that every prompt is encoded as a rollout would have it.
+Each process encodes its share of the distinct prompts, and sends it to the processes that lack it. The pipeline itself
+is called, up to the first call of its network, so that every prompt is encoded as in a rollout.
 """
 
 import contextlib
@@ -40,23 +40,24 @@ from .text_encoders import TextEncoders, identify_encoders, is_plain
 logger = logging.getLogger(__name__)
 
 Read = Callable[[], dict[str, Any]]
-SILENT = 5.0  # seconds before there is a bar
-PACKET = 64  # prompts that are sent to other processes at once
+SILENT = 5.0  # seconds before a progress bar appears
+PACKET = 64  # prompts sent to other processes at a time
 
 
 class PromptEmbeds:
-    """Encodes prompts ahead of their use.
+    """Encoder of prompts ahead of their use.
 
     Args:
-        policy: the pipeline; from now on its prompts come from the store.
-        inputs: of the pipeline's calls; it learns not to put prompts of different lengths into one call.
-        encoders: which come when they are called and are released after each round.
-        store: of what is encoded.
+        policy: the policy; from now on, its encoded prompts come from the store.
+        inputs: makes the arguments of the pipeline's calls; from now on, it puts no prompts of different lengths into
+            one call.
+        encoders: the text encoders, which are loaded when they are called and released after each round.
+        store: store of the encoded prompts.
         monitor: tells the other processes of an error in this one.
-        process, processes: which of how many this is.
-        num_inference_steps: of a call.
-        vary: takes the arguments of a call; returns those of all calls that will be made for the same sample.
-        shows_progress: whether there is a bar where it takes long.
+        process, processes: index of this process, and number of processes.
+        num_inference_steps: number of denoising steps of a call.
+        vary: takes the arguments of a call, and returns those of all calls that will be made for the same sample.
+        shows_progress: whether to show a progress bar if encoding takes long.
     """
 
     def __init__(
@@ -77,21 +78,21 @@ class PromptEmbeds:
         self._policy, self._inputs, self._vary = policy, inputs, vary
         self._shows_progress = shows_progress
         self._process, self._processes, self._steps = process, processes, num_inference_steps
-        self._forms: dict[Any, str] = {}  # in which the pipeline takes a kind of row
-        self._counts: dict[Any, int] = {}  # calls of encode_prompt for a kind of row
-        self._found: list[tuple[Key, list[str]]] = []  # of this process's share: the texts of a row, and its keys
+        self._forms: dict[Any, str] = {}  # form in which the pipeline takes a kind of row
+        self._counts: dict[Any, int] = {}  # number of calls of encode_prompt for a kind of row
+        self._found: list[tuple[Key, list[str]]] = []  # in this process's share: texts of a row, and its keys
         self._shapes: dict[Key, set[str]] = {}
         self._total = 0
-        self._done: dict[tuple[int, str], Dataset] = {}  # what is encoded already, with the arguments of its calls
+        self._done: dict[tuple[int, str], Dataset] = {}  # datasets encoded already, by id and overrides
         policy.prompts = store
         inputs.describe_prompt = self.describe_shapes
 
     def describe_shapes(self, row: dict[str, Any]) -> Any:
-        """Return what the prompts of one call must have in common: the shapes of their embeddings."""
+        """Return the shapes of a row's embeddings, which the prompts of one call must have in common."""
         return tuple(sorted(self._shapes.get(describe_text(row, self._inputs.accepted), ())))
 
     def prepare(self, accelerator: Accelerator, datasets: list[Dataset], prompts: list[str], **overrides: Any) -> None:
-        """Encode what is still missing of some datasets; `encode` and `share` in one. A collective."""
+        """Encode and share what is still missing of some datasets and prompts. A collective."""
         datasets = [dataset for dataset in datasets if (id(dataset), repr(overrides)) not in self._done]
         if datasets or prompts:
             self.encode(datasets, prompts, **overrides)
@@ -101,12 +102,12 @@ class PromptEmbeds:
         """Encode this process's share, and wait until all processes have encoded theirs.
 
         Args:
-            datasets: of the run.
-            prompts: beside those of the datasets.
-            overrides: arguments of the pipeline's call over those of the run.
+            datasets: datasets of the run.
+            prompts: prompts in addition to those of the datasets.
+            overrides: arguments of the pipeline's call that override those of the run.
 
         Raises:
-            UnsupportedPipeline: the pipeline encodes more than texts, or nothing.
+            UnsupportedPipeline: the pipeline encodes more than texts, or does not encode them ahead of its network.
             RankError: another process failed.
         """
         with self._monitor.barrier_after("encodes prompts"):
@@ -133,7 +134,7 @@ class PromptEmbeds:
                     self._encode_row((kind, repr(overrides)), read(), overrides)
 
     def share(self, accelerator: Accelerator) -> None:
-        """Take from the other processes what this one lacks. A collective."""
+        """Receive from the other processes the results that this one lacks. A collective."""
         with self._monitor.propagate_errors():
             self._share(accelerator)
 
@@ -157,11 +158,11 @@ class PromptEmbeds:
         )
 
     def _exchange(self, accelerator: Accelerator, held: list[list[str]]) -> None:
-        """Send what some process lacks.
+        """Exchange results so that no process lacks any.
 
         Args:
-            accelerator: of the processes.
-            held: keys that each process found or made.
+            accelerator: accelerator of the run.
+            held: keys of the results that each process found or made.
         """
         lacking = [key for key in dict.fromkeys(key for keys in held for key in keys) if key not in self.store.shelf]
         wanted = set().union(*gather_json(accelerator, lacking))
@@ -178,7 +179,7 @@ class PromptEmbeds:
                         self.store.shelf.put(key, result, {})
 
     def _list_rows(self, datasets: list[Dataset], prompts: list[str]) -> list[tuple[Key, Read]]:
-        """Return the distinct rows, in the same order on all processes, with what reads each."""
+        """Return the distinct rows, in the same order on all processes, each with a function that reads it."""
         found: dict[Key, Read] = {}
         for dataset in datasets:
             for key, index in find_distinct(dataset, self._inputs).items():
@@ -197,7 +198,7 @@ class PromptEmbeds:
                 self._call(kind, self._inputs.arguments([row], form) | overrides)
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # whatever goes wrong inside the pipeline: it may take another form
+            except Exception as error:  # any error of the pipeline: it may accept another form
                 errors.append(error)
             else:
                 self._forms[kind] = form
@@ -208,7 +209,7 @@ class PromptEmbeds:
     def _call(self, kind: Any, arguments: dict[str, Any]) -> None:
         for number, varied in enumerate(self._vary(arguments)):
             known = self._counts.get((kind, number))
-            self.store.is_ahead = known is not None  # the first call of a kind goes on with what it gets
+            self.store.is_ahead = known is not None  # the first call of a kind runs with real results
             made = self._policy.encode_prompts(varied, self._steps, known)
             self.store.clear()
             if made == 0:
@@ -226,14 +227,14 @@ def make_prompt_embeds(
     inputs: PipelineInputs,
     monitor: ProcessGroupMonitor,
 ) -> PromptEmbeds | None:
-    """Make what encodes the prompts of a run ahead, and encode this process's share, if the settings ask for it.
+    """Make the encoder of a run's prompts, and encode this process's share, if the settings ask for it.
 
-    It is done before the network goes to the accelerator, where there may be no room for both. A network that is there
-    already, because bitsandbytes quantised it, waits in CPU memory meanwhile.
+    This happens before the network moves to the accelerator, which may have no room for both. A network that is there
+    already, because bitsandbytes quantised it, is kept in CPU memory meanwhile.
 
     Raises:
         UnsupportedPipeline: the pipeline has no prompts that could be encoded ahead.
-        RankError: another process failed at it.
+        RankError: another process failed while encoding.
     """
     if args.cache_prompt_embeds == "off":
         return None
@@ -270,11 +271,11 @@ def make_prompt_embeds(
 
 @contextlib.contextmanager
 def quantized_networks_on_cpu(networks: list[nn.Module], device: torch.device) -> Iterator[None]:
-    """Keep in CPU memory, inside, those networks that bitsandbytes put on the accelerator when they were loaded.
+    """Keep networks that bitsandbytes loaded onto the accelerator in CPU memory inside this context.
 
     Args:
-        networks: those that are on the CPU, or not quantised by bitsandbytes, stay where they are.
-        device: where the others go afterwards, also after an error.
+        networks: the networks; those on the CPU, or not quantised by bitsandbytes, stay where they are.
+        device: device to which the others move afterwards, also after an error.
     """
     moved = [
         network
@@ -293,18 +294,18 @@ def quantized_networks_on_cpu(networks: list[nn.Module], device: torch.device) -
 
 
 def _move_quantized(network: nn.Module, device: torch.device | str) -> None:
-    """Move a network that bitsandbytes quantised, with what its 8-bit layers hold beside their parameters."""
+    """Move a network that bitsandbytes quantised, with the tensors of its 8-bit layers that are no parameters."""
     network.to(device)
     for module in network.modules():
         for holder in (getattr(module, "weight", None), getattr(module, "state", None)):
-            if getattr(holder, "CB", None) is not None:  # the weight once more; `to` would leave it where it was
+            if getattr(holder, "CB", None) is not None:  # the weight again, which `to` does not move
                 holder.CB = module.weight.data
             if getattr(holder, "SCB", None) is not None:  # its scales
                 holder.SCB = holder.SCB.to(device)
 
 
 def _move_beside(pipe: DiffusionPipeline, policy: Policy, encoders: TextEncoders, device: torch.device) -> None:
-    """Move frozen parts to where the text encoders work: an image may be encoded before the prompt is."""
+    """Move frozen parts to the text encoders' device: an image may be encoded before the prompt is."""
     for name, part in pipe.components.items():
         is_frozen = isinstance(part, nn.Module) and not any(part is network for network in policy.networks)
         if is_frozen and name not in encoders.names and is_plain(part):
@@ -312,6 +313,6 @@ def _move_beside(pipe: DiffusionPipeline, policy: Policy, encoders: TextEncoders
 
 
 def _list_calls(policy: Policy, is_renoised: bool, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the arguments of a rollout's call, and where an update's call has no guidance those of it."""
+    """Return the arguments of a rollout's call and, for re-noised samples, of an update's call without guidance."""
     unguided = [switch_guidance_off(policy.pipe, policy.networks, arguments)] if is_renoised else []
     return [arguments, *unguided]

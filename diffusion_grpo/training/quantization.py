@@ -1,7 +1,7 @@
-"""Load a pipeline with quantised components, and say which of a pipeline's networks are quantised.
+"""Load a pipeline with quantised components, and tell which of a pipeline's networks are quantised.
 
-diffusers and transformers do the work; here each component gets their configuration object. What cannot be trained is
-refused before a model is loaded.
+diffusers and transformers do the work; this module gives each component its configuration object. Networks that cannot
+be trained are refused before a model is loaded.
 """
 
 import dataclasses
@@ -25,10 +25,10 @@ from .trained_networks import choose_networks, list_components
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedLoading:
-    """What is quantised while a pipeline is loaded by its name.
+    """The components to quantise while a pipeline is loaded by its name.
 
     Attributes:
-        specs: for each such component how; see [`~diffusion_grpo.config.quantization.choose_specs`].
+        specs: how to quantise each such component; see [`~diffusion_grpo.config.quantization.choose_specs`].
         components: library and class of each part of the pipeline.
         trained: names of the trained networks.
     """
@@ -39,15 +39,15 @@ class QuantizedLoading:
 
     @property
     def trains_quantized(self) -> str | None:
-        """Name of a trained network that is quantised."""
+        """Name of a trained network that is quantised; None if there is none."""
         return next((name for name in self.trained if name in self.specs), None)
 
     def check(self, is_full_training: bool) -> None:
-        """Refuse what cannot be loaded or trained here.
+        """Refuse components that cannot be loaded or trained on this machine.
 
         Raises:
-            ValueError: all weights of a quantised network are to be trained, the backend cannot do it, or there is no
-                GPU for bitsandbytes.
+            ValueError: all weights of a quantised network are to be trained, the backend does not support the
+                component, or there is no GPU for bitsandbytes.
             ImportError: the backend's package is not installed.
         """
         if is_full_training and self.trains_quantized is not None:
@@ -63,11 +63,11 @@ class QuantizedLoading:
                     )
 
     def keywords(self, source: Any, dtype: Any, hub: Mapping[str, Any]) -> dict[str, Any]:
-        """Make the keyword arguments of `from_pretrained` that quantise, and load what comes from gguf files.
+        """Make the keyword arguments of `from_pretrained` that quantise components; load those from gguf files.
 
         Args:
-            source: of the pipeline: a Hub id or a folder.
-            dtype: of the rest, as `from_pretrained` takes it; quantised layers compute in it.
+            source: Hub id or folder of the pipeline.
+            dtype: dtype of the other weights, as for `from_pretrained`; quantised layers compute in it.
             hub: keyword arguments that say where and how to look on the Hub.
         """
         configs, loaded = {}, {}
@@ -83,12 +83,12 @@ class QuantizedLoading:
 
 
 def plan_loading(args: Any, index: Mapping[str, Any], train_component: str | None) -> QuantizedLoading:
-    """Say what the settings quantise in a pipeline.
+    """Determine which components of a pipeline the settings quantise.
 
     Args:
-        args: the settings.
+        args: configuration of the run.
         index: contents of the pipeline's `model_index.json`.
-        train_component: the setting.
+        train_component: the setting of the same name.
 
     Raises:
         ValueError: see [`~diffusion_grpo.config.quantization.choose_specs`].
@@ -99,7 +99,7 @@ def plan_loading(args: Any, index: Mapping[str, Any], train_component: str | Non
 
 
 def refuse_given_pipeline(args: Any) -> str:
-    """Return the sentence about settings that come too late for a pipeline object."""
+    """Return the message for quantization settings that come too late for a pipeline object."""
     name = next(name for name in ("load_in_4bit", "load_in_8bit", "quantization") if getattr(args, name))
     return (
         f"{name} is for a model given by its name, but model is a pipeline, whose weights are loaded already; leave "
@@ -108,7 +108,7 @@ def refuse_given_pipeline(args: Any) -> str:
 
 
 def refuse_full_training(name: str) -> str:
-    """Return the sentence about full training of a quantised network."""
+    """Return the message for full training of a quantised network."""
     return (
         f"Full training cannot move the quantised weights of {name}; train a LoRA (peft_config, or use_peft: true), "
         "or load it without quantisation."
@@ -116,10 +116,10 @@ def refuse_full_training(name: str) -> str:
 
 
 def check_gpu(name: str, spec: QuantizationSpec) -> None:
-    """Refuse bitsandbytes without a GPU, which diffusers asks for when it quantises.
+    """Refuse bitsandbytes without a GPU, which diffusers needs to quantise with it.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no GPU.
     """
     has_gpu = torch.cuda.is_available() or torch.xpu.is_available() or torch.mps.is_available()
     if spec.package == "bitsandbytes" and not has_gpu:
@@ -133,9 +133,9 @@ def make_config(spec: QuantizationSpec, library: str, dtype: torch.dtype | None)
     """Make the configuration object with which a component is loaded.
 
     Args:
-        spec: what is wanted.
-        library: whose network it is, diffusers or transformers; each has classes of its own.
-        dtype: in which 4-bit layers compute; None leaves it to float32.
+        spec: how to quantise the component.
+        library: library of the network, "diffusers" or "transformers"; each has its own classes.
+        dtype: dtype in which 4-bit layers compute; None for float32.
 
     Raises:
         ValueError: torchao has no such `quant_type`, or another option is wrong.
@@ -155,7 +155,7 @@ def make_config(spec: QuantizationSpec, library: str, dtype: torch.dtype | None)
 
 
 def make_torchao_type(kind: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Return torchao's configuration of that name; one that is given is returned.
+    """Make torchao's configuration of a given name; a configuration object is returned as it is.
 
     Raises:
         ValueError: torchao has no such class, or it lacks an option.
@@ -178,9 +178,9 @@ def load_gguf(kind: type[nn.Module], file: str, dtype: torch.dtype | None, where
     """Load a network from a gguf file.
 
     Args:
-        kind: its class in diffusers.
-        file: a path, or an address on the Hub.
-        dtype: in which its layers compute; None for float32.
+        kind: class of the network in diffusers.
+        file: path, or address on the Hub.
+        dtype: dtype in which its layers compute; None for float32.
         where: keyword arguments of `from_single_file` that say where the network's configuration is.
     """
     dtype = dtype or torch.float32
@@ -189,7 +189,7 @@ def load_gguf(kind: type[nn.Module], file: str, dtype: torch.dtype | None, where
 
 
 def describe_quantization(pipe: DiffusionPipeline) -> dict[str, str]:
-    """Say for each quantised network of a pipeline how it is quantised."""
+    """Return how each quantised network of a pipeline is quantised, by name."""
     parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
     found = {name: find_quantization(part) for name, part in parts.items()}
     return {name: method for name, method in found.items() if method is not None}
@@ -198,12 +198,12 @@ def describe_quantization(pipe: DiffusionPipeline) -> dict[str, str]:
 def list_trained_methods(
     model: str | DiffusionPipeline, train_component: str | None, loading: QuantizedLoading | None
 ) -> set[str]:
-    """List how the trained networks are quantised, or will be; empty where they are not.
+    """Return the methods by which the trained networks are, or will be, quantised; empty if they are not.
 
     Args:
         model: as the user gave it.
-        train_component: the setting.
-        loading: what is quantised while a model is loaded by its name.
+        train_component: the setting of the same name.
+        loading: the components to quantise while a model is loaded by its name.
     """
     if isinstance(model, DiffusionPipeline):
         networks = [getattr(model, name) for name in policy_component(model, train_component)]
@@ -215,29 +215,29 @@ def list_trained_methods(
 
 
 def name_method(spec: Any) -> str | None:
-    """Name the method of a specification or of a configuration object, as `find_quantization` does."""
+    """Return the method of a specification or a configuration object, named as by `find_quantization`."""
     if spec is None or isinstance(spec, QuantizationSpec):
         return getattr(spec, "backend", None)
     return find_quantization(types.SimpleNamespace(hf_quantizer=types.SimpleNamespace(quantization_config=spec)))
 
 
 def check_quantized_training(name: str, network: nn.Module, is_full_training: bool) -> None:
-    """Refuse to train a network that is quantised in a way that allows it not.
+    """Refuse to train a network whose kind of quantisation does not allow it.
 
     Args:
-        name: of the network in the pipeline.
-        network: quantised or not.
+        name: name of the network in the pipeline.
+        network: the network, quantised or not.
         is_full_training: whether all its weights are trained.
 
     Raises:
-        ValueError: one sentence with what to change.
+        ValueError: the network cannot be trained; the message says what to change.
     """
     method = find_quantization(network)
     if method is None:
         return
     if is_full_training:
         raise ValueError(refuse_full_training(name))
-    if method == "gguf":  # diffusers says it cannot be trained, but its layers have a gradient for their input
+    if method == "gguf":  # diffusers calls it untrainable, but its layers pass gradients to their input
         if os.environ.get("DIFFUSERS_GGUF_CUDA_KERNELS", "false").lower() in ("1", "true", "yes"):
             raise ValueError(
                 f"DIFFUSERS_GGUF_CUDA_KERNELS is set, but the fused kernels for {name}'s gguf weights have no "

@@ -1,7 +1,7 @@
-"""Settings of a pipeline's scheduler: change them, and refuse one that changes nothing.
+"""Change settings of a pipeline's scheduler, and refuse a setting that has no effect.
 
-Whether a setting changes something is measured. The scheduler is built with and without it, set to a few steps as the
-pipeline would set it, and stepped on the same tensors by the class that training steps with.
+Whether a setting has an effect is measured. The scheduler is built with and without it, set to a few steps as the
+pipeline would do, and stepped on the same tensors by the class that training uses.
 """
 
 import difflib
@@ -19,11 +19,11 @@ from torch import Tensor
 from ..policy.schedulers import step_kind, stochastic_scheduler
 from ..policy.stochastic_steps import CosineSteps, FlowSteps, StochasticScheduler
 
-STEPS = 4  # of the schedules that are compared
+STEPS = 4  # number of steps of the schedules that are compared
 NOISE_LEVEL = 0.5
-MU = 0.8  # stands for what a pipeline computes from the size, where it has no `calculate_shift` to be asked
-TOKENS = 1024  # between the base and the largest number of `calculate_shift`'s arguments, which both matter then
-# settings on which it depends whether others are read, and what may be advised
+MU = 0.8  # replaces the value that a pipeline computes from the size, if it has no `calculate_shift`
+TOKENS = 1024  # between `calculate_shift`'s base and largest sequence length, so that both matter
+# settings that decide whether others are read -> values that may be advised
 SWITCHES = {"use_dynamic_shifting": (True, False), "use_flow_sigmas": (True,)}
 SPACINGS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
 OF_SHIFT = {  # setting of the scheduler -> argument of the pipelines' `calculate_shift`
@@ -41,11 +41,11 @@ def change_scheduler(
 
     Args:
         scheduler: the pipeline's own; it is not modified.
-        settings: for instance `{"shift": 3.0}`.
+        settings: settings to change, e.g. `{"shift": 3.0}`.
         pipeline: the class that sets the scheduler's steps.
 
     Raises:
-        ValueError: the scheduler has no such setting, or it changes no step; the message says what to set.
+        ValueError: the scheduler has no such setting, or the setting changes no step; the message says what to set.
     """
     cls = type(scheduler)
     known = sorted(set(inspect.signature(cls.__init__).parameters) - {"self", "kwargs"})
@@ -67,7 +67,7 @@ def check_sigmas(scheduler: SchedulerMixin) -> None:
     """Refuse `sigmas` for a scheduler that does not take them as they are.
 
     Raises:
-        ValueError: it is not of flow matching, or it spaces its steps itself.
+        ValueError: the scheduler is not for flow matching, or it spaces its steps itself.
     """
     name = type(scheduler).__name__
     if step_kind(scheduler) is not FlowSteps:
@@ -86,7 +86,7 @@ def check_sigmas(scheduler: SchedulerMixin) -> None:
 
 
 def _refusal(name: str, scheduler: SchedulerMixin, before: Any, pipeline: type[DiffusionPipeline]) -> str:
-    """Write one sentence, with the switch that would make the setting count where there is one."""
+    """Return the error message, naming the switch, if any, that would make the setting take effect."""
     config = scheduler.config
     found = f"scheduler_kwargs: {name}={config[name]} changes no step of {pipeline.__name__}"
     for switch, advised in SWITCHES.items():
@@ -102,15 +102,15 @@ def _refusal(name: str, scheduler: SchedulerMixin, before: Any, pipeline: type[D
 
 
 def _acts(name: str, scheduler: SchedulerMixin, before: Any, pipeline: type[DiffusionPipeline]) -> bool:
-    """Tell whether a setting of `scheduler` makes another step than the value `before` does."""
+    """Return whether a setting of `scheduler` gives other steps than the value `before` does."""
     value = scheduler.config[name]
     if value == before:
         if not isinstance(before, float):
-            return True  # it says what is so anyway
+            return True  # it only states the current value
         before = value + 1.0  # would another value change anything?
     try:
         other = type(scheduler).from_config(scheduler.config, **{name: before})
-    except ValueError:  # the settings need each other
+    except ValueError:  # the settings depend on each other
         return True
     kind = step_kind(scheduler)
     if kind is None or kind is not step_kind(other) or (name not in OF_SHIFT and _is_read(name, pipeline)):
@@ -120,24 +120,24 @@ def _acts(name: str, scheduler: SchedulerMixin, before: Any, pipeline: type[Diff
 
 
 def _is_read(name: str, pipeline: type[DiffusionPipeline]) -> bool:
-    """Tell whether the pipeline itself reads this setting of its scheduler."""
+    """Return whether the pipeline itself reads this setting of its scheduler."""
     pattern = re.compile(rf"scheduler\.config(\.|\[[\"']|\.get\([\"']){name}\b")
     classes = pipeline.__mro__[: pipeline.__mro__.index(DiffusionPipeline)]
     try:
         return any(pattern.search(inspect.getsource(cls)) for cls in classes)
-    except OSError:  # a class without source: it may
+    except OSError:  # no source: it may read the setting
         return True
 
 
 def _steps(scheduler: SchedulerMixin, pipeline: type[DiffusionPipeline]) -> list[Tensor]:
-    """Return what a call of the pipeline takes from the scheduler, for each way of setting its timesteps."""
+    """Return what a pipeline call takes from the scheduler, for each way of setting its timesteps."""
     seen = []
     for arguments in _ways(scheduler, pipeline):
         stochastic = stochastic_scheduler(scheduler)
         known = inspect.signature(stochastic.set_timesteps).parameters
         stochastic.set_timesteps(**{name: value for name, value in arguments.items() if name in known})
         seen.append(stochastic.timesteps.double())
-        # a flow's steps are made of its sigmas alone
+        # steps of flow matching depend on the sigmas alone
         seen += [stochastic.sigmas.double()] if isinstance(stochastic, FlowSteps) else _walk(stochastic)
     return seen
 
@@ -146,7 +146,7 @@ def _ways(scheduler: SchedulerMixin, pipeline: type[DiffusionPipeline]) -> list[
     """Return arguments of `set_timesteps` as the pipeline would give them."""
     ways: list[dict[str, Any]] = [{"num_inference_steps": STEPS}]
     if isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
-        ways.append({"sigmas": np.linspace(1.0, 1 / STEPS, STEPS).tolist()})  # FLUX's and most others'
+        ways.append({"sigmas": np.linspace(1.0, 1 / STEPS, STEPS).tolist()})  # as FLUX and most others do
     if not scheduler.config.get("use_dynamic_shifting"):
         return ways
     shift: Callable | None = inspect.unwrap(pipeline.__call__).__globals__.get("calculate_shift")
@@ -158,15 +158,15 @@ def _ways(scheduler: SchedulerMixin, pipeline: type[DiffusionPipeline]) -> list[
 
 
 def _walk(scheduler: StochasticScheduler) -> list[Tensor]:
-    """Return the latents' scales, and of each step the mean, the std and the step without noise."""
+    """Return the scale of the latents and, for each step, the scaled input, mean, std and noise-free result."""
     noise = torch.Generator().manual_seed(0)
     latents, prediction = (
         30 * torch.randn(1, 4, 4, 4, generator=noise) for _ in range(2)
-    )  # so large that they are clipped
+    )  # large enough to be clipped
     scheduler.driver = walked = _Walk()
     walked.seen.append(torch.as_tensor(getattr(scheduler, "init_noise_sigma", 1.0)))
     timesteps = scheduler.timesteps
-    if isinstance(scheduler, CosineSteps):  # whose pipeline gives one per sample, and leaves out the last
+    if isinstance(scheduler, CosineSteps):  # its pipeline passes one per sample, and not the last
         timesteps = timesteps[:-1, None]
     for timestep in timesteps:
         walked.seen.append(scheduler.scale_model_input(latents, timestep))
@@ -175,13 +175,13 @@ def _walk(scheduler: StochasticScheduler) -> list[Tensor]:
 
 
 class _Walk:
-    """A driver that notes what each step is made of."""
+    """A driver that records the values of each step."""
 
     def __init__(self):
         self.seen: list[Tensor] = []
 
     def step(self, scheduler: StochasticScheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor):
-        """Note the step `index` and stay where it is."""
+        """Record the step and return the sample unchanged."""
         mean, std = scheduler.distribution(prediction, timestep, sample, NOISE_LEVEL)
         self.seen += [mean, torch.as_tensor(std), scheduler.deterministic(prediction, timestep, sample)]
         return sample

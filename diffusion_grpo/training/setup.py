@@ -1,4 +1,4 @@
-"""From the settings to the objects that the trainer holds; packages below this one are given values, not `args`."""
+"""Make the objects that the trainer holds from the settings; packages below this one get values, not `args`."""
 
 import json
 from collections.abc import Callable
@@ -61,9 +61,9 @@ from .update import PolicyUpdate
 def replays_anchor(args: DiffusionGRPOConfig, algorithm: Algorithm) -> bool:
     """Return whether the ratio's denominator is replayed right after each rollout, before its first update.
 
-    With a single update per rollout the update's own replay gives it. With several, "auto" leaves it to the rollout
-    unless means are compared, whose differences from one batch to another would count. Re-noised samples have nothing
-    that the rollout recorded.
+    With a single update per rollout, the update's own replay gives it. With several, "auto" takes it from the rollout
+    unless the loss compares means, where numerical differences between batches would matter. For re-noised samples the
+    rollout records nothing to take it from.
     """
     is_replayed = args.old_log_prob == "replay" or args.old_log_prob == "auto" and algorithm.needs_old_mean
     is_replayed |= args.traits.is_renoised and algorithm.needs_old_errors
@@ -71,7 +71,7 @@ def replays_anchor(args: DiffusionGRPOConfig, algorithm: Algorithm) -> bool:
 
 
 def make_sampling_plan(args: DiffusionGRPOConfig) -> SamplingPlan:
-    """Say with which seeds and steps rollouts are made."""
+    """Make the plan of seeds and steps for rollouts."""
     return SamplingPlan(
         seed=args.seed,
         num_generations=args.num_generations,
@@ -93,7 +93,7 @@ def make_sampling_plan(args: DiffusionGRPOConfig) -> SamplingPlan:
 
 
 def make_credit(args: DiffusionGRPOConfig, rewards: RunRewards, values: ValueModel | None) -> CreditAssigner:
-    """Make what turns rewards into advantages."""
+    """Make the object that turns rewards into advantages."""
     return CreditAssigner(
         rewards.names,
         rewards.weights,
@@ -115,7 +115,7 @@ def make_credit(args: DiffusionGRPOConfig, rewards: RunRewards, values: ValueMod
 def make_sample_writer(
     args: DiffusionGRPOConfig, rewards: RunRewards, groups: ContextGroups, fps: float, sampling_rate: int | None
 ) -> SampleWriter:
-    """Make what writes tables and files of samples."""
+    """Make the writer of sample tables and files."""
     sizes = args.batch_sizes
     return SampleWriter(
         Path(args.output_dir) / "samples",
@@ -136,13 +136,13 @@ def make_sample_writer(
 
 
 def make_evaluation_settings(args: DiffusionGRPOConfig, fps: float, sampling_rate: int | None) -> EvaluationSettings:
-    """Say how evaluations are made."""
+    """Make the settings of evaluations."""
     return EvaluationSettings(
         seed=args.seed,
         num_generations=args.num_generations_eval,
         num_inference_steps=args.eval_num_inference_steps or args.num_inference_steps,
         batch_size=args.eval_batch_size,
-        reward_batch_size=max(args.eval_batch_size, args.num_generations),  # a rollout's calls have whole groups too
+        reward_batch_size=max(args.eval_batch_size, args.num_generations),  # rollouts also score whole groups per call
         watched=args.watch_rewards,
         shown=args.num_completions_to_log,
         aggregation=args.multi_objective_aggregation,
@@ -153,12 +153,12 @@ def make_evaluation_settings(args: DiffusionGRPOConfig, fps: float, sampling_rat
 
 
 def make_sampler(args: DiffusionGRPOConfig, num_rows: int, copies: int) -> GroupSampler:
-    """Make what chooses the dataset rows of each rollout.
+    """Make the sampler of dataset rows for each rollout.
 
     Args:
-        args: of the run.
-        num_rows: of the dataset.
-        copies: processes that share the sequence of a sample, and so need the same rows.
+        args: configuration of the run.
+        num_rows: number of rows in the dataset.
+        copies: number of processes that share the sequence of a sample, and so need the same rows.
     """
     sizes = args.batch_sizes
     return GroupSampler(
@@ -180,7 +180,7 @@ def describe_model(
     train_dataset: Dataset | None,
     eval_dataset: Dataset | dict[str, Dataset] | None,
 ) -> dict[str, Any]:
-    """Return what run.json says of the model and the data once they are loaded."""
+    """Return the entries of run.json about the model and the data once they are loaded."""
     pipe, component = policy.pipe, policy.component
     given = {*inputs.fixed, *(train_dataset.column_names if train_dataset is not None else [])}
     found = {
@@ -198,9 +198,9 @@ def describe_model(
 
 
 def describe_call(inputs: PipelineInputs, dataset: Dataset | None) -> dict[str, Any]:
-    """Return how evaluations call the pipeline: names of `inputs` that differ, and `arguments` that stay.
+    """Return how evaluations call the pipeline: names of varying `inputs`, and values of fixed `arguments`.
 
-    An argument that is no plain value, such as an image for all samples, is named among the inputs.
+    A fixed argument that JSON cannot hold, such as an image for all samples, is listed among the inputs.
     """
     taken = [name for name in ([] if dataset is None else list_given(dataset)) if name in inputs.accepted]
     steps = inputs.args.eval_num_inference_steps or inputs.args.num_inference_steps
@@ -218,16 +218,16 @@ def describe_call(inputs: PipelineInputs, dataset: Dataset | None) -> dict[str, 
 
 
 class RunBuilder:
-    """Makes the objects of a run out of its settings and what they share.
+    """Builder of a run's objects, from its settings and the objects they share.
 
     Args:
-        args: of the run.
-        rewards: of the run.
-        learner: what is trained.
-        policy: whose samples they are.
-        inputs: of the pipeline's calls.
-        backend, monitor: of the processes.
-        metrics, progress: take what is measured, and how far the update is.
+        args: configuration of the run.
+        rewards: rewards of the run.
+        learner: the trained weights and their companions.
+        policy: the policy that makes the samples.
+        inputs: makes the arguments of the pipeline's calls.
+        backend, monitor: distributed backend of the run, and monitor of its processes.
+        metrics, progress: collect measurements, and the progress of the current update.
     """
 
     def __init__(
@@ -250,20 +250,20 @@ class RunBuilder:
         self._trajectory_device = "cpu" if args.offload_trajectories else args.device
 
     def check_shared_calls(self, dataset: Dataset | None) -> None:
-        """Refuse a pipeline of one sample per call for a loss within the samples of a prompt.
+        """Refuse a pipeline that takes one sample per call if the loss compares the samples of a prompt.
 
         Args:
-            dataset: that is trained on.
+            dataset: the training dataset.
 
         Raises:
-            UnsupportedPipeline: such a pipeline, as far as that shows before its network runs.
+            UnsupportedPipeline: it is such a pipeline, as far as can be told before its network runs.
         """
         if self._args.traits.whole_groups and dataset is not None:
             (row,) = self._inputs.rows(dataset, [0])
             self._inputs.check_shared_calls(self._policy, row, self._args.loss_type)
 
     def make_update(self) -> PolicyUpdate:
-        """Make what trains on a micro-batch."""
+        """Make the object that trains on micro-batches."""
         args, learner = self._args, self._learner
         return PolicyUpdate(
             algorithm=learner.algorithm,
@@ -281,7 +281,7 @@ class RunBuilder:
         )
 
     def make_scorer(self, state: Callable[[], TrainerState]) -> RewardScorer:
-        """Make what calls the rewards; `state` returns the trainer's."""
+        """Make the object that calls the rewards; `state` returns the trainer's state."""
         args, policy, backend = self._args, self._policy, self._backend
         return RewardScorer(
             self._rewards.trained,
@@ -297,7 +297,7 @@ class RunBuilder:
         )
 
     def make_replays(self) -> Replays:
-        """Make what measures recorded steps, in batches as large as those of the rollout."""
+        """Make the object that replays recorded steps, in batches as large as those of the rollout."""
         batch_size = self._args.rollout_call_size
         note = self._metrics.add if self._args.beta == 0 else None
         return Replays(self._policy, self._learner.reference, self._inputs, self._backend, batch_size, note)
@@ -305,7 +305,7 @@ class RunBuilder:
     def make_generator(
         self, scorer: RewardScorer, replays: Replays, read_rows: Callable[[list[int]], Rows]
     ) -> RolloutGenerator:
-        """Make what makes rollouts; `read_rows` returns dataset rows by their indices."""
+        """Make the generator of rollouts; `read_rows` returns dataset rows by their indices."""
         args, rewards, learner, groups = self._args, self._rewards, self._learner, self._backend.groups
         algorithm, is_one_update = learner.algorithm, args.batch_sizes.updates_per_rollout == 1
         return RolloutGenerator(
@@ -342,7 +342,7 @@ class RunBuilder:
         )
 
     def make_feed(self, generator: RolloutGenerator) -> RolloutFeed:
-        """Make what hands out micro-batches."""
+        """Make the feed of micro-batches."""
         return RolloutFeed(
             generator,
             sizes=self._args.batch_sizes,
@@ -355,7 +355,7 @@ class RunBuilder:
     def make_evaluator(
         self, scorer: RewardScorer, generator: RolloutGenerator, feed: RolloutFeed, replays: Replays
     ) -> Evaluator:
-        """Make what measures held-out prompts."""
+        """Make the evaluator of held-out prompts."""
         args, policy, learner, rate = self._args, self._policy, self._learner, self._sampling_rate
         return Evaluator(
             policy=policy,
@@ -375,7 +375,7 @@ class RunBuilder:
         )
 
     def make_checkpointer(self, model: nn.Module, feed: RolloutFeed) -> Checkpointer:
-        """Make what writes and reads checkpoints of the trained `model`."""
+        """Make the writer and reader of checkpoints of the trained `model`."""
         args, learner = self._args, self._learner
         return Checkpointer(
             model=model,
@@ -401,15 +401,15 @@ def add_callbacks(
     prompts: dict[str, int | None],
     write_validation: Callable[[], Path],
 ) -> None:
-    """Add what acts on the trainer's events, in the order in which it acts.
+    """Add the callbacks of a run, in the order in which they act.
 
     Args:
-        handler: of the trainer's callbacks.
-        args: of the run.
-        learner: what is trained, and what moves after updates.
+        handler: handler of the trainer's callbacks.
+        args: configuration of the run.
+        learner: the trained weights, and those that move after updates.
         accelerator: prepares the value model.
-        progress: of the running update.
-        prompts: how many there are; see [`~diffusion_grpo.data.held_out.count_prompts`].
+        progress: progress of the current update.
+        prompts: numbers of prompts; see [`~diffusion_grpo.data.held_out.count_prompts`].
         write_validation: samples the validation prompts and returns their folder.
     """
     if learner.values is not None:
@@ -422,7 +422,7 @@ def add_callbacks(
     handler.add_callback(LastLogCallback)
     mend_trackers(handler)
     handler.add_callback(SampleGridCallback(handler))
-    replace_progress(handler, args, progress, name_prompts(prompts))  # after the grid, which it may show
+    replace_progress(handler, args, progress, name_prompts(prompts))  # after the grid's callback: it may show the grid
     handler.add_callback(CollapseCallback)
     if args.validation_prompts:
         handler.add_callback(ValidationCallback(write_validation, handler))

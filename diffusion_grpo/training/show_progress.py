@@ -1,4 +1,4 @@
-"""Choose how a running update is shown: bars in a terminal, a table in a notebook, lines elsewhere."""
+"""Choose how progress is shown: bars in a terminal, a table in a notebook, lines elsewhere."""
 
 import sys
 
@@ -13,13 +13,13 @@ from .progress import BarsCallback, LinesCallback, UpdateProgress
 def replace_progress(
     handler: CallbackHandler, args: DiffusionGRPOConfig, progress: UpdateProgress, prompts: str
 ) -> None:
-    """Replace the callback with which transformers shows its progress by one that knows of rewards.
+    """Replace transformers' progress callback with one that shows rewards.
 
     Args:
-        handler: of the trainer's callbacks; one in which the user has removed theirs is left without.
-        args: `disable_tqdm` asks for lines.
-        progress: of the running update.
-        prompts: what evaluations are on, "held-out" or "evaluation".
+        handler: handler of the trainer's callbacks; if the user has removed the progress callback, none is added.
+        args: configuration of the run; `disable_tqdm` asks for lines.
+        progress: progress of the current update.
+        prompts: kind of the prompts in evaluations, "held-out" or "evaluation".
     """
     kinds = (ProgressCallback, PrinterCallback, transformers.trainer.DEFAULT_PROGRESS_CALLBACK)
     removed = [callback for callback in handler.callbacks if type(callback) in kinds]  # the user's own stay

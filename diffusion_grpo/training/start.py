@@ -1,4 +1,4 @@
-"""What is checked and decided before a model is loaded."""
+"""Checks and decisions before a model is loaded."""
 
 import copy
 import dataclasses
@@ -59,11 +59,11 @@ from .trackers import check_trackers
 from .trained_networks import check_trained_networks
 from .watched_rewards import load_watched_rewards
 
-# settings that a trainer reads when it is made, and not again
+# settings that a trainer reads only when it is made
 READ_ONCE = {field.name for part in (SamplingSettings, UpdateSettings) for field in dataclasses.fields(part)}
 READ_ONCE |= {"per_device_train_batch_size", "gradient_accumulation_steps", "seed", "data_seed", "shuffle_dataset"}
 READ_ONCE -= {"num_generations_eval", "eval_num_inference_steps"}
-LORA_LEARNING_RATE, FULL_LEARNING_RATE = 3e-4, 1e-5  # where the settings give none
+LORA_LEARNING_RATE, FULL_LEARNING_RATE = 3e-4, 1e-5  # used if the settings give none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +71,9 @@ class RunRewards:
     """The rewards of a run.
 
     Attributes:
-        trained: those that are trained on.
-        weights: one for each of them.
-        evaluated: those that are only measured, in evaluations.
+        trained: rewards that are trained on.
+        weights: one weight per trained reward.
+        evaluated: evaluation-only rewards.
     """
 
     trained: list[Reward]
@@ -87,24 +87,24 @@ class RunRewards:
 
     @property
     def all(self) -> list[Reward]:
-        """Those that are trained on, and those that are only measured."""
+        """The trained and the evaluation-only rewards."""
         return self.trained + self.evaluated
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckedRun:
-    """A run that may begin, before its model is loaded.
+    """A run whose settings passed all checks, before its model is loaded.
 
     Attributes:
         model: as the user gave it.
-        args: the settings, with what was left open filled in.
-        rewards: those of the run.
-        backend: of the processes.
+        args: configuration of the run, with defaults filled in.
+        rewards: rewards of the run.
+        backend: distributed backend of the run.
         is_full_training: whether all weights of the network are trained, without a LoRA.
-        record: what run.json says so far.
-        datasets: those of the run, with the names that messages give them.
-        inputs: of the pipeline's call; None for a pipeline whose code comes from elsewhere.
-        quantized: what is quantised while the model is loaded; None for nothing.
+        record: contents of run.json so far.
+        datasets: datasets of the run, with the names that messages use for them.
+        inputs: makes the arguments of the pipeline's calls; None for a pipeline whose code comes from elsewhere.
+        quantized: the components to quantise while the model is loaded; None for none.
     """
 
     model: str | DiffusionPipeline
@@ -118,7 +118,7 @@ class CheckedRun:
     quantized: QuantizedLoading | None
 
     def prepare_inputs(self, pipeline: type[DiffusionPipeline]) -> PipelineInputs:
-        """Return the inputs of the pipeline's call; check them, where that had to wait for the pipeline."""
+        """Return the inputs of the pipeline's calls, after checking them if that had to wait for the pipeline."""
         return self.inputs or prepare_inputs(pipeline, self.args, self.datasets, self.rewards.all)
 
 
@@ -131,14 +131,14 @@ def check_run(
     eval_dataset: Dataset | dict[str, Dataset] | None,
     peft_config: PeftConfig | None,
 ) -> CheckedRun:
-    """Refuse what cannot work while it is cheap, and decide what has to be known before the model is loaded.
+    """Refuse early what cannot work, and decide what must be known before the model is loaded.
 
     For the arguments see [`~diffusion_grpo.trainer.DiffusionGRPOTrainer`].
 
     Raises:
-        TypeError: `model` or `args` is something else.
-        ValueError: settings, rewards, datasets or an output folder that a run cannot have.
-        ImportError: the package of a tracker, a backend of quantization or a processor is not installed.
+        TypeError: `model` or `args` has the wrong type.
+        ValueError: settings, rewards, datasets or the output folder cannot be used.
+        ImportError: a tracker, quantization backend or processor needs a package that is not installed.
     """
     args = prepare_args(model, args)
     check_trackers(args.report_to)
@@ -178,36 +178,36 @@ def check_run(
 
 
 def prepare_args(model: str | DiffusionPipeline, args: DiffusionGRPOConfig | None) -> DiffusionGRPOConfig:
-    """Return the settings of a run: those that are given, with the tiny model's own defaults, or the usual ones.
+    """Return the settings of a run: a copy of the given ones, or the defaults, with the tiny model's own defaults.
 
     Raises:
-        TypeError: `model` or `args` is something else.
+        TypeError: `model` or `args` has the wrong type.
     """
     check_model(model)
     check_args(args)
     if args is None:
         args = DiffusionGRPOConfig(f"{name_model(model).split('/')[-1]}-GRPO")
-    args = copy.copy(args)  # what is filled in is of this run: the user may use the settings for another one
-    check_settings(args)  # they may have been changed since they were made
+    args = copy.copy(args)  # the user may use the same settings for another run
+    check_settings(args)  # they may have been changed since they were created
     if model == "tiny":
         args.fill(default_settings(args.given))
     return args
 
 
 def note_settings(args: DiffusionGRPOConfig) -> dict[str, Any]:
-    """Return the settings that a trainer reads when it is made, and not again."""
+    """Return the settings that a trainer reads only when it is made."""
     return {name: describe(getattr(args, name)) for name in sorted(READ_ONCE)}
 
 
 def refuse_changed_settings(noted: dict[str, Any], args: DiffusionGRPOConfig) -> None:
-    """Refuse settings that were changed since they were read: some would have no effect, others take groups apart.
+    """Refuse settings that were changed since they were read: some would have no effect, others would split groups.
 
     Args:
-        noted: by [`note_settings`], when they were read.
-        args: of the run.
+        noted: result of [`note_settings`] when they were read.
+        args: configuration of the run.
 
     Raises:
-        ValueError: there is such a setting.
+        ValueError: such a setting was changed.
     """
     for name, value in note_settings(args).items():
         if value != noted[name]:
@@ -218,16 +218,16 @@ def refuse_changed_settings(noted: dict[str, Any], args: DiffusionGRPOConfig) ->
 
 
 def prepare_training(args: DiffusionGRPOConfig, peft_config: PeftConfig | None) -> bool:
-    """Check what is trained, and fill in the learning rate where the settings give none.
+    """Check what is to be trained, and fill in the learning rate if the settings give none.
 
     Returns:
         whether all weights of the network are trained, without a LoRA.
 
     Raises:
-        ValueError: an adapter that cannot be trained here, or a moving reference without full training.
+        ValueError: the adapter cannot be trained, or a moving reference is set without full training.
     """
     check_peft_config(peft_config, args.needs_reference)
-    continues = continues_lora(args.lora_path, args.lora_adapter, peft_config)  # refuses a peft_config beside a LoRA
+    continues = continues_lora(args.lora_path, args.lora_adapter, peft_config)  # refuses a peft_config with a LoRA
     is_full_training = peft_config is None and not continues
     check_reentrant(args, is_full_training)
     if args.sync_ref_model and not is_full_training:
@@ -238,28 +238,28 @@ def prepare_training(args: DiffusionGRPOConfig, peft_config: PeftConfig | None) 
 
 
 def load_run_rewards(reward_funcs: Any, eval_reward_funcs: Any, args: DiffusionGRPOConfig) -> RunRewards:
-    """Read the rewards in any form that a user may write, and check what they need.
+    """Load the rewards from any form that a user may write, and check their requirements.
 
     Raises:
-        ValueError: an unknown reward or option, a missing package or file, or groups that a reward cannot be given.
+        ValueError: a reward or option is unknown, a package or file is missing, or a reward cannot get whole groups.
     """
     trained = load_rewards(reward_funcs)
     evaluated = load_rewards(eval_reward_funcs, "eval_reward_funcs")
     check_eval_rewards(trained, evaluated)
     names = {reward.name for reward in trained}
-    evaluated = [reward for reward in evaluated if reward.name not in names]  # trained ones are measured anyway
+    evaluated = [reward for reward in evaluated if reward.name not in names]  # trained rewards are measured anyway
     if computes_rewards(args):
         check_needs([*trained, *evaluated])
     for reward in [*trained, *evaluated] if args.offload_rewards is not None else []:
         reward.offload()
     weights = reward_weights(trained, args.reward_weights)
-    if not args.scores_on_some:  # where groups are put together first
+    if not args.scores_on_some:  # otherwise groups are assembled first
         check_groups(trained, args.batch_sizes.consecutive_samples, args.num_generations)
     return RunRewards(trained, weights, evaluated)
 
 
 def computes_rewards(args: DiffusionGRPOConfig) -> bool:
-    """Return whether this process computes rewards; the others load nothing for them."""
+    """Return whether this process computes rewards; processes that do not load nothing for them."""
     return not args.scores_on_some or is_scorer(make_groups(args), args.reward_processes)
 
 
@@ -272,7 +272,7 @@ def check_datasets(
     """Refuse datasets without prompts, or without a column that a reward asks for.
 
     Raises:
-        ValueError: such a dataset, or evaluations without one.
+        ValueError: there is such a dataset, or evaluations have none.
     """
     for name, dataset in name_datasets(train_dataset, eval_dataset):
         check_dataset(dataset, name)
@@ -293,17 +293,17 @@ def check_watched(
     eval_dataset: Dataset | dict[str, Dataset] | None,
     pipeline: type[DiffusionPipeline] | None,
 ) -> list[Reward]:
-    """Refuse `watch_rewards` that evaluations could not call, and return those that it names.
+    """Refuse `watch_rewards` that evaluations could not call, and return the rewards that it names.
 
     Args:
-        args: of the run.
-        others: rewards that are trained on or only measured.
-        eval_dataset: what evaluations sample.
-        pipeline: whose samples they score; None where its code comes from elsewhere.
+        args: configuration of the run.
+        others: trained and evaluation-only rewards.
+        eval_dataset: dataset of evaluations, or several by name.
+        pipeline: class of the pipeline; None if its code comes from elsewhere.
 
     Raises:
-        ValueError: an unknown reward, one that lacks a package, a file or a column, or one of videos where the
-            pipeline, by its parameters, makes none.
+        ValueError: a reward is unknown, lacks a package, a file or a column, or scores videos although the pipeline,
+            by its parameters, makes none.
     """
     watched = load_watched_rewards(args.watch_rewards, None, others)
     if computes_rewards(args):
@@ -320,7 +320,7 @@ def check_watched(
 
 
 def _makes_videos(pipeline: type[DiffusionPipeline]) -> bool:
-    """Return whether a pipeline may make videos: only those that do speak of videos or frames in their call."""
+    """Return whether a pipeline may make videos, i.e. whether its parameters mention videos or frames."""
     return any("video" in name or "frame" in name for name in inspect.signature(pipeline.__call__).parameters)
 
 
@@ -331,10 +331,11 @@ def make_groups(args: DiffusionGRPOConfig) -> ContextGroups:
 
 
 def choose_backend(args: DiffusionGRPOConfig) -> DistributedBackend:
-    """Choose what answers for the processes of a run.
+    """Choose the distributed backend of a run.
 
     Raises:
-        ValueError: a configuration of DeepSpeed or FSDP that cannot train here, or several GPUs without a launcher.
+        ValueError: the configuration of DeepSpeed or FSDP cannot train here, or there are several GPUs without a
+            launcher.
     """
     half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     groups = make_groups(args)
@@ -371,7 +372,7 @@ def check_block_swap(args: DiffusionGRPOConfig, backend: DistributedBackend, is_
 def describe_run(
     model: str | DiffusionPipeline, args: DiffusionGRPOConfig, peft_config: PeftConfig | None, rewards: RunRewards
 ) -> dict[str, Any]:
-    """Return what run.json says before the model is loaded."""
+    """Return the entries of run.json that are known before the model is loaded."""
     evaluated = [reward.name for reward in rewards.evaluated]
     run = make_record(name_model(model), args, peft_config, rewards.names, evaluated, rewards.weights)
     run["reward_options"] = {reward.name: strip_folders(strip_secrets(reward.options())) for reward in rewards.all}

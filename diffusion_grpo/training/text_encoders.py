@@ -1,7 +1,7 @@
-"""Text encoders that leave memory once all prompts are encoded, and come back where something calls them.
+"""Text encoders that are released once all prompts are encoded, and loaded again when something calls them.
 
-In their place the pipeline holds a `StandIn`. It has the encoder's class, configuration, dtype and device, which
-pipelines ask for, and no weights. A call of it, or of one of its methods (`save_pretrained`), brings the encoder back.
+The pipeline holds a `StandIn` in place of each. It has the encoder's class, configuration, dtype and device, which
+pipelines ask for, but no weights. Calling it, or one of its methods (`save_pretrained`), loads the encoder again.
 """
 
 import contextlib
@@ -32,25 +32,25 @@ from ..policy.prompt_calls import hash_tensor
 
 logger = logging.getLogger(__name__)
 
-CHILDREN = ("model", "text_model", "encoder", "language_model", "generation_config")  # of encoders, that pipelines use
+CHILDREN = ("model", "text_model", "encoder", "language_model", "generation_config")  # of encoders, used by pipelines
 QUANTIZED = ("quantization", "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant")
-REMEMBERED = 8  # calls of an encoder: the negative prompt comes back with every prompt
-SMALL = 2**20  # bytes of a file whose content is read to tell it from another; a larger one is known by size and time
+REMEMBERED = 8  # calls of an encoder: the negative prompt recurs with every prompt
+SMALL = 2**20  # bytes up to which a file is identified by its content; larger ones by size and time
 
 
 def list_text_encoders(names: Any) -> list[str]:
-    """Return those names of a pipeline's components that are text encoders, which `cache_prompt_embeds` releases."""
+    """Return the names of those components that are text encoders, which `cache_prompt_embeds` releases."""
     return [name for name in names if name.startswith("text_encoder")]
 
 
 class StandIn(nn.Module):
-    """Stands where a text encoder was.
+    """Placeholder for a released text encoder.
 
     Args:
         kind: the encoder's class, which `isinstance` and diffusers see.
-        config: of the encoder.
-        dtype, device: as the encoder would say.
-        wake: puts the encoder back into the pipeline and returns it.
+        config: configuration of the encoder.
+        dtype, device: those of the encoder.
+        wake: loads the encoder back into the pipeline and returns it.
     """
 
     def __init__(
@@ -72,25 +72,25 @@ class StandIn(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the encoder would be."""
+        """The device on which the encoder would be."""
         return self._place.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the encoder's weights would be."""
+        """The dtype that the encoder's weights would have."""
         return self._place.dtype
 
     @property
     def is_cast(self) -> bool:
-        """Whether the dtype was changed since, as by the pipeline's `to`."""
+        """Whether the dtype was changed since creation, e.g. by the pipeline's `to`."""
         return self.dtype != self.made_as
 
     def wake(self) -> nn.Module:
-        """Bring the encoder back and return it."""
+        """Load the encoder again and return it."""
         return self._wake()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Bring the encoder back and call it."""
+        """Load the encoder again and call it."""
         return self.wake()(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -100,18 +100,18 @@ class StandIn(nn.Module):
 
 
 class TextEncoders:
-    """The text encoders of a pipeline, which come and go.
+    """The text encoders of a pipeline, which are loaded and released.
 
     Args:
-        pipe: the pipeline; encoders that were never loaded are stand-ins in it, where there is `reload`.
-        reload: returns a fresh encoder by its name, as the pipeline was loaded; None for a pipeline of the user's,
-            whose encoders are written to a file and read back.
-        folder: where such files lie while they are needed.
-        device: where they work.
+        pipe: the pipeline; with `reload`, encoders that were never loaded are stand-ins in it.
+        reload: loads an encoder by its name, as for the pipeline; None for a pipeline that the user loaded, whose
+            encoders are written to a file and read back.
+        folder: folder for such files while they are needed.
+        device: device on which the encoders run.
 
     Attributes:
-        names: of the encoders.
-        loads: how often encoders came back.
+        names: names of the encoders.
+        loads: how often encoders were loaded again.
     """
 
     def __init__(
@@ -125,9 +125,9 @@ class TextEncoders:
         self.names = [name for name in list_text_encoders(pipe.components) if isinstance(self._get(name), nn.Module)]
         self.loads = 0
         self._is_working, self._is_encoding = False, False
-        self._used_elsewhere: set[str] = set()  # called outside encode_prompt too
+        self._used_elsewhere: set[str] = set()  # also called outside encode_prompt
         self._hooks: list[Any] = []
-        self._forwards: dict[str, Callable | None] = {}  # of encoders at work: their own, such as offload_frozen's
+        self._forwards: dict[str, Callable | None] = {}  # original forwards while working
         self._spilled: tempfile.TemporaryDirectory | None = None
         for name in self.released if reload is not None else []:
             self._get(name).to(device).__dict__["_wake"] = functools.partial(self._load_again, name)
@@ -142,7 +142,7 @@ class TextEncoders:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[list[bool]]:
-        """Yield a list whose first item says, once left, whether an encoder has run inside."""
+        """Yield a list whose first item tells, after the context, whether an encoder has run inside."""
         parts = {id(part) for name in self.names for part in self._get(name).modules()}
         loads, has_run = self.loads, [False]
 
@@ -160,7 +160,7 @@ class TextEncoders:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Keep encoders that are called inside, remember their last calls, and release them at the end."""
+        """Keep encoders that are called inside this context, cache their last calls, and release them at the end."""
         self._is_working = True
         for name in set(self.names) - set(self.released):
             self._begin_work(name)
@@ -171,7 +171,7 @@ class TextEncoders:
             self.release()
 
     def release(self) -> None:
-        """Let the encoders leave memory."""
+        """Release the encoders from memory."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -179,12 +179,12 @@ class TextEncoders:
         for name in set(self.names) - set(before):
             self._end_work(name)
         if self.released != before:
-            gc.collect()  # the hooks of `offload_frozen` refer to an encoder, and it to them
+            gc.collect()  # encoders and the hooks of `offload_frozen` refer to each other
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def _end_work(self, name: str) -> None:
-        """Give an encoder its own forward back, and release it unless it is called outside encode_prompt too."""
+        """Restore an encoder's own forward, and release it unless it is also called outside encode_prompt."""
         part = self._get(name)
         forward = self._forwards.pop(name, None)
         part.__dict__.pop("forward", None)
@@ -221,7 +221,7 @@ class TextEncoders:
         self._put(name, StandIn(type(part), part.config, part.dtype, self._device, wake))
 
     def _spill(self, name: str, part: nn.Module) -> Callable[[], nn.Module]:
-        """Write the weights of an encoder to a file and free them; return what reads them back."""
+        """Write the weights of an encoder to a file and free them; return a function that reads them back."""
         if self._spilled is None:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._spilled = tempfile.TemporaryDirectory(prefix="waiting-", dir=self._folder)
@@ -235,7 +235,7 @@ class TextEncoders:
 
         def read() -> nn.Module:
             for key, weights in load_file(path).items():
-                parameters[key].data = weights.to(dtypes[key])  # the file may be of before a cast
+                parameters[key].data = weights.to(dtypes[key])  # the file may predate a cast
             return self._wake(name, part)
 
         return read
@@ -261,7 +261,7 @@ class TextEncoders:
         return part
 
     def _put(self, name: str, part: nn.Module) -> None:
-        """Put a part in another one's place; it takes over the hook by which `offload_frozen` fetches it."""
+        """Replace a part of the pipeline; the new one takes over the hook by which `offload_frozen` fetches it."""
         hook = getattr(self._get(name), "_hf_hook", None)
         setattr(self._pipe, name, part)
         if hook is not None:
@@ -269,7 +269,7 @@ class TextEncoders:
 
 
 def wake_encoders(pipe: DiffusionPipeline) -> None:
-    """Put the text encoders that an earlier run on this pipeline released back into it."""
+    """Load the text encoders that an earlier run released back into the pipeline."""
     for name in list_text_encoders(pipe.components):
         part = getattr(pipe, name)
         if isinstance(part, StandIn):
@@ -277,7 +277,7 @@ def wake_encoders(pipe: DiffusionPipeline) -> None:
 
 
 def _cast(part: nn.Module, dtype: torch.dtype) -> None:
-    """Cast an encoder whose weights are of another dtype; one that is quantised stays as it is."""
+    """Cast an encoder to another dtype; a quantised one stays as it is."""
     if part.dtype != dtype and is_plain(part):
         part.to(dtype)
 
@@ -288,12 +288,12 @@ def _is_fetched(part: nn.Module) -> bool:
 
 
 def is_plain(part: nn.Module) -> bool:
-    """Return whether all weights of a module are ordinary tensors, not quantised ones."""
+    """Return whether all weights of a module are ordinary tensors, none of them quantised."""
     return all(type(weights) is nn.Parameter and type(weights.data) is Tensor for weights in part.parameters())
 
 
 def remember_calls(forward: Callable) -> Callable:
-    """Return a forward that answers a call like one of its last ones with a copy of that result."""
+    """Wrap a forward method with a small cache: a recent call that is repeated gets a copy of its result."""
     results: OrderedDict[str, Any] = OrderedDict()
 
     def remembering(*args: Any, **kwargs: Any) -> Any:
@@ -321,16 +321,16 @@ def _hash_all(values: Iterable[Any]) -> str:
     return found.hexdigest()
 
 
-# Which model it is
+# Identity of a model
 
 
 def identify_encoders(pipe: DiffusionPipeline, model: str | None, args: DiffusionGRPOConfig) -> str:
-    """Return the name of the folder with what these text encoders make of prompts: another model has another.
+    """Return the name of the folder for prompts encoded by these text encoders; each model has its own.
 
     Args:
         pipe: the pipeline.
-        model: name of the model whose encoders may not be loaded; None where those of `pipe` are looked at.
-        args: of the run.
+        model: name of the model, whose encoders may not be loaded; None to look at the encoders of `pipe`.
+        args: configuration of the run.
     """
     if model is None:
         found = identify_pipeline(pipe)
@@ -345,7 +345,7 @@ def identify_encoders(pipe: DiffusionPipeline, model: str | None, args: Diffusio
 
 
 def identify_pipeline(pipe: DiffusionPipeline) -> str:
-    """Return what tells the text encoders and tokenizers of a pipeline from others: their contents."""
+    """Return a hash that identifies the text encoders and tokenizers of a pipeline by their contents."""
     parts = {name: part for name, part in pipe.components.items() if is_part_of_encoding(name)}
     found = [type(pipe).__name__]
     for name, part in parts.items():
@@ -360,11 +360,11 @@ def identify_pipeline(pipe: DiffusionPipeline) -> str:
 
 
 def identify_source(source: str | Path, **kwargs: Any) -> str:
-    """Return what tells the text encoders and tokenizers of a named model from others, without loading them.
+    """Return a string that identifies the text encoders and tokenizers of a named model, without loading them.
 
     Args:
-        source: a folder, whose files are looked at; or a Hub id, of which the commit counts.
-        kwargs: of `from_pretrained`.
+        source: folder, identified by its files, or Hub id, identified by its commit.
+        kwargs: arguments of `from_pretrained`.
     """
     folder = Path(source)
     if not folder.is_dir():
@@ -389,13 +389,13 @@ def is_part_of_encoding(name: str) -> bool:
 def make_stand_ins(
     source: str | Path, dtypes: torch.dtype | dict[str, torch.dtype] | None, **kwargs: Any
 ) -> dict[str, StandIn]:
-    """Make stand-ins for the text encoders of a named model, to be passed to `from_pretrained` in their place.
+    """Make stand-ins for the text encoders of a named model, to pass to `from_pretrained` in their place.
 
-    Encoders of other libraries than transformers are left out.
+    Encoders from libraries other than transformers are left out.
 
     Args:
         source: folder or Hub id.
-        dtypes: as for `from_pretrained`.
+        dtypes: `dtype` as for `from_pretrained`.
         kwargs: `revision` and the like.
     """
     made = {}
@@ -412,5 +412,5 @@ def make_stand_ins(
 
 
 def describe_versions() -> list[str]:
-    """Return the versions of what encodes prompts: another one may give other bits."""
+    """Return the versions of the libraries that encode prompts: another version may give other bits."""
     return [f"{module.__name__} {module.__version__}" for module in (torch, transformers, diffusers)]

@@ -27,21 +27,21 @@ from ..media.samples import frame_positions
 from ..policy.network_gate import replace_attribute
 
 GRID_CELL = 256  # pixels, the longest side of an image in the grid
-STRIP_FRAMES, STRIP_CELL = 8, 128  # of a video in an image that shows its motion
-# Trackers by their names in transformers, which are their modules' too; torch also writes with tensorboardX
+STRIP_FRAMES, STRIP_CELL = 8, 128  # frames and their size in the image that shows a video
+# Modules of each tracker, by its name in transformers; torch also writes with tensorboardX
 TRACKERS = {name: (name,) for name in ("clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio", "wandb")}
 TRACKERS["tensorboard"] = ("tensorboard", "tensorboardX")
 
 
 def check_trackers(names: list[str]) -> None:
-    """Refuse trackers that are unknown or not installed; transformers would after the model has been loaded.
+    """Refuse trackers that are unknown or not installed; transformers would do so only after loading the model.
 
     Args:
-        names: those of `report_to`.
+        names: names in `report_to`.
 
     Raises:
-        ValueError: a name that transformers does not know.
-        ImportError: one sentence with how to install it.
+        ValueError: transformers does not know a name.
+        ImportError: a tracker is not installed; the message says how to install it.
     """
     get_reporting_integration_callbacks(names)
     for name in names:
@@ -51,18 +51,18 @@ def check_trackers(names: list[str]) -> None:
 
 
 def mend_trackers(handler: CallbackHandler) -> None:
-    """Mend those of transformers' callbacks, and of classes made from them, that fail on a diffusers model."""
+    """Patch those of transformers' tracker callbacks, and of their subclasses, that fail on a diffusers model."""
     for callback in handler.callbacks:
         if isinstance(callback, TensorBoardCallback):
             callback.on_train_begin = _hide_model(callback.on_train_begin)
         elif isinstance(callback, MLflowCallback):
             callback.setup = _hide_model(callback.setup)
-        elif isinstance(callback, (ClearMLCallback, CometCallback, WandbCallback)):  # they show the whole model
+        elif isinstance(callback, (ClearMLCallback, CometCallback, WandbCallback)):  # they read the model's config
             callback.setup = _show_config(callback.setup)
 
 
 def _hide_model(method: Callable[..., None]) -> Callable[..., None]:
-    """Give a callback's method no model, where it expects a transformers config on it."""
+    """Wrap a callback's method so that it gets no model, on which it would expect a transformers config."""
 
     @functools.wraps(method)
     def call(args: Any, state: Any, *rest: Any, **kwargs: Any) -> None:
@@ -73,7 +73,7 @@ def _hide_model(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def _show_config(setup: Callable[..., None]) -> Callable[..., None]:
-    """Give a diffusers config the method of a transformers config that a callback's `setup` calls."""
+    """Wrap a callback's `setup` so that a diffusers config has the method `to_dict` that it calls."""
 
     @functools.wraps(setup)
     def set_up(args: Any, state: Any, model: Any, *rest: Any, **kwargs: Any) -> None:
@@ -86,7 +86,7 @@ def _show_config(setup: Callable[..., None]) -> Callable[..., None]:
 
 
 def draw_grid(rows: dict[str, list[Path | Image.Image]], cell: int = GRID_CELL) -> Image.Image:
-    """Draw images in rows, each with a label on its left; images are scaled down to `cell` pixels."""
+    """Draw images in rows, each row with a label on its left; images are scaled down to `cell` pixels."""
     loaded = {label: [_fit(image, cell) for image in images] for label, images in rows.items()}
     width = max((image.width for images in loaded.values() for image in images), default=1)
     height = max((image.height for images in loaded.values() for image in images), default=1)
@@ -107,7 +107,7 @@ def _fit(image: Path | Image.Image, cell: int) -> Image.Image:
 
 
 def draw_film_strips(videos: list[Path]) -> Image.Image:
-    """Draw a row of evenly spaced frames per video, the first and the last among them: motion as one image."""
+    """Draw a row of evenly spaced frames per video, including the first and the last, to show motion in one image."""
     rows = {}
     for path in videos:
         frames = read_video(path)
@@ -129,7 +129,7 @@ def log_image(callbacks: list[TrainerCallback], name: str, image: Image.Image, s
 
 
 def log_files(callbacks: list[TrainerCallback], name: str, files: list[Path], step: int) -> None:
-    """Send videos (MP4) and sounds (WAV) to each active tracker, each under its own name, so that it has a history.
+    """Send videos (MP4) and sounds (WAV) to each active tracker, each under its own name to give it a history.
 
     tensorboard shows no MP4: it gets an image with frames of each video, and sounds as they are. mlflow gets the files
     as artifacts, in a folder per step.

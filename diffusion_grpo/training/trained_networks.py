@@ -1,4 +1,4 @@
-"""Which networks a run trains, found and checked before the model is loaded."""
+"""Find and check the networks that a run trains, before the model is loaded."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -23,11 +23,12 @@ def list_components(index: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
 
 
 def choose_networks(components: Collection[str], train_component: str | None) -> tuple[str, ...]:
-    """Name the networks that are trained, from the names of a pipeline's components.
+    """Return the names of the networks to train, from the names of a pipeline's components.
 
     Args:
-        components: of the pipeline.
-        train_component: the setting; by default as in [`~diffusion_grpo.policy.base.policy_component`].
+        components: names of the pipeline's components.
+        train_component: the setting of the same name; by default as in
+            [`~diffusion_grpo.policy.base.policy_component`].
     """
     if train_component:
         return split_component(train_component)
@@ -45,13 +46,13 @@ def check_trained_networks(
     """Refuse networks that the settings or the processes cannot train.
 
     Args:
-        networks: names of the trained ones.
-        pipeline: class of their pipeline.
-        args: of the run.
-        backend: of the processes.
+        networks: names of the trained networks.
+        pipeline: class of the pipeline.
+        args: configuration of the run.
+        backend: distributed backend of the run.
 
     Raises:
-        ValueError: one sentence with what to change.
+        ValueError: they cannot be trained; the message says what to change.
     """
     draws_tokens = networks == (family_of_class(pipeline).language_model,)
     check_processes(args, networks, draws_tokens, backend)
@@ -65,10 +66,10 @@ def check_processes(
     """Refuse networks that the processes cannot train.
 
     Args:
-        args: of the run.
-        networks: names of the trained ones.
-        draws_tokens: whether the policy writes tokens.
-        backend: of the processes.
+        args: configuration of the run.
+        networks: names of the trained networks.
+        draws_tokens: whether the policy draws tokens.
+        backend: distributed backend of the run.
 
     Raises:
         ValueError: see [`~diffusion_grpo.distributed.backend.DistributedBackend.check_run`].
@@ -83,10 +84,10 @@ def check_processes(
 
 
 def check_tokens(args: DiffusionGRPOConfig) -> None:
-    """Refuse settings of denoising steps where tokens are trained.
+    """Refuse settings of denoising steps if tokens are trained.
 
     Raises:
-        ValueError: such a setting, or a loss that compares means.
+        ValueError: there is such a setting, or the loss compares means.
     """
     check_token_settings(args)
     if getattr(find_algorithm(args.loss_type), "needs_old_mean", False):

@@ -1,4 +1,4 @@
-"""One update of the weights, micro-batch by micro-batch: passes, backward passes and what is measured of them."""
+"""One update of the weights, micro-batch by micro-batch: forward and backward passes, and their metrics."""
 
 import dataclasses
 import math
@@ -21,13 +21,13 @@ from .progress import UpdateProgress
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a micro-batch stands in its update.
+    """Position of a micro-batch in its update.
 
     Attributes:
         update: number of the update, from 1.
-        count: micro-batches per update.
-        is_first: whether it is the update's first.
-        is_last: whether the weights move after it.
+        count: number of micro-batches per update.
+        is_first: whether it is the first of the update.
+        is_last: whether it is the last, after which the weights move.
     """
 
     update: int
@@ -37,21 +37,21 @@ class Place:
 
 
 class PolicyUpdate:
-    """Trains the policy, and the value model beside it, on micro-batches.
+    """Training of the policy, and of the value model if there is one, on micro-batches.
 
     Args:
         algorithm: says which passes to make, and computes the loss of each.
-        policy: replays recorded steps with gradient.
-        reference: replays them without; None in full training that needs none.
+        policy: replays recorded steps with gradients.
+        reference: replays them without gradients; None if full training needs none.
         weights: the trained parameters.
         values: the value model, or None.
-        value_clip: see `ValueModel.loss`.
-        backend: of the processes.
+        value_clip: clipping range; see `ValueModel.loss`.
+        backend: distributed backend of the run.
         monitor: tells the other processes of a loss that is not finite.
-        metrics: takes what is measured.
+        metrics: collects measurements.
         progress: counts passes.
-        device: of this process.
-        output_dir: of the run, whose newest checkpoint an error names.
+        device: device of this process.
+        output_dir: output folder of the run, whose newest checkpoint an error names.
     """
 
     def __init__(
@@ -76,15 +76,15 @@ class PolicyUpdate:
         self._device, self._output_dir = device, output_dir
 
     def train_policy(self, model: nn.Module, batch: MicroBatch, place: Place) -> Tensor:
-        """Make one pass and one backward pass per part and trained step.
+        """Make one forward and one backward pass per part and trained step.
 
-        Each loss is a sum over samples, divided by the trained steps of the whole micro-batch: every sample weighs the
-        same, however they are split into parts.
+        Each loss is a sum over samples, divided by the trained steps of the whole micro-batch: every sample has the
+        same weight, however the samples are split into parts.
 
         Args:
-            model: the trained one, with the engine around it.
+            model: the trained model, with the engine around it.
             batch: the micro-batch.
-            place: where it stands in its update.
+            place: position of the micro-batch in its update.
 
         Returns:
             the detached loss, scalar.
@@ -92,7 +92,7 @@ class PolicyUpdate:
         Raises:
             NonFiniteError: the loss of a pass is not finite.
             RatioError: the replay does not reproduce the rollout.
-            UntrainedStepError: a step passes none of the trained networks.
+            UntrainedStepError: a step uses none of the trained networks.
         """
         backend, outputs = self._backend, []
 
@@ -113,7 +113,7 @@ class PolicyUpdate:
                 loss = backend.forward(model, compute, part, step)
                 loss = loss * counts / (batch.num_trained_steps * place.count)
                 if (is_last or self._monitor.is_alone) and self._weights.leave_some_without_gradient:
-                    loss = loss + self._weights.zero()  # one process may have DDP too
+                    loss = loss + self._weights.zero()  # a single process may use DDP too
                 if counts:
                     for name, value in outputs[-1].metrics.items():
                         self._metrics.add(name, value, outputs[-1].counts.get(name, count_measured(part, name)))
@@ -121,24 +121,24 @@ class PolicyUpdate:
                 if is_last:
                     drifts = [output.drift for output in outputs]
                     self._check(batch, max(drifts, key=lambda drift: (math.isnan(drift), drift)), place)
-                backend.backward(loss * backend.groups.size)  # DDP takes the mean, a context group makes the sum
+                backend.backward(loss * backend.groups.size)  # DDP averages; a context group needs the sum
             self._progress.advance()
             total += loss.detach()
         backend.finish_micro_batch(model, self._weights)
         return total
 
     def _check(self, batch: MicroBatch, drift: float, place: Place) -> None:
-        """Check the algorithm's invariant; before the weights move, raise what was found on every process."""
+        """Check the algorithm's invariant; before the weights move, raise the errors found on any process."""
         self._metrics.add_all(self._monitor.defer(self._algorithm.check, batch, drift) or {})
         if place.is_last:
             self._monitor.agree_on_deferred()
 
     def train_values(self, targets: ValueTargets | None, place: Place) -> None:
-        """Make one backward pass of the value model, which shares nothing with the policy.
+        """Make one forward and backward pass of the value model, which shares nothing with the policy.
 
         Args:
-            targets: what it learns from a micro-batch; None without a value model.
-            place: where the micro-batch stands in its update.
+            targets: the value model's targets in a micro-batch; None without a value model.
+            place: position of the micro-batch in its update.
         """
         if targets is None:
             return
@@ -148,10 +148,10 @@ class PolicyUpdate:
         self._metrics.add("value/loss", loss.item())
 
     def check_gradient_norm(self, norm: float | Tensor, update: int) -> None:
-        """Refuse the norm of an update's gradient that is not finite.
+        """Refuse a gradient norm that is not finite.
 
         Raises:
-            NonFiniteError: such a norm.
+            NonFiniteError: the norm is not finite.
         """
         self._refuse_non_finite(torch.as_tensor(norm), "gradient norm", update, self._backend.steps_in_backward)
 
@@ -160,9 +160,9 @@ class PolicyUpdate:
 
 
 def count_measured(part: Part, name: str) -> int:
-    """Return how many samples a metric of a pass is the mean of; parts may differ in size.
+    """Return the number of samples over which a metric of a pass is averaged; parts may differ in size.
 
-    Samples whose weight is 0 are measured by nothing but the terms of the loss and the size of its gradient.
+    Samples whose weight is 0 count only in the terms of the loss and in the size of its gradient.
     """
     if part.weights is None or name.startswith(("loss/", "grad_size/")):
         return len(part)

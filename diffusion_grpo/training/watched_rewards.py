@@ -1,4 +1,4 @@
-"""Cheap rewards that evaluations measure and nobody trains on: where they fall, a trained one may be hacked."""
+"""Cheap rewards that are only watched in evaluations: if one falls, a trained reward may be being hacked."""
 
 from ..rewards import Reward, load_rewards
 
@@ -7,15 +7,15 @@ CHEAP["videos"] = [*CHEAP["images"], "flicker", "motion"]
 
 
 def load_watched_rewards(names: list[str] | None, kind: str | None, others: list[Reward]) -> list[Reward]:
-    """Load the rewards that are measured without being trained on or asked for by name.
+    """Load the rewards to watch, except those that are measured anyway.
 
     Args:
         names: as in the setting `watch_rewards`; "auto" stands for `CHEAP`.
-        kind: of the samples; see [`~diffusion_grpo.rollout.diversity.kind_of`].
+        kind: kind of the samples; see [`~diffusion_grpo.rollout.diversity.kind_of`].
         others: trained and evaluation-only rewards, which are measured anyway.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: a name is unknown.
     """
     wanted = [own for name in names or [] for own in (CHEAP.get(kind, []) if name == "auto" else [name])]
     measured = {reward.name for reward in others}

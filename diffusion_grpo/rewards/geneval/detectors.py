@@ -17,7 +17,7 @@ from .scoring import NAMED, Detection
 
 PHRASES = ("a photo of a {color} {label}", "a photo of a {color}-colored {label}", "a photo of a {color} object")
 NEED_SCIPY = ("owlv2", "maskformer", "mask2former")  # transformers needs it to load or call these
-# not supported; of EoMT, transformers returns one map, in which objects that overlap hide each other
+# not supported; for EoMT, transformers returns one map, in which overlapping objects hide each other
 REFUSED = ("omdet-turbo", "oneformer", "eomt", "eomt_dinov3", "videomt")
 GREY = "#999999"  # fills the area outside an object's mask
 SYNONYMS = (  # names of one class: GenEval's, COCO's, and those in `id2label` of published detectors
@@ -38,9 +38,9 @@ SYNONYMS = (  # names of one class: GenEval's, COCO's, and those in `id2label` o
 class TransformersDetector(ModelReward):
     """An object detector from transformers; not a reward itself, but loaded and offloaded like one.
 
-    Zero-shot detectors (OWL-ViT, OWLv2, Grounding DINO, MM Grounding DINO) are asked for the classes. Of the objects
-    that other detectors (DETR and similar) and segmenters (Mask2Former, MaskFormer) report, those are kept whose class
-    was asked for, by its name in `id2label` or by another one in `SYNONYMS`; case and spaces do not matter.
+    Zero-shot detectors (OWL-ViT, OWLv2, Grounding DINO, MM Grounding DINO) are asked for the classes. For other
+    detectors (DETR and similar) and segmenters (Mask2Former, MaskFormer), objects are kept if their class was asked
+    for, by its name in `id2label` or by a synonym in `SYNONYMS`; case and spaces do not matter.
 
     Grounding DINO scores tokens. The score of a class is the mean over its tokens, as in mmdet, and an object gets the
     class with the highest score.
@@ -50,8 +50,8 @@ class TransformersDetector(ModelReward):
         min_score: detections with a lower score are dropped.
 
     Raises:
-        ValueError: when first called, if the model is of none of these families; when called with a class that the
-            detector was not trained on.
+        ValueError: at the first call, if the model belongs to none of these families; at any call with a class that
+            the detector was not trained on.
     """
 
     batch_size: int = 8
@@ -63,8 +63,8 @@ class TransformersDetector(ModelReward):
     def check_needs(self) -> None:
         """Also raise ValueError if the model is no detector, and ImportError if it needs a missing package.
 
-        Both are read from `config.json`. If that is not on this machine yet, only scipy is checked, for the families
-        whose name is in the Hub id.
+        Both are determined from `config.json`. If that is not on this machine yet, only scipy is checked, for families
+        whose name occurs in the Hub id.
         """
         super().check_needs()
         (source,) = self.sources()
@@ -90,7 +90,7 @@ class TransformersDetector(ModelReward):
             "segmenter": auto.MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING,
             "detector": auto.MODEL_FOR_OBJECT_DETECTION_MAPPING,
         }
-        if config.model_type == "detr":  # it is in both families, but was trained on boxes
+        if config.model_type == "detr":  # in both families, but trained on boxes
             del families["segmenter"]
         known = [name for name, mapping in families.items() if type(config) in mapping]
         if not known or config.model_type in REFUSED:
@@ -176,13 +176,13 @@ class TransformersDetector(ModelReward):
         return [_detections(result, names) for result in results]
 
     def _masks(self, outputs: Any, sizes: list, names: dict[int, list[str]]) -> list[list[Detection]]:
-        # binary maps, because in one map of all objects those that overlap would hide each other
+        # binary maps, because in one map of all objects, overlapping ones would hide each other
         results = self.processor.post_process_instance_segmentation(
             outputs, threshold=self.min_score, target_sizes=sizes, return_binary_maps=True
         )
         found: list[list[Detection]] = [[] for _ in results]
         for own, result in zip(found, results, strict=True):
-            for number, part in enumerate(result["segments_info"]):  # without any, there are no masks either
+            for number, part in enumerate(result["segments_info"]):  # without segments, there are no masks either
                 for name in names.get(part["label_id"], ()):
                     mask = result["segmentation"][number].bool().cpu().numpy()
                     own.append(Detection(name, float(part["score"]), _box(mask), mask))
@@ -191,7 +191,7 @@ class TransformersDetector(ModelReward):
 
 @dataclasses.dataclass(eq=False)
 class ClipColors(ModelReward):
-    """Names the colour of objects with CLIP as GenEval does, by comparing their crops with phrases for each colour.
+    """Model that names the colour of objects with CLIP as GenEval does, comparing crops with phrases for each colour.
 
     Outside an object's mask, its crop is grey.
 

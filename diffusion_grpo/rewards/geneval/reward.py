@@ -105,7 +105,7 @@ class GenEval:
         rows = [read_requirements(columns, row) for row in range(len(images))]
         labels = [tuple(sorted({part["class"] for part in row["include"] + row["exclude"]})) for row in rows]
         scores: list[float | None] = [None] * len(images)
-        for model in self._models:  # also what these rows do not use: see `load_once`
+        for model in self._models:  # including models that these rows do not use: see `load_once`
             model.load_once()
         try:
             self._score_images(images, rows, labels, scores)
@@ -119,7 +119,7 @@ class GenEval:
             model.check_needs()
 
     def _score_images(self, images: list[Image.Image], rows: list[dict], labels: list[tuple], scores: list) -> None:
-        # ask a zero-shot detector only for the classes of the image's own prompt, whatever else is in the batch
+        # ask a zero-shot detector only for the classes in the image's own prompt, not others in the batch
         for asked in sorted(set(labels) - {()}):
             places = [row for row, own in enumerate(labels) if own == asked]
             found = self._detect([images[row] for row in places], list(asked))
@@ -152,7 +152,7 @@ class GenEval:
 
     @property
     def _models(self) -> list[ModelReward]:
-        """The detector and the namer of colours, where they have weights."""
+        """The detector and the model that names colours, if they have weights."""
         return [model for model in (self._detect, self._name) if isinstance(model, ModelReward)]
 
     @cached_property

@@ -186,10 +186,10 @@ def dense_score(
 ) -> float:
     """Return the reward that Flow-GRPO trains on with GenEval's prompts, in (-inf, 1]: how far off the counts are.
 
-    It is the mean over the parts of all entries in `include`. An entry with `count` c and n objects found has the
-    parts:
+    It is the mean over the parts of all entries in `include`. An entry with `count` c, for which n objects were found,
+    has the parts:
 
-    * 1 - |c - n| / c, also if there are too many, so below 0 for n > 2c;
+    * 1 - |c - n| / c, even if there are too many, so it is below 0 for n > 2c;
     * if n differs from c, another 0 if a colour or a position is required;
     * otherwise, for a colour that m of them have, 1 - |c - m| / c;
     * and for a position, if the colour held: 1 if it holds for all pairs; 0 if the other entry failed; 0 and 1 if it

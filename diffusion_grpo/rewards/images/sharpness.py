@@ -9,7 +9,7 @@ from PIL import Image
 def sharpness(images: list[Image.Image], **columns) -> list[float]:
     """Return the variance of the Laplacian of the luma in [0, 1] per image: 0 if flat, at most 16.
 
-    The Laplacian has four neighbours and is taken inside the border.
+    The Laplacian uses four neighbours and is computed inside the border.
 
     Pech-Pacheco et al. 2000, "Diatom autofocusing in brightfield microscopy: a comparative study",
     https://doi.org/10.1109/ICPR.2000.903548. Noise counts as sharp. A scene scores lower at a higher resolution.

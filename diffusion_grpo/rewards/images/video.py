@@ -34,7 +34,8 @@ def motion(videos: list[list[Image.Image]], **columns) -> list[float | None]:
     It is 0 for a still video and at most 9. Displacements are found by exhaustive block matching (smallest absolute
     difference of luma, of equal ones the shortest displacement) on frames reduced to 128 pixels, with blocks of 8
     pixels and up to 8 pixels each way. Each frame's mean luma is subtracted, and a block counts as still unless
-    another place fits better by 1/255. So changes of light and faint noise are not motion, but strong noise is.
+    another place fits better by 1/255. So changes of light and faint noise do not count as motion, but strong noise
+    does.
     """
     return [None if len(video) < 2 else _motion(video) for video in videos]
 

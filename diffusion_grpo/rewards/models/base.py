@@ -1,8 +1,8 @@
 """The base class of all rewards with weights.
 
 The network is loaded at the first call, frozen and in eval mode. It runs without gradients, has its own dtype and
-device, and leaves the run's random state alone. Every process holds all of it, also under ZeRO-3, which would shard
-it. Between calls it can be kept in CPU memory.
+device, and leaves the run's random state alone. Every process holds the whole network, even under ZeRO-3, which would
+otherwise shard it. Between calls it can be kept in CPU memory.
 """
 
 # No `from __future__ import annotations`: contract.py checks options by the annotations of this class and subclasses.
@@ -31,9 +31,9 @@ class ModelReward(abc.ABC):
 
     Args:
         model: Hub id or folder.
-        device: where the network runs; by default this process's accelerator, if there is one.
+        device: device on which the network runs; by default this process's accelerator, if there is one.
         dtype: dtype of the network.
-        batch_size: samples per forward pass.
+        batch_size: number of samples per forward pass.
         revision: branch, tag or commit of a Hub id.
         offload: whether to keep the network in CPU memory between calls.
 
@@ -63,7 +63,7 @@ class ModelReward(abc.ABC):
     def load(self) -> nn.Module:
         """Return the network, on the CPU and in `torch_dtype`; set anything else, such as a processor, on `self`.
 
-        Called once, and the random state is restored afterwards.
+        It is called once, and the random state is restored afterwards.
         """
 
     @abc.abstractmethod
@@ -98,8 +98,8 @@ class ModelReward(abc.ABC):
     def load_once(self) -> None:
         """Load the network to CPU memory, unless it is loaded.
 
-        The first call of a reward has to do this even if there is nothing to score. Later calls may run in a thread
-        beside the rollout, and loading changes torch's default dtype for the whole process.
+        The first call of a reward has to do this even if there is nothing to score. Later calls may run in another
+        thread during the rollout, and loading changes torch's default dtype for the whole process.
         """
         with self._lock, torch.no_grad(), torch.autocast(self.torch_device.type, enabled=False):
             if self._network is None:
@@ -108,7 +108,7 @@ class ModelReward(abc.ABC):
 
     @contextlib.contextmanager
     def network(self) -> Iterator[nn.Module]:
-        """Yield the network on its device, without gradients or autocast; then offload it if so set."""
+        """Yield the network on its device, without gradients or autocast; then offload it if `offload` is set."""
         device = self.torch_device
         self.load_once()
         with self._lock, torch.no_grad(), torch.autocast(device.type, enabled=False):
@@ -151,7 +151,7 @@ class ModelReward(abc.ABC):
 
 
 def default_device() -> torch.device:
-    """Return this process's accelerator, or the CPU; with its index, because new threads start at the first device."""
+    """Return this process's accelerator with its index, because new threads start at the first device, or the CPU."""
     if not torch.accelerator.is_available():
         return torch.device("cpu")
     local_rank = os.environ.get("LOCAL_RANK")
@@ -161,7 +161,7 @@ def default_device() -> torch.device:
 
 @contextlib.contextmanager
 def without_sharding() -> Iterator[None]:
-    """Keep `from_pretrained` from sharding what it loads during a run with DeepSpeed ZeRO-3."""
+    """Keep `from_pretrained` from sharding weights inside this context, during a run with DeepSpeed ZeRO-3."""
     from transformers.integrations import deepspeed as integration
 
     config = integration._hf_deepspeed_config_weak_ref and integration._hf_deepspeed_config_weak_ref()

@@ -1,6 +1,6 @@
 """The reward `hpsv2`: Human Preference Score v2.
 
-Unlike those of transformers' CLIP, its weights have open_clip's names and its preprocessing pads images to squares.
+Unlike in transformers' CLIP, the weights have open_clip's names, and preprocessing pads images to squares.
 """
 
 from __future__ import annotations

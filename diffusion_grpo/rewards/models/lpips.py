@@ -85,7 +85,7 @@ class LPIPS(ModelReward):
         return read_weights(path)
 
     def _official(self, filename: str) -> Path:
-        """Return the path at which the official file lies once downloaded."""
+        """Return the path of the official file once it is downloaded."""
         return Path(torch.hub.get_dir()) / "checkpoints" / f"lpips-{self.net}-{filename}"
 
     def __call__(self, images: list[Image.Image], **columns) -> list[float | None]:
@@ -98,7 +98,7 @@ class LPIPS(ModelReward):
         return compare(self._pairs, images, columns[self.target_column])
 
     def _pairs(self, images: list, others: list) -> list[float]:
-        """Score the images, those of one size together in batches."""
+        """Score the images in batches of equal size."""
         values: dict[int, float] = {}
         for size in {image.size for image in images}:
             if min(size) < SMALLEST:
@@ -127,7 +127,7 @@ def _refuse_offline(url: str, path: Path) -> None:
 
 
 def _download(url: str, path: Path) -> None:
-    """Download a file; refuse if `HF_HUB_OFFLINE` is set, though it is not on the Hub, to fail at once offline."""
+    """Download a file; refuse at once if `HF_HUB_OFFLINE` is set, although the file is not on the Hub."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

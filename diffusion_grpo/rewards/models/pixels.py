@@ -19,7 +19,7 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def open_image(image: Image.Image | str | Path) -> Image.Image:
-    """Return an image as it is; read the file of a path, turned upright as its EXIF data say, and close it."""
+    """Return an image as it is, or read it from a path, rotated according to its EXIF data."""
     if not isinstance(image, (str, Path)):
         return image
     with Image.open(image) as file:

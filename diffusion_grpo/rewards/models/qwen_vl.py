@@ -27,7 +27,7 @@ CHAT = (
 )
 PAD = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
 MARK = re.compile(r"<\|\w+\|>")
-LONGEST_SIDE = 200  # times the shorter side
+LONGEST_SIDE = 200  # in multiples of the shorter side
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # of Qwen2-VL's pixels
 
 
@@ -76,7 +76,8 @@ def load_tokenizer(base: str, marks: list[str], revision: str) -> PreTrainedToke
 def rename_weights(weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Split a checkpoint into the weights of today's `Qwen2VLModel` and those of the reward head.
 
-    Accepts the names of every transformers since 4.45, with or without PEFT's prefix. Drops the language head.
+    This accepts the names of every version of transformers since 4.45, with or without PEFT's prefix, and drops the
+    language head.
     """
     body, head = {}, {}
     for key, value in weights.items():
@@ -113,7 +114,8 @@ def assign(network: nn.Module, weights: dict[str, Tensor], source: str) -> None:
 
 
 def fit_size(width: int, height: int, min_pixels: int, max_pixels: int, factor: int = 28) -> tuple[int, int]:
-    """Round width and height to multiples of `factor`, with the pixels within limits and about the same ratio.
+    """Round width and height to multiples of `factor`, keeping the pixel count within limits and the ratio about the
+    same.
 
     Follows `smart_resize` of qwen-vl-utils operation by operation: for a side that lands on a multiple of `factor`, as
     with 272 x 272 for HPSv3, another order of the same operations rounds to another size.

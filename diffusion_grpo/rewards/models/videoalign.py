@@ -37,7 +37,7 @@ from .qwen_vl import (
 DIMENSIONS = ("VQ", "MQ", "TA")
 MARKS = [f"<|{dimension}_reward|>" for dimension in DIMENSIONS]
 ADAPTER = "adapter_model.safetensors"
-MIN_PIXELS = 128 * 28 * 28  # of a frame; the checkpoint sets the maximum
+MIN_PIXELS = 128 * 28 * 28  # per frame; the checkpoint sets the maximum
 MIN_FRAMES, MAX_FRAMES = 4, 768
 REMEMBERED = 4096  # videos whose three scores are cached
 LORA = re.compile(r"\.lora_([AB])\.(?!default\.)")
@@ -121,10 +121,10 @@ class VideoAlign(ModelReward):
         backbone = build_empty_backbone(config, len(body["language_model.embed_tokens.weight"]))
         if any(".lora_A." in name for name in body):
             _add_lora(backbone, body, settings["peft_lora_config"])
-        # like PEFT and the authors' code, keep adapters in float32 beside a network in half precision
+        # like PEFT and the authors' code, keep adapters in float32 in a half-precision network
         dtypes = {name: torch.float32 if ".lora_" in name else self.torch_dtype for name in body}
         assign(backbone, {name: value.to(dtypes[name]) for name, value in body.items()}, self.model)
-        outputs = len(head.get("weight", DIMENSIONS))  # 3, or 1 whose meaning depends on its token
+        outputs = len(head.get("weight", DIMENSIONS))  # 3, or 1 whose meaning depends on the token
         linear = nn.Linear(config.text_config.hidden_size, outputs, bias=False)
         assign(linear, {name: value.float() for name, value in head.items()}, self.model)
         return RewardNetwork(backbone, linear, self._tokenizer.convert_tokens_to_ids(MARKS))
@@ -156,7 +156,7 @@ class VideoAlign(ModelReward):
         return placed | adapter | {f"rm_head.{name}": value for name, value in trained[1].items()}
 
     def _score(self, network: RewardNetwork, videos: list, prompts: list[str]) -> list[list[float]]:
-        """Return normalised VQ, MQ and TA; of three outputs per token, the first is read at the first token, etc."""
+        """Return normalised VQ, MQ and TA; of three outputs per token, read the first at the first token, etc."""
         settings = self._settings()
         frames = [_resize(video, settings["data_config"]["max_frame_pixels"]) for video in videos]
         texts = [read_template("videoalign").format(text_prompt=prompt) for prompt in prompts]

@@ -16,7 +16,7 @@ TURN_END = "<|im_end|>"
 
 @dataclasses.dataclass(eq=False)
 class ModelText(ModelReward):
-    """How well the reading of a transformers image-to-text model agrees with the quoted text, or that of a column.
+    """Agreement between a transformers image-to-text model's reading and the quoted text or that of a column.
 
     TrOCR (https://arxiv.org/abs/2109.10282) reads an image of one line, GOT-OCR 2.0
     (`stepfun-ai/GOT-OCR-2.0-hf`, https://arxiv.org/abs/2409.01704) whole images. Decoding is greedy.

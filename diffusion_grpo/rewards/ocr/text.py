@@ -196,7 +196,7 @@ def _check_paddle(options: dict[str, Any]) -> None:
     from huggingface_hub import constants
 
     check_package("paddleocr", PADDLE)
-    if "engine" not in options:  # a setting of PaddleOCR by which other packages run the networks
+    if "engine" not in options:  # with PaddleOCR's setting `engine`, other packages run the networks
         check_package("paddle", PADDLE)
     version = importlib.metadata.version("paddleocr")
     if int(version.partition(".")[0]) < 3:

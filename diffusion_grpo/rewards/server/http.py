@@ -20,14 +20,14 @@ SCORED = "x-scored"  # header of a refusal because of a full queue: how many req
 
 
 class FailedRequest(Exception):
-    """One request did not give a usable answer, but the next may."""
+    """A request did not give a usable answer, but the next one may."""
 
 
 class Slots:
     """A limit on a reward's concurrent requests, over all of its calls that are awaited together.
 
     Args:
-        count: most requests at one server.
+        count: maximum number of concurrent requests to one server.
     """
 
     def __init__(self, count: int):
@@ -52,7 +52,7 @@ class Answer:
 async def ask(client: httpx2.AsyncClient, method: str, url: str, timeout: float, **request: Any) -> Answer:
     """Send one request and return its answer, which must be complete within `timeout` seconds.
 
-    httpx's own time-outs limit only silence: a server that sends a byte now and then could hold up a run forever.
+    httpx's own time-outs limit only pauses: a server that sends a byte now and then could block a run forever.
 
     Raises:
         FailedRequest: the answer is not complete in time, or is longer than `MAX_ANSWER`.
@@ -72,16 +72,16 @@ async def ask(client: httpx2.AsyncClient, method: str, url: str, timeout: float,
 
 
 def check_url(url: Any, reward: str, form: str, setting: str) -> None:
-    """Refuse what is no URL, or one that holds a name or key.
+    """Refuse a value that is no URL, or a URL that holds a name or key.
 
     Args:
-        url: what was given.
-        reward: whose setting it is.
+        url: the value given for the URL.
+        reward: name of the reward.
         form: what a URL should look like.
-        setting: of the reward, for the name of an environment variable with the key.
+        setting: setting of the reward that names an environment variable with the key.
 
     Raises:
-        ValueError: it cannot be used; the message shows no key.
+        ValueError: the value cannot be used; the message shows no key.
     """
     if isinstance(url, str) and "@" in url:  # it would be written to run.json and into messages
         raise ValueError(f"{reward}: url holds a name or key; put it into an environment variable, see {setting}.")
@@ -89,12 +89,12 @@ def check_url(url: Any, reward: str, form: str, setting: str) -> None:
         raise ValueError(f"{reward}: url is {url!r}; give {form}.")
     try:
         _ = urllib.parse.urlsplit(url).port
-    except ValueError as error:  # of the port, or of brackets without an IPv6 address
+    except ValueError as error:  # wrong port, or brackets without an IPv6 address
         raise ValueError(f"{reward}: url is {url!r}, which cannot be used ({error}); give {form}.") from error
 
 
 def is_loopback(url: str) -> bool:
-    """Whether a URL names this machine itself."""
+    """Return whether a URL names this machine itself."""
     host = urllib.parse.urlsplit(url).hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -103,7 +103,7 @@ def is_loopback(url: str) -> bool:
 
 
 def transport_errors() -> tuple:
-    """Return the exceptions that httpx raises if there is no answer, or none that can be read."""
+    """Return the exceptions that httpx raises if there is no answer, or an unreadable one."""
     import httpx2
 
     return (httpx2.TransportError, httpx2.DecodingError, httpx2.InvalidURL)

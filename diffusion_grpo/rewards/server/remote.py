@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import httpx2
 
 HEALTH_SECONDS = 5.0  # time limit of an answer that needs no scoring
-POLL_SECONDS = 2.0  # between checks whether a server is back
+POLL_SECONDS = 2.0  # between checks of whether a server is back
 BUSY = (429, 503)
 REFUSALS = (400, 401, 403, 404, 413)  # a retry would not help
 
@@ -57,25 +57,25 @@ class _Server:
     url: str
     is_alive: bool = True
     reason: str = ""
-    served: dict[str, Any] | None = None  # what /health says of each reward, once it was asked
-    most: int | None = None  # samples of a request, once a larger one was refused
+    served: dict[str, Any] | None = None  # answer of /health about each reward, once requested
+    most: int | None = None  # most samples of a request, once a larger one was refused
 
 
 class RemoteReward:
-    """A reward computed by servers; async, so that several are asked at the same time.
+    """A reward computed by servers; it is async, so that several servers are asked at the same time.
 
     Rewards with equal settings are equal, so a reward may be both trained on and evaluated.
 
     Args:
         url: URL of a server, such as `http://127.0.0.1:8000`, or a list of these.
         reward: name of the reward at the server; may be left out if the server has only one.
-        columns: dataset columns to send too, with images or JSON values; none by default. Paths are sent as images
-            where the served reward says that it needs images.
-        batch_size: samples per request; fewer for a server that refuses so many as too large.
-        concurrency: concurrent requests per server.
-        timeout: seconds for one request, its wait in the server's queue included. A server whose queue is full is
+        columns: dataset columns to send too, with images or JSON values; none by default. Paths are sent as images if
+            the served reward needs images in that column.
+        batch_size: number of samples per request; halved for a server that refuses a request as too large.
+        concurrency: number of concurrent requests per server.
+        timeout: seconds for one request, including its wait in the server's queue. A server with a full queue is
             given up if it scores nothing for that long.
-        retries: how often a failed request is sent again to the same server before that is taken out.
+        retries: how often a failed request is sent again to the same server before the server is taken out.
         backoff: seconds before the first retry; doubled for each further one.
         wait: seconds to wait for a server to come back when all are gone; 0 stops the run.
         token_env: name of the environment variable with the token that the servers require.
@@ -181,7 +181,7 @@ class RemoteReward:
         size = len(completions) if self.is_groupwise else self.batch_size
         pending = [range(start, min(start + size, len(completions))) for start in range(0, len(completions), size)]
         pending.reverse()  # workers take batches from the end
-        left, gone = len(completions), None  # since when no server has scored anything
+        left, gone = len(completions), None  # time since which no server has scored anything
         scores: list[float | None] = [None] * len(completions)
 
         def body(rows: range, images: list[str]) -> bytes:
@@ -286,7 +286,7 @@ class RemoteReward:
                 attempt += 1
 
     async def _describe(self, client: httpx2.AsyncClient, server: _Server) -> dict[str, Any]:
-        """Return what a server says of the reward; nothing if it does not answer, as the next request will show."""
+        """Return a server's description of the reward; empty if it does not answer, as the next request will show."""
         if server.served is None:
             with contextlib.suppress(FailedRequest, *transport_errors()):
                 answer = await ask(client, "GET", f"{server.url}/health", min(HEALTH_SECONDS, self.timeout))
@@ -298,7 +298,7 @@ class RemoteReward:
         return about if isinstance(about, dict) else {}
 
     def _find_image_columns(self, about: dict[str, Any], url: str) -> list[str]:
-        """Return the columns to send as images; refuse a reward that needs other samples together."""
+        """Return the columns to send as images; refuse a reward that needs more samples together than are sent."""
         if about.get("batchwise"):
             raise RewardError(f"compares all samples of a rollout at {url}, which no request holds; use it here")
         if about.get("groupwise") and not self.is_groupwise:
@@ -318,12 +318,12 @@ class RemoteReward:
         return str(names[0])
 
     async def _look(self, client: httpx2.AsyncClient, server: _Server) -> None:
-        """Take a server back in if it answers."""
+        """Use a server again if it answers."""
         try:
             answer = await ask(client, "GET", f"{server.url}/health", HEALTH_SECONDS)
         except (FailedRequest, *transport_errors()):
             return
-        # it may be another one now
+        # it may serve other rewards now
         server.is_alive, server.served, server.most = answer.status == 200, None, None
 
     async def _wait_for_any(self, client: httpx2.AsyncClient, end: float) -> None:

@@ -1,9 +1,10 @@
-"""The reward server, `diffusion-grpo rewards serve NAME`: receives samples and prompts over HTTP, returns scores.
+"""The reward server, `diffusion-grpo rewards serve NAME`: it receives samples and prompts over HTTP and returns
+scores.
 
 It is for scorers that are too heavy for the training process, or need other packages. Bodies are JSON with PNGs and
 MP4s in base64, or safetensors; nothing that arrives is executed or unpickled, and targets that are paths are refused.
-One thread scores one request at a time. A limited number of requests may wait. Any more are refused at once (503), and
-the client tries again. `remote.py` is the client.
+One thread scores one request at a time. A limited number of requests may wait. Further requests are refused at once
+(503), and the client tries again. `remote.py` is the client.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 MAX_BYTES = 256 * 2**20
 BODY_SECONDS = 120.0
-FPS = 16.0  # of videos sent without a rate
+FPS = 16.0  # frame rate of videos sent without one
 
 
 def create_app(
@@ -60,9 +61,9 @@ def create_app(
     Args:
         rewards: rewards to serve under their names.
         token: if given, requests must carry `Authorization: Bearer token`.
-        max_waiting: most requests that wait or are scored; the next one gets 503.
-        max_bytes: largest body of a request.
-        max_pixels: most pixels of all images in a request together.
+        max_waiting: maximum number of requests that wait or are scored; the next one gets 503.
+        max_bytes: maximum size of a request's body.
+        max_pixels: maximum number of pixels of all images in a request together.
         body_seconds: seconds within which a body must arrive, because it holds a place in the queue meanwhile.
     """
     app = FastAPI(title="diffusion-grpo rewards", docs_url=None, redoc_url=None, openapi_url=None)
@@ -70,7 +71,7 @@ def create_app(
     about = {reward.name: _describe(reward) for reward in rewards}
     for reward in rewards:
         if isinstance(reward.function, RemoteReward):
-            reward.function.opens_paths = False  # they would be those of this server's clients
+            reward.function.opens_paths = False  # paths would come from this server's clients
     scorer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="score")
     queue, one_at_a_time = _Queue(max_waiting), asyncio.Semaphore(1)
 
@@ -99,7 +100,7 @@ def create_app(
             loop = asyncio.get_running_loop()
             async with _turn(request, one_at_a_time) as is_awaited:
                 if not is_awaited:
-                    return _refusal(408, "The client went away.")  # which nobody reads
+                    return _refusal(408, "The client went away.")  # nobody will read this
                 answer = await loop.run_in_executor(
                     scorer, _answer_request, served[name], body, max_pixels, is_safetensors
                 )
@@ -179,13 +180,13 @@ def _answer_request(reward: Reward, body: bytes, max_pixels: int, is_safetensors
     try:
         scores = score_request(reward, samples)
     except RewardError as error:
-        logger.error("The reward %r failed", reward.name, exc_info=error)  # where it raised, for whoever wrote it
+        logger.error("The reward %r failed", reward.name, exc_info=error)  # the traceback helps the reward's author
         return _refusal(500, str(error))
     return JSONResponse({"scores": scores})
 
 
 def _describe(reward: Reward) -> dict[str, Any]:
-    """Return what a client must know of a reward before it asks for scores."""
+    """Return what a client must know about a reward before it requests scores."""
     marks = {name: is_marked(reward.function, f"is_{name}") for name in ("groupwise", "batchwise")}
     return marks | {"image_columns": list_image_columns(reward)}
 
@@ -228,10 +229,10 @@ def score_request(reward: Reward, samples: dict[str, Any]) -> list[float | None]
 
 
 class Server(uvicorn.Server):
-    """A server that Ctrl-C stops once the requests that have arrived are scored; a second one stops it at once."""
+    """A server that Ctrl-C stops once the requests received so far are scored; a second Ctrl-C stops it at once."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Note that the server shall stop; the process is interrupted when it has."""
+        """Ask the server to stop; the process is interrupted once it has."""
         if self.should_exit and sig == signal.SIGINT:
             os._exit(130)  # a scorer in its thread cannot be interrupted, and uvicorn would print tracebacks
         super().handle_exit(sig, frame)

@@ -48,7 +48,7 @@ NUMBER = r"(?<![\d./])(?<!/ )(?<!out of )(?<!\d of )([-+]?(?:\d+(?:\.\d+)?|\.\d+
 
 @dataclasses.dataclass
 class VlmJudge:
-    """A reward that asks a vision-language model about each sample; async, to ask many questions at once.
+    """A reward that asks a vision-language model about each sample; it is async, to ask many questions at once.
 
     Args:
         url: URL of the server up to the version, such as `http://127.0.0.1:8000/v1`.
@@ -61,13 +61,14 @@ class VlmJudge:
         score_range: [lowest, highest] valid number; others give None.
         video_template: the question about videos, if it differs.
         video_score_range: the range for videos, if it differs.
-        num_frames: frames of a video to show, evenly spaced and including the first and last.
+        num_frames: number of frames of a video to show, evenly spaced and including the first and last.
         max_tokens: maximum length of a reply.
-        concurrency: concurrent requests.
+        concurrency: number of concurrent requests.
         timeout: seconds for one request.
         retries: how often a request is repeated after a failure of the connection or the server.
         backoff: seconds before the first retry; doubled for each further one.
-        api_key_env: name of the environment variable with the key. The key is sent to the server, and never written.
+        api_key_env: name of the environment variable with the key. The key is sent to the server and never written to
+            disk.
         extra: further fields of the request, such as `{"seed": 0}`; None removes a field that this server refuses.
 
     Raises:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-MAX_PIXELS = 2**28  # of all images in a request: 64 of 2048 x 2048
+MAX_PIXELS = 2**28  # of all images in a request together, e.g. 64 of 2048 x 2048
 Body = Literal["png", "mp4", "mp4_lossy", "safetensors"]
 CONTENT_TYPES = {"png": "application/json", "mp4": "application/json", "mp4_lossy": "application/json"}
 CONTENT_TYPES |= {"safetensors": "application/safetensors"}
@@ -44,7 +44,7 @@ def write_request(
     Args:
         samples: PIL images, or lists of PIL frames (with their sound, if they are `VideoWithSound`); with safetensors
             also arrays and tensors of any kind, such as sound, embeddings or latents.
-        prompts: one per sample.
+        prompts: one prompt per sample.
         columns: columns with one value per sample, PIL images or JSON values.
         groups: the group of each sample, or None.
         fps: frames per second of videos, or None.
@@ -114,7 +114,7 @@ def read_request(body: bytes, max_pixels: int = MAX_PIXELS, is_safetensors: bool
 
 
 class _Source:
-    """The tensors of a request, and how many more pixels it may contain."""
+    """The tensors of a request, and the number of pixels that it may still contain."""
 
     def __init__(self, left: int, tensors: dict[str, torch.Tensor]):
         self.left, self.tensors = left, tensors
@@ -128,7 +128,7 @@ class _Source:
             )
 
     def tensor(self, name: Any) -> torch.Tensor:
-        """Return a tensor, each only once, because many references to one would become many copies."""
+        """Return a tensor, but only once, because many references to one tensor would become many copies."""
         if not isinstance(name, str) or name not in self.tensors:
             raise WireError(
                 f"A sample or column names the tensor {name!r}, which the body does not hold, or is already used."
