@@ -115,7 +115,8 @@ def rollout(
     Returns:
         the samples, or None if nothing was decoded; and the trajectory, or None if nothing was recorded, or with
         `keeps_clean` the [`~diffusion_grpo.policy.trajectory.CleanSamples`]. Samples are what the pipeline returns
-        first (PIL images, lists of frames, ...), or each a [`~diffusion_grpo.media.files.VideoWithSound`] if it returns sound too.
+        first (PIL images, lists of frames, ...); each is a [`~diffusion_grpo.media.files.VideoWithSound`] if it
+        returns sound too.
 
     Raises:
         UnsupportedPipeline: the pipeline does not return latents when asked, or cannot branch.

@@ -229,11 +229,11 @@ def describe_finding(run: Run, name: str) -> str | None:
     before, after = (run.held_out(name, at)[0] for at in (0, -1))
     if None in (before, after):
         return None
-    label = "The weighted reward" if name == "reward" else name
+    label = "The combined reward" if name == "reward" else name
     label += " (evaluation only, never trained on)" if name in run.evaluation_only else ""
     is_changed = has_changed(run, name)
     if is_changed is None:
-        return f"{label} was measured on one sample, so its noise is unknown: {before:.3f}, then {after:.3f}."
+        return f"{label} was measured on a single prompt, so its noise is unknown: {before:.3f}, then {after:.3f}."
     if not is_changed:
         return f"{label} did not change beyond its noise: {before:.3f}, then {after:.3f}."
     if after > before:

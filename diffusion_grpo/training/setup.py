@@ -54,7 +54,7 @@ from .progress import UpdateProgress
 from .quantization import describe_quantization
 from .show_progress import replace_progress
 from .start import RunRewards
-from .trackers import mend_trackers
+from .trackers import patch_trackers
 from .update import PolicyUpdate
 
 
@@ -420,7 +420,7 @@ def add_callbacks(
         alpha, interval = args.ref_model_mixup_alpha, args.ref_model_sync_steps
         handler.add_callback(SyncRefModelCallback(learner.weights, lambda: learner.reference.weights, alpha, interval))
     handler.add_callback(LastLogCallback)
-    mend_trackers(handler)
+    patch_trackers(handler)
     handler.add_callback(SampleGridCallback(handler))
     replace_progress(handler, args, progress, name_prompts(prompts))  # after the grid's callback: it may show the grid
     handler.add_callback(CollapseCallback)

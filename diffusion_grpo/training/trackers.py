@@ -50,7 +50,7 @@ def check_trackers(names: list[str]) -> None:
             raise ImportError(f"report_to={name!r} needs a package: pip install {package}, or set report_to='none'.")
 
 
-def mend_trackers(handler: CallbackHandler) -> None:
+def patch_trackers(handler: CallbackHandler) -> None:
     """Patch those of transformers' tracker callbacks, and of their subclasses, that fail on a diffusers model."""
     for callback in handler.callbacks:
         if isinstance(callback, TensorBoardCallback):

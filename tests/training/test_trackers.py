@@ -31,7 +31,7 @@ from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.media.files import write_sound, write_video
 from diffusion_grpo.run import adapters
 from diffusion_grpo.training import trackers
-from diffusion_grpo.training.trackers import draw_grid, log_files, log_image, mend_trackers
+from diffusion_grpo.training.trackers import draw_grid, log_files, log_image, patch_trackers
 
 RUN = {"name": "wan", "rewards": first_frame_brightness, "num_inference_steps": 3, "fps": 8.0, "max_steps": 1}
 RUN |= {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}
@@ -113,8 +113,8 @@ def test_wandb_takes_the_model_too(tmp_path, monkeypatch):
 
 
 def set_up(callback, model, *rest):
-    """Set up a callback of transformers as training does, once the trackers have been mended."""
-    mend_trackers(SimpleNamespace(callbacks=[callback]))
+    """Set up a callback of transformers as training does, once the trackers have been patched."""
+    patch_trackers(SimpleNamespace(callbacks=[callback]))
     state = TrainerState(is_world_process_zero=True)
     callback.setup(TrainingArguments("unused", use_cpu=True, report_to="none"), state, model, *rest)
 
