@@ -58,11 +58,12 @@ def row(seed: int, name: str, cells: list[tuple[float | None, float | None]], en
 
 
 def machine() -> str:
-    """Describe the machine that made the runs."""
+    """Describe the machine that made the runs; the family tells processors with one name apart."""
     path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.is_file() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return f"{os.cpu_count()} CPU cores ({names[0] if names else platform.machine()})"
+    lines = [line.partition(":") for line in path.read_text().splitlines()] if path.is_file() else []
+    found = {key.strip(): value.strip() for key, _, value in lines}
+    name, family = found.get("model name", platform.machine()), found.get("cpu family")
+    return f"{os.cpu_count()} CPU cores ({name}{f', family {family}' if family else ''})"
 
 
 def save_picture(folder: Path, words: int = 10) -> None:
