@@ -208,6 +208,7 @@ class ClipColors(ModelReward):
 
         # GenEval resizes with Pillow; torchvision, which would be used where it is installed, rounds differently
         self.processor = CLIPProcessor.from_pretrained(self.model, revision=self.revision, backend="pil")
+        self._known: dict[str, torch.Tensor] = {}  # by label, on the CPU: each label comes again and again
         return CLIPModel.from_pretrained(self.model, revision=self.revision, dtype=self.torch_dtype)
 
     def __call__(self, image: Image.Image, objects: list[Detection], label: str) -> list[str]:
@@ -223,11 +224,13 @@ class ClipColors(ModelReward):
 
     def _classes(self, network: nn.Module, label: str) -> torch.Tensor:
         """Return `(10, features)` float32: per colour, the normalised mean of its phrases' unit embeddings."""
-        phrases = [phrase.format(color=color, label=label) for color in NAMED for phrase in PHRASES]
-        tokens = self.processor(text=phrases, return_tensors="pt", padding=True).to(network.device)
-        texts = network.text_projection(network.text_model(**tokens).pooler_output)
-        texts = normalize_features(texts).reshape(len(NAMED), len(PHRASES), -1).mean(1)
-        return normalize_features(texts)
+        if label not in self._known:
+            phrases = [phrase.format(color=color, label=label) for color in NAMED for phrase in PHRASES]
+            tokens = self.processor(text=phrases, return_tensors="pt", padding=True).to(network.device)
+            texts = network.text_projection(network.text_model(**tokens).pooler_output)
+            texts = normalize_features(texts).reshape(len(NAMED), len(PHRASES), -1).mean(1)
+            self._known[label] = normalize_features(texts).cpu()
+        return self._known[label].to(network.device)
 
 
 def _check_scipy() -> None:
@@ -237,7 +240,7 @@ def _check_scipy() -> None:
 def _outputs(network: nn.Module, inputs: Any) -> Any:
     """Call the network, and return its outputs in float32 on the CPU.
 
-    There, because transformers' post-processing indexes maps on the CPU with the masks.
+    transformers' post-processing uses the masks as indices of maps that are on the CPU.
     """
     for name, value in inputs.items():
         kind = network.dtype if isinstance(value, torch.Tensor) and value.is_floating_point() else None
