@@ -375,8 +375,8 @@ def test_the_phrases_of_a_label_are_encoded_once(tmp_path, monkeypatch) -> None:
     real = tf.CLIPTextModel.forward
     monkeypatch.setattr(tf.CLIPTextModel, "forward", lambda *a, **k: asked.append(1) or real(*a, **k))
     objects = [Detection("cat", 0.9, (0, 0, 20, 20))]
-    found = [colors(image, objects, label) for image, label in zip(IMAGES[:3], ["cat", "dog", "cat"], strict=True)]
-    assert len(asked) == 2 and found[2] == ClipColors(str(tmp_path), "cpu")(IMAGES[2], objects, "cat")
+    found = [colors(IMAGES[0], objects, label) for label in ("cat", "dog", "cat")]
+    assert len(asked) == 2 and found[0] == found[2]
 
 
 def test_colors_by_clip_are_the_nearest_of_the_averaged_phrases(tmp_path) -> None:
