@@ -45,7 +45,9 @@ def _load_base(run: dict[str, Any], how: str) -> list[str]:
     lines += ["from peft import PeftModel"] if run.get("loads_by") == "peft" else []
     is_local = not is_embedded and not names_hub_model(run["model"])
     note = "  # a folder on the machine that trained it" if is_local else ""
-    return [*lines, "", f"pipe = DiffusionPipeline.from_pretrained({base}{how}){note}"]
+    given = run["settings"].get("model_init_kwargs") or {}
+    which = "".join(f", {name}={_write(given[name])}" for name in ("revision", "variant") if given.get(name))
+    return [*lines, "", f"pipe = DiffusionPipeline.from_pretrained({base}{which}{how}){note}"]
 
 
 def _load_lora(run: dict[str, Any], source: str, is_on_hub: bool) -> list[str]:

@@ -101,6 +101,14 @@ def test_a_scheduler_is_changed_for_a_lora_only():
     assert "scheduler" not in write_usage(RUN | settings | {"trains_by": "full"}, "me/run", "a", is_on_hub=True)
 
 
+def test_the_base_model_is_loaded_in_the_version_that_was_trained():
+    settings = {"model_init_kwargs": {"revision": "abc", "variant": "fp16", "token": "..."}, "bf16": True}
+    code = write_usage(RUN | {"settings": settings}, "me/run", None, is_on_hub=True)
+    assert 'from_pretrained("a/b", revision="abc", variant="fp16", dtype=torch.bfloat16)' in code
+    code = write_usage(RUN | {"settings": settings, "trains_by": "full"}, "me/run", None, is_on_hub=True)
+    assert 'from_pretrained("me/run", dtype=torch.bfloat16)' in code  # the run's own weights have no such versions
+
+
 def test_the_dtype_in_which_the_code_loads():
     def write(**changes):
         return write_usage(RUN | changes, "me/run", None, is_on_hub=True)
