@@ -58,7 +58,8 @@ class AWM(RenoisedWithOldPolicy):
         check_number("ema_beta", self.ema_beta, lambda x: x >= 0, "of at least 0")
         if self.weight != "ghuber" and self.power != AWM.power:
             raise ValueError(
-                f"loss_kwargs: power={self.power} is for weight='ghuber'; leave it out with weight={self.weight!r}."
+                f"loss_kwargs: power={self.power} has an effect only with weight='ghuber'; leave it out with "
+                f"weight={self.weight!r}."
             )
         if self.ema_beta == 0:
             self._refuse_decay()
@@ -70,7 +71,7 @@ class AWM(RenoisedWithOldPolicy):
             also = "" if self.is_first_replay else "clip below 1, or "
             raise ValueError(
                 f"loss_kwargs: clip={self.clip} {off}, and {kept if self.ema_beta else 'ema_beta=0'}, so nothing "
-                f"limits the move; set {also}ema_beta and decay_max above 0."
+                f"limits how far an update moves the policy; set {also}ema_beta and decay_max above 0."
             )
 
     def _refuse_decay(self) -> None:

@@ -141,8 +141,8 @@ class Part:
         """
         if self.trajectory.means is None:
             raise ValueError(
-                "This rollout holds no means of the policy that made it, which the loss asks for: it was made with "
-                "another loss_type; resume from a checkpoint between two rollouts."
+                "The loss needs the means of the policy that made this rollout, but the rollout was made with another "
+                "loss_type and does not contain them; resume from a checkpoint between two rollouts."
             )
         return self.trajectory.means[self.trajectory.steps == step]
 

@@ -30,8 +30,8 @@ def find_algorithm(loss_type: str | Loss | type[Algorithm]) -> type[Algorithm] |
         raise ValueError(f"The loss '{loss_type}' is a {type(found).__name__}, but a loss must be callable.")
     if inspect.isclass(found) and Algorithm not in found.__mro__:  # a protocol, which issubclass does not take
         raise ValueError(
-            f"The class '{loss_type}' does not inherit from diffusion_grpo.algorithms.base.Algorithm; let it, and "
-            "define passes and loss, or name a loss function."
+            f"The class '{loss_type}' does not inherit from diffusion_grpo.algorithms.base.Algorithm; inherit from it "
+            "and define passes and loss, or give the path of a loss function."
         )
     if inspect.isclass(found):
         _refuse_old_policy(loss_type, found)
@@ -42,8 +42,8 @@ def _refuse_old_policy(loss_type: str | Loss | type[Algorithm], found: Algorithm
     """Refuse an algorithm on recorded steps that has an old policy."""
     if found.needs != "clean" and found.old_decay is not None:
         raise ValueError(
-            f"{loss_type} sets old_decay, but the predictions of an old policy are kept of re-noised samples alone; "
-            "leave old_decay out, or train on those with needs='clean'."
+            f"{loss_type} sets old_decay, but predictions of an old policy are kept only for re-noised samples; leave "
+            "old_decay out, or set needs='clean' to train on such samples."
         )
 
 

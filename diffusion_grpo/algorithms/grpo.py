@@ -131,8 +131,10 @@ class GRPO(Algorithm):
             "The first ratio after a rollout is",
             f"{beyond}the replay does not see what the rollout saw. Look for dropout or randomness in the pipeline, "
             "or for inputs that differ between the two.",
-            explanation="rounding in half precision explains it. To make it exact leave rollout_batch_size at "
-            "per_device_train_batch_size; if a rollout serves several updates, set old_log_prob='replay'."
+            explanation=(
+                "rounding in half precision explains it. To make it exact, leave rollout_batch_size at "
+                "per_device_train_batch_size; if a rollout serves several updates, set old_log_prob='replay'."
+            )
             if self.is_half_precision and explained <= 1
             else None,
         )

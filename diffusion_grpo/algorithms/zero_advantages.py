@@ -65,10 +65,10 @@ def _call(loss: Loss, inputs: LossInputs) -> LossOutput:
     """
     output, name = loss(inputs), getattr(getattr(loss, "func", loss), "__name__", loss)
     if not isinstance(output, LossOutput):
-        raise TypeError(f"{name} returned a {type(output).__name__}; let it return LossOutput(loss, metrics).")
+        raise TypeError(f"{name} returned a {type(output).__name__}; it must return LossOutput(loss, metrics).")
     if not torch.is_tensor(output.loss) or output.loss.ndim:
         found = f"of shape {tuple(output.loss.shape)}" if torch.is_tensor(output.loss) else repr(output.loss)
-        raise TypeError(f"{name} returned the loss {found}; let it return the mean over the samples, as one tensor.")
+        raise TypeError(f"{name} returned the loss {found}; it must return the mean over the samples, as one tensor.")
     if inputs.log_prob.requires_grad and not output.loss.requires_grad:
         raise TypeError(f"{name} returned a loss without a gradient; compute it from inputs.log_prob or inputs.mean.")
     return output

@@ -12,10 +12,10 @@ from .inputs import Refusal, call_or_refuse, check_model_name, hide_loading_bars
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the options of `check`."""
     command.add_argument("model", help="Hub id or folder of a diffusers pipeline, or `tiny`")
-    command.add_argument("--prompt", default="a photo of a cat", help="default: %(default)s")
+    command.add_argument("--prompt", default="a photo of a cat", help="prompt to sample; default: %(default)s")
     sample_settings.add_call_options(command, steps_default=4)
     command.add_argument(
-        "--sde_type", default="auto", help="stochastic process to put on the scheduler; default: %(default)s"
+        "--sde_type", default="auto", help="stochastic process of the denoising steps; default: %(default)s"
     )
     command.add_argument(
         "--noise_level", type=float, default=None, help="noise level of the process; default: the process's own"
@@ -63,8 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     except torch.OutOfMemoryError as error:
         raise Refusal(
-            f"{arguments.model} and one replay do not fit into the accelerator's memory, which says nothing about the "
-            "model; give a smaller --height and --width, --dtype bfloat16, or --device cpu."
+            f"{arguments.model} and one replay do not fit into the accelerator's memory, so it was not checked "
+            "whether the model trains; set a smaller --height and --width, --dtype bfloat16, or --device cpu."
         ) from error
     table = Table(show_header=False, title=f"{arguments.model}: {'trains' if replay.trains else 'does not train'}")
     for field in fields(replay):

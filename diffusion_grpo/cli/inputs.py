@@ -49,9 +49,15 @@ def check_model_name(model: str) -> None:
     if folder.is_file():
         raise ValueError(f"model: {model} is a file; give the folder of a diffusers pipeline, a Hub id, or `tiny`.")
     if folder.is_dir() and not (folder / "model_index.json").is_file():
-        raise ValueError(f"model: {model} holds no model_index.json, so it is not a folder of a diffusers pipeline.")
+        raise ValueError(
+            f"model: {model} contains no model_index.json, so it is not the folder of a diffusers pipeline; give such "
+            "a folder, a Hub id, or `tiny`."
+        )
     if not folder.exists() and (model.startswith((".", "/", "~")) or model.count("/") != 1):
-        raise ValueError(f"model: there is no folder {model}, and a Hub id has the form `owner/name`.")
+        raise ValueError(
+            f"model: there is no folder {model}, and a Hub id has the form `owner/name`; give an existing folder or a "
+            "Hub id."
+        )
 
 
 def hide_loading_bars(model: str) -> None:

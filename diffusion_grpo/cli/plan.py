@@ -43,9 +43,13 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("config", help="YAML file of settings, as for train")
     command.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
     question = command.add_mutually_exclusive_group()
-    question.add_argument("--device-memory", metavar="SIZE", help="say whether the run fits into it, e.g. 24GiB")
     question.add_argument(
-        "--fit", metavar="SIZE", help="print the cheapest settings with which the run fits, as YAML to paste"
+        "--device-memory", metavar="SIZE", help="show whether the run fits into this much memory, e.g. 24GiB"
+    )
+    question.add_argument(
+        "--fit",
+        metavar="SIZE",
+        help="print the cheapest settings with which the run fits into this much memory, as YAML",
     )
     command.usage = "diffusion-grpo plan config.yaml [--key value ...] [--device-memory 24GiB | --fit 24GiB] [--json]"
     command.epilog = (
@@ -96,7 +100,7 @@ def parse_size(text: str) -> int:
     try:
         return convert_file_size_to_int(text)
     except ValueError as error:
-        raise ValueError(f"{text!r} is no size of memory; write 24GiB, 80GB or the like.") from error
+        raise ValueError(f"{text!r} is not a memory size; write, for example, 24GiB or 80GB.") from error
 
 
 def describe_memory(made: "Plan", size: int | None) -> list[str]:
@@ -135,11 +139,11 @@ def print_fit(arguments: argparse.Namespace, overrides: list[str], launch: "Laun
     where = f"the {format_size(found.usable)} of {format_size(size)} that CUDA, kernels and fragmentation leave"
     before, after = format_size(found.before.accelerator), format_size(found.after.accelerator)
     if not found.choices:
-        print(f"# At most {before}: {'it fits' if found.fits else 'nothing here makes it fit'} into {where}.")
+        print(f"# At most {before}: {'it fits' if found.fits else 'no setting tried here makes it fit'} into {where}.")
     elif found.fits:
         print(f"# At most {after} instead of {before}: with these settings it fits into {where}.")
     else:
-        print(f"# Nothing here makes it fit into {where}. The smallest found is {after} instead of {before}:")
+        print(f"# No setting tried here makes it fit into {where}. The smallest found is {after} instead of {before}:")
     print(found.to_yaml(), end="\n" if found.choices else "")
     for note in found.notes:
         print(f"# {note}")

@@ -9,7 +9,9 @@ from .inputs import call_or_refuse
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the options of `report`."""
     command.add_argument("run_dir", help="output folder of a run")
-    command.add_argument("--experiment", help="JSON of an earlier experiment to show beside the run (docs/metrics.md)")
+    command.add_argument(
+        "--experiment", help="JSON file of an earlier experiment to show next to the run (docs/metrics.md)"
+    )
     command.set_defaults(run=run)
 
 

@@ -48,7 +48,7 @@ def add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--port", type=int, default=8000, help="port to listen on, 0 for any free one; default: %(default)s"
     )
-    serve.add_argument("--token_env", help="environment variable with the token that requests must carry")
+    serve.add_argument("--token_env", help="environment variable that contains the token which requests must send")
     serve.add_argument(
         "--max_waiting",
         type=int,
@@ -91,14 +91,15 @@ def run_verify(arguments: argparse.Namespace) -> int:
     elif not compared:
         files = "\n  ".join((*PUBLISHED[name].files, *PUBLISHED[name].targets))
         print(
-            f"Nothing was compared: fetch these and name them, in this order, with --image (and --target):\n  {files}"
+            "Nothing was compared: download these files and pass them, in this order, as --image (and --target):\n  "
+            f"{files}"
         )
     if name in PUBLISHED:
         weights = ", ".join(f"{key}: {value}" for key, value in PUBLISHED[name].options.items())
         print(f"Published at {PUBLISHED[name].source}{f', with {weights}' if weights else ''}")
         for key in sorted(PUBLISHED[name].options.keys() - options.keys()) if compared else ():
             default = inspect.signature(REWARDS[name]).parameters[key].default
-            print(f"These are not the reward's own weights: {key}: {default}, its default, was not compared.")
+            print(f"These are not the reward's default weights: {key}: {default} was not compared.")
     same = PUBLISHED[name].options if compared else {}  # use the weights that have just been downloaded
     drawn = _score_or_refuse(score_drawings, name, {**same, **options})
     print(f"Images drawn here{', scored by the same weights' if compared else ''}:")
@@ -113,7 +114,7 @@ def _read_reward(written: str) -> tuple[str, dict]:
     pairs = list(given.items()) if isinstance(given, dict) else [(written, {})]
     if len(pairs) != 1 or pairs[0][0] not in reward_names() or not isinstance(pairs[0][1], dict):
         raise Refusal(
-            f"{written!r} is no built-in reward, or more than one; `diffusion-grpo rewards list` names them."
+            f"{written!r} is not the name of a single built-in reward; `diffusion-grpo rewards list` shows the names."
         )
     return pairs[0][0], dict(pairs[0][1])
 
@@ -159,7 +160,10 @@ def run_serve(arguments: argparse.Namespace) -> int:
     app = create_app(rewards, token, arguments.max_waiting, arguments.max_megabytes * 2**20)
     listener = call_or_refuse(socket.create_server, (arguments.host, arguments.port))
     if token is None and not arguments.host.startswith("127.") and arguments.host not in ("localhost", "::1"):
-        print("warning: other machines can reach this server, and it asks for no token (--token_env)", file=sys.stderr)
+        print(
+            "warning: other machines can reach this server, and it does not require a token; set --token_env",
+            file=sys.stderr,
+        )
     address = f"http://{arguments.host}:{listener.getsockname()[1]}"
     print(f"serving {', '.join(reward.name for reward in rewards)} on {address}", flush=True)
     Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])

@@ -26,8 +26,12 @@ def add_options(command: argparse.ArgumentParser) -> None:
     """Add the options of `train`. `parse_train_arguments` reads the YAML file and the overrides."""
     from ..config.arguments import LaunchArguments, LoraArguments, ScriptArguments
 
-    command.add_argument("config", nargs="?", help="YAML file of settings; overrides on the command line win")
-    command.add_argument("--list-settings", action="store_true", help="list every setting with its default, and stop")
+    command.add_argument(
+        "config", nargs="?", help="YAML file of settings; settings on the command line take precedence"
+    )
+    command.add_argument(
+        "--list-settings", action="store_true", help="list all settings with their defaults, and exit"
+    )
     command.usage = "diffusion-grpo train [config.yaml] [--key value ...] [--help] [--list-settings]"
     command.epilog = "\n\n".join(
         [

@@ -16,7 +16,9 @@ LAUNCH_VARIABLE = "DIFFUSION_GRPO_LAUNCH"  # tells the processes of a run what t
 class ScriptArguments:
     """What is trained, on which prompts, with which rewards."""
 
-    model: str = field(metadata={"help": "Hub id or folder of a diffusers pipeline, or `tiny`, the embedded model."})
+    model: str = field(
+        metadata={"help": "Hub id or folder of a diffusers pipeline, or `tiny` for the embedded model."}
+    )
     dataset: str = field(
         metadata={
             "help": "Prompts: a .txt (one per line), .jsonl, .json, .csv or .parquet file, a folder written by "
@@ -25,13 +27,18 @@ class ScriptArguments:
     )
     reward_funcs: list[str] = field(
         metadata={
-            "help": "Rewards: built-in names or dotted paths of functions, `my_module.my_reward`; or a mapping from "
-            "these to weights or options, `{text: 0.6, color: {weight: 0.4}}` (docs/rewards/own.md)."
+            "help": "Rewards to train on: names of built-in rewards or dotted paths of functions, such as "
+            "`my_module.my_reward`; or a mapping from these to weights or options, such as `{text: 0.6, color: "
+            "{weight: 0.4}}` (docs/rewards/own.md)."
         }
     )
-    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
+    dataset_train_split: str = field(default="train", metadata={"help": "Split of `dataset` to train on."})
     eval_dataset: str | None = field(
-        default=None, metadata={"help": "Held-out prompts, given like `dataset`; without them nothing is evaluated."}
+        default=None,
+        metadata={
+            "help": "Held-out prompts for evaluations, in any form that `dataset` accepts. Without them nothing is "
+            "evaluated."
+        },
     )
     dataset_test_split: str = field(default="test", metadata={"help": "Split of `eval_dataset` to evaluate on."})
     eval_max_prompts: int | None = field(
@@ -40,18 +47,21 @@ class ScriptArguments:
     eval_reward_funcs: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Evaluation-only rewards: measured in evaluations, never trained on; given like `reward_funcs`."
+            "help": "Evaluation-only rewards, which are measured in evaluations but never trained on. They are "
+            "written like `reward_funcs`."
         },
     )
     baseline_guidance_scales: list[float] | None = field(
         default=None,
-        metadata={"help": "Guidance scales at which the untrained model is evaluated first, for comparison."},
+        metadata={
+            "help": "Guidance scales at which the untrained model is evaluated before training, for comparison."
+        },
     )
     report_experiment: str | None = field(
         default=None,
         metadata={
-            "help": "JSON file of an earlier experiment to show in the report (docs/metrics.md); in a YAML file of "
-            "settings, relative to that file."
+            "help": "JSON file of an earlier experiment to show in the report (docs/metrics.md). In a YAML file of "
+            "settings, the path is relative to that file."
         },
     )
 
@@ -99,19 +109,21 @@ class LoraArguments:
 
     use_peft: bool = field(default=False, metadata={"help": "Train a LoRA instead of all weights."})
     lora_r: int = field(default=16, metadata={"help": "Rank of the LoRA."})
-    lora_alpha: int = field(default=32, metadata={"help": "Scale of the LoRA: its output is multiplied by alpha / r."})
+    lora_alpha: int = field(
+        default=32, metadata={"help": "Scale of the LoRA: its output is multiplied by lora_alpha / lora_r."}
+    )
     lora_target_modules: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Layers that get a LoRA, by the end of their names; a single entry may be a regular expression or "
-            "`all-linear`. By default to_q, to_k, to_v, to_out.0, and in a language model q_proj, k_proj, v_proj, "
-            "o_proj."
+            "help": "Layers that get a LoRA, given by the last part of their names; a single entry may be a regular "
+            "expression or `all-linear`. By default to_q, to_k, to_v, to_out.0, and in a language model q_proj, "
+            "k_proj, v_proj, o_proj."
         },
     )
     lora_init: str = field(
         default="kaiming",
         metadata={
-            "help": "How a LoRA's first factor is initialised: kaiming (PEFT's default) or gaussian, with std "
+            "help": "How the first factor of the LoRA is initialised: kaiming (PEFT's default), or gaussian with std "
             "1 / lora_r (Flow-GRPO). The second factor starts at 0."
         },
     )
@@ -162,8 +174,9 @@ class LaunchArguments:
     accelerate_config: str | None = field(
         default=None,
         metadata={
-            "help": "single_gpu, multi_gpu, multi_node, zero1, zero2, zero3, zero3_offload or fsdp2 "
-            "(docs/distributed.md), or a file written by `accelerate config`."
+            "help": "Configuration with which accelerate starts the processes: single_gpu, multi_gpu, multi_node, "
+            "zero1, zero2, zero3, zero3_offload or fsdp2 (docs/distributed.md), or a file written by `accelerate "
+            "config`."
         },
     )
     num_processes: int | None = field(
@@ -174,13 +187,14 @@ class LaunchArguments:
         },
     )
     num_machines: int | None = field(
-        default=None, metadata={"help": "Number of machines; the same command runs on each."}
+        default=None,
+        metadata={"help": "Number of machines. Start the same command on each machine, with its own machine_rank."},
     )
     machine_rank: int | None = field(default=None, metadata={"help": "Index of this machine, from 0."})
-    main_process_ip: str | None = field(default=None, metadata={"help": "Address of the machine of rank 0."})
+    main_process_ip: str | None = field(default=None, metadata={"help": "Address of the machine with rank 0."})
     main_process_port: int | None = field(
         default=None,
-        metadata={"help": "Port on the machine of rank 0. With a single machine, a free port is used by default."},
+        metadata={"help": "Port on the machine with rank 0. With a single machine, a free port is used by default."},
     )
 
     def __post_init__(self):

@@ -155,7 +155,9 @@ def _check_combinations(args: Sizes) -> None:
             "'loss_per_reward'; use sum_then_normalize."
         )
     if args.selective_checkpointing < 1 and not args.activation_checkpointing:
-        raise ValueError("selective_checkpointing chooses which blocks to recompute; set gradient_checkpointing=True.")
+        raise ValueError(
+            "selective_checkpointing has no effect without gradient checkpointing; set gradient_checkpointing=True."
+        )
     if args.lora_path is not None and args.lora_adapter is not None:
         raise ValueError(
             "lora_path loads a LoRA to train further and lora_adapter names a loaded one; leave one of them out."
@@ -177,9 +179,9 @@ def _check_trainer_settings(args: Sizes) -> None:
     if args.remove_unused_columns:
         raise ValueError("remove_unused_columns must stay False: every column is passed to the reward functions.")
     if args.ignore_data_skip:
-        raise ValueError("ignore_data_skip=True would pair resumed rollouts with other prompts; leave it False.")
+        raise ValueError("ignore_data_skip=True would pair resumed rollouts with the wrong prompts; leave it False.")
     idle = {
-        "train_sampling_strategy": "shuffle_dataset decides about the order of prompts; leave it out.",
+        "train_sampling_strategy": "shuffle_dataset sets the order of the prompts; leave it out.",
         "neftune_noise_alpha": "there are no token embeddings to add noise to; leave it out.",
         "bf16_full_eval": "evaluations run as rollouts do; set bf16 or load the model in bfloat16.",
         "fp16_full_eval": "evaluations run as rollouts do; set fp16 or load the model in float16.",
@@ -191,14 +193,14 @@ def _check_trainer_settings(args: Sizes) -> None:
     saving, evaluating = (str(getattr(value, "value", value)) for value in (args.save_strategy, args.eval_strategy))
     if saving == "best" and evaluating == "no":
         raise ValueError(
-            "save_strategy='best' saves after evaluations, and eval_strategy='no' has none; set "
+            "save_strategy='best' saves after evaluations, but with eval_strategy='no' there are none; set "
             "eval_strategy='steps', or another save_strategy."
         )
     optim = str(getattr(args.optim, "value", args.optim))
     if optim.startswith("schedule_free"):
         raise ValueError(
-            f"optim={optim!r} keeps other weights for training than for sampling, and rollouts sample between two "
-            "updates; choose another, such as adamw_torch."
+            f"optim={optim!r} uses different weights for training and for sampling, but rollouts sample between two "
+            "updates; choose another optimizer, such as adamw_torch."
         )
     if args.auto_find_batch_size and args.world_size > 1:
         raise ValueError(
@@ -247,7 +249,7 @@ def _check_advantage_fn(args: Sizes) -> None:
     if path is None:
         return
     if isinstance(path, str) and "." not in path:
-        raise ValueError(f"advantage_fn={path!r} is no dotted path; write the module too, my_package.{path}.")
+        raise ValueError(f"advantage_fn={path!r} is not a dotted path; include the module, as in my_package.{path}.")
     usual = {"scale_rewards": "group", "reward_baseline": "group", "multi_objective_aggregation": "sum_then_normalize"}
     usual |= {"advantage_estimator": "group"}
     for name, default in usual.items():
@@ -301,7 +303,7 @@ def _check_numbers(args: Sizes) -> None:
     for name, least in at_least.items():
         value = getattr(args, name)
         if value is not None and value < least:
-            reason = "; one sample has no group to be better than" if name == "num_generations" else ""
+            reason = "; a single sample has no group to be compared with" if name == "num_generations" else ""
             raise ValueError(f"{name} must be at least {least}, got {value}{reason}.")
     for name in ("noise_level", "advantage_clip", "value_clip", "max_ratio_error", "fps", "temperature"):
         value = getattr(args, name)
@@ -317,7 +319,7 @@ def _check_ranges(args: Sizes) -> None:
     if args.ema_decay is not None and not 0 < args.ema_decay < 1:
         raise ValueError(f"ema_decay must lie between 0 and 1, got {args.ema_decay}.")
     if args.sde_type in ("cps", "ddim", "ancestral") and args.noise_level is not None and args.noise_level > 1:
-        raise ValueError(f"noise_level of {args.sde_type} lies in (0, 1], got {args.noise_level}.")
+        raise ValueError(f"noise_level must lie in (0, 1] for sde_type={args.sde_type!r}, got {args.noise_level}.")
 
 
 def _check_shares(args: Sizes) -> None:
@@ -338,9 +340,9 @@ def _check_steps(args: Sizes) -> None:
     if args.traits.is_renoised:
         if len(window) != 2 or not 1 <= window[0] < window[1] <= last + 1:
             raise ValueError(
-                f"sde_window={window} must be [start, stop) with 1 <= start < stop <= {last + 1}: loss_type="
-                f"{args.loss_type!r} needs a step before the trained one, to hand over the noised sample, so step 0 "
-                "cannot be trained."
+                f"sde_window={window} must be [start, stop) with 1 <= start < stop <= {last + 1}: "
+                f"loss_type={args.loss_type!r} needs a step before the trained one to pass on the noised sample, so "
+                "step 0 cannot be trained."
             )
     elif len(window) != 2 or not 0 <= window[0] < window[1] <= last:
         raise ValueError(
@@ -355,16 +357,18 @@ def _check_steps(args: Sizes) -> None:
     if args.sde_window_order != "random" and args.window_size == window[1] - window[0]:
         chooses = f"sde_window_order={args.sde_window_order!r} chooses"
         if args.window_size == 1:
-            raise ValueError(f"{chooses} among the steps of the window, but it has only one; widen sde_window.")
+            raise ValueError(
+                f"{chooses} which steps of the window are trained, but the window has only one step; widen sde_window."
+            )
         raise ValueError(
-            f"{chooses} which part of the window is trained, but all {args.window_size} of its steps are; set "
-            "sde_window_size below that."
+            f"{chooses} which part of the window is trained, but all {args.window_size} steps of the window are "
+            "trained; set sde_window_size to a smaller number."
         )
     usual = config_fields()["sde_window_interval"].default
     if args.sde_window_order != "sliding" and args.sde_window_interval != usual:
         raise ValueError(
-            f"sde_window_interval={args.sde_window_interval} is of a sliding window; set sde_window_order='sliding', "
-            "or leave it out."
+            f"sde_window_interval={args.sde_window_interval} has an effect only on a sliding window; set "
+            "sde_window_order='sliding', or leave sde_window_interval out."
         )
     _check_branches(args)
 
@@ -384,13 +388,13 @@ def _check_branches(args: Sizes) -> None:
         )
     if args.same_initial_noise and args.branches != args.num_generations:
         raise ValueError(
-            f"same_initial_noise=True gives a prompt one initial latent, and branches={args.branches} gives it "
+            f"same_initial_noise=True gives each prompt one initial latent, but branches={args.branches} gives it "
             f"{args.num_generations // args.branches}; leave one of them out."
         )
     if args.advantage_estimator == "gae":
         raise ValueError(
-            "advantage_estimator='gae' reads the conditions of each sample in its first step, which branches share; "
-            "leave one of them out."
+            "advantage_estimator='gae' reads the conditions of each sample in its first step, but branches share that "
+            "step; leave one of them out."
         )
 
 
@@ -410,8 +414,8 @@ def _check_renoised(args: Sizes) -> None:
             )
     if args.same_initial_noise:
         raise ValueError(
-            f"same_initial_noise=True makes all samples of a prompt equal with loss_type={args.loss_type!r}, whose "
-            "rollouts draw no noise in the steps; leave it out."
+            f"same_initial_noise=True makes all samples of a prompt identical with loss_type={args.loss_type!r}, "
+            "whose rollouts draw no noise in the steps; leave it out."
         )
     if args.multi_objective_aggregation == "loss_per_reward":
         raise ValueError(
@@ -481,7 +485,7 @@ def _check_context(args: Sizes) -> None:
     if args.world_size % args.context_parallel_size:
         raise ValueError(
             f"context_parallel_size={args.context_parallel_size} does not divide the number of processes, "
-            f"{args.world_size}; start a multiple of it."
+            f"{args.world_size}; set the number of processes to a multiple of it."
         )
     if args.scores_on_some and args.reward_processes > args.data_processes:
         groups = " context-parallel groups" if args.context_parallel_size > 1 else ""
@@ -526,7 +530,7 @@ def _check_batches(args: Sizes) -> None:
             f"{args.batch_sizes.prompts_per_rollout} prompts of a rollout; change it, or steps_per_generation."
         )
     if args.batch_sizes.prompts_per_rollout * generations // args.num_batches_per_step < 2:
-        raise ValueError("A batch of one sample leaves nothing to compare with; lower num_batches_per_step.")
+        raise ValueError("A batch of one sample cannot be compared with anything; lower num_batches_per_step.")
 
 
 def _check_compile_mode(args: Sizes) -> None:
@@ -589,7 +593,7 @@ def check_token_settings(args: Sizes) -> None:
                 "out, or train the denoising network."
             )
     if ("." not in args.loss_type and args.loss_type != "grpo") or args.traits.is_renoised:
-        raise ValueError(f"loss_type={args.loss_type!r} is for denoising steps; tokens are trained with grpo.")
+        raise ValueError(f"loss_type={args.loss_type!r} is for denoising steps; set loss_type='grpo' to train tokens.")
     if args.epsilon <= type(args).epsilon:
         logger.warning(
             "epsilon=%g is a clip range for denoising steps, whose log-probabilities are means over a latent; the "

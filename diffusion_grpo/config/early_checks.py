@@ -100,7 +100,8 @@ def check_prompts_file(source: Any, setting: str) -> None:
     """Refuse a file that does not exist or holds no prompts; a folder or a Hub id is checked when it is read."""
     if isinstance(source, str) and Path(source).suffix not in FILES and Path(source).is_file():
         raise ValueError(
-            f"{setting}: {source} is no file of prompts; their names end in {', '.join(FILES[:-1])} or {FILES[-1]}."
+            f"{setting}: {source} is not a file of prompts; use a file whose name ends in {', '.join(FILES[:-1])} or "
+            f"{FILES[-1]}."
         )
     if isinstance(source, str) and Path(source).suffix in FILES and not Path(source).exists():
         start = "" if Path(source).is_absolute() else " (paths are relative to the working directory)"

@@ -22,16 +22,16 @@ def check_name(name: Any, what: str, remedy: str) -> None:
     if not isinstance(name, str):
         wrong = f"is of type {type(name).__name__}"
     elif not name.strip(". "):
-        wrong = "holds nothing but dots and spaces" if name else "is empty"
+        wrong = "consists only of dots and spaces" if name else "is empty"
     elif "/" in name or "\\" in name:
-        wrong = f"may not hold {'/' if '/' in name else chr(92)!r}"
+        wrong = f"must not contain {'/' if '/' in name else chr(92)!r}"
     elif not name.isprintable():
-        wrong = "holds a line break or another character that cannot be printed"
+        wrong = "contains a line break or another unprintable character"
     elif len(name.encode()) > LONGEST:
         wrong = f"takes {len(name.encode())} bytes, more than {LONGEST}"
     if wrong is not None:
         shown = repr(name) if len(repr(name)) <= 60 else f"{repr(name)[:60]}..."
-        raise ValueError(f"{what} {shown} {wrong}, but it goes into file names and metrics; {remedy}.")
+        raise ValueError(f"{what} {shown} {wrong}, but it is used in file names and metrics; {remedy}.")
 
 
 def refuse_unknown(values: dict[str, Any], known: list[str]) -> None:

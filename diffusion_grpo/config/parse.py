@@ -229,7 +229,7 @@ def _group_by_key(overrides: list[str]) -> list[tuple[str, list[str]]]:
         if token.startswith("--"):
             groups.append((token[2:].partition("=")[0].replace("-", "_"), [token]))
         elif not groups:
-            raise ValueError(f"`{token}` stands alone; overrides are written `--key value`.")
+            raise ValueError(f"`{token}` does not belong to a key; write overrides as `--key value`.")
         else:
             groups[-1][1].append(token)
     return groups

@@ -29,37 +29,37 @@ class QuantizationSettings:
     load_in_4bit: bool = field(
         default=False,
         metadata={
-            "help": "Load the trained network and the large text encoders (all but CLIP's) in 4 bit, by bitsandbytes; "
-            "a LoRA is trained on top. Needs a GPU."
+            "help": "Load the trained network and the large text encoders (all except CLIP's) in 4-bit precision with "
+            "bitsandbytes, and train a LoRA on top. Requires a GPU."
         },
     )
     load_in_8bit: bool = field(
         default=False,
         metadata={
-            "help": "The same in 8 bit (LLM.int8), which rounds the inputs of the quantised layers to fp16. Needs a "
-            "GPU."
+            "help": "Like load_in_4bit, but in 8-bit precision (LLM.int8), which rounds the inputs of the quantised "
+            "layers to fp16. Requires a GPU."
         },
     )
     bnb_4bit_quant_type: str = field(
-        default="nf4", metadata={"help": "Numbers that load_in_4bit rounds to: nf4 or fp4."}
+        default="nf4", metadata={"help": "Data type of the weights with load_in_4bit: nf4 or fp4."}
     )
     use_bnb_nested_quant: bool = field(
         default=False,
-        metadata={"help": "With load_in_4bit, quantise the scales of the blocks too (double quantisation)."},
+        metadata={"help": "With load_in_4bit, also quantise the scales of the blocks (double quantisation)."},
     )
     bnb_4bit_quant_storage: str | None = field(
         default=None,
         metadata={
-            "help": "With load_in_4bit, dtype in which the packed weights are stored (bfloat16 and the like); by "
-            "default uint8."
+            "help": "With load_in_4bit, dtype in which the packed weights are stored, such as bfloat16; by default "
+            "uint8."
         },
     )
     quantization: dict[str, Any] | str | None = field(
         default=None,
         metadata={
-            "help": "Backend that quantises each component of the pipeline, through diffusers or transformers: "
-            "{transformer: torchao, text_encoder_3: {backend: bitsandbytes_8bit}}; null keeps a component as it is. "
-            "docs/memory.md lists backends and their options."
+            "help": "Quantisation backend of diffusers or transformers for each component of the pipeline, for "
+            "example {transformer: torchao, text_encoder_3: {backend: bitsandbytes_8bit}}. null leaves a component "
+            "unquantised. docs/memory.md lists the backends and their options."
         },
     )
 
@@ -117,8 +117,8 @@ def _check_storage(args: Any) -> None:
     storage = str(args.bnb_4bit_quant_storage).removeprefix("torch.")
     if args.bnb_4bit_quant_storage is not None and args.bf16 is not None and storage not in ("uint8", own):
         raise ValueError(
-            f"bnb_4bit_quant_storage={storage!r} would be cast, bits and all, in a run in {own}; set it to {own}, or "
-            "leave it out."
+            f"bnb_4bit_quant_storage={storage!r} would be cast to {own}, the dtype of this run, which would change "
+            f"the packed weights; set it to {own}, or leave it out."
         )
 
 
@@ -179,8 +179,8 @@ def _check_options(component: str, backend: str, options: Mapping[str, Any]) -> 
         )
     if backend == "gguf" and not options.get("file"):
         raise ValueError(
-            f"quantization: {component}: gguf reads weights that are quantised already; name their file, "
-            f"{{backend: gguf, file: ...}}."
+            f"quantization: {component}: gguf reads weights from a file in which they are already quantised; give it "
+            "as {backend: gguf, file: ...}."
         )
     weights = options.get("weights_dtype", "int8")
     if backend == "quanto" and weights not in ("int8", "int4", "int2", "float8"):

@@ -12,15 +12,15 @@ class RunSettings:
     offload_frozen: str | None = field(
         default=None,
         metadata={
-            "help": "cpu: keep text encoders, image encoders and the VAE in CPU memory; each is on the accelerator "
-            "only while it is used, and never while the trained network runs."
+            "help": "Where to keep frozen components. cpu: text encoders, image encoders and the VAE stay in CPU "
+            "memory; each is moved to the accelerator only while it is used, and never while the trained network runs."
         },
     )
     offload_rewards: str | None = field(
         default=None,
         metadata={
-            "help": "cpu: keep the networks of all rewards in CPU memory except while they score, as `offload: true` "
-            "does for a single reward. They then score after each rollout, not during it."
+            "help": "Where to keep the networks of rewards. cpu: all of them stay in CPU memory except while they "
+            "score, as `offload: true` does for a single reward. They then score after each rollout, not during it."
         },
     )
     group_offload: str | None = field(
@@ -28,8 +28,8 @@ class RunSettings:
         metadata={
             "help": "Keep the trained network's frozen weights in CPU memory, and move them to the accelerator only "
             "while they are used, in rollouts, replays and the backward pass. block_level moves whole blocks; "
-            "leaf_level moves single layers, which takes the least memory and the most transfers. Only for a LoRA; "
-            "see docs/memory.md."
+            "leaf_level moves single layers, which takes the least memory and the most transfers. Works only when a "
+            "LoRA is trained; see docs/memory.md."
         },
     )
     group_offload_blocks: int = field(
@@ -38,49 +38,50 @@ class RunSettings:
     group_offload_stream: bool = field(
         default=False,
         metadata={
-            "help": "Fetch the next block while the current one computes (group_offload). This takes page-locked CPU "
-            "memory for all frozen weights of the network, and accelerator memory for one more block. Blocks are then "
-            "not copied back to CPU memory."
+            "help": "With group_offload, fetch the next block while the current one computes. This takes page-locked "
+            "CPU memory for all frozen weights of the network, and accelerator memory for one more block. Blocks are "
+            "then not copied back to CPU memory."
         },
     )
     cache_prompt_embeds: str = field(
         default="off",
         metadata={
-            "help": "memory or disk: encode all prompts of the run (train, eval and validation) and the negative "
-            "prompt once, before the run begins, and then free the text encoders. disk keeps the embeddings for "
-            "later runs, which then do not load the text encoders at all; memory keeps them for this run only."
+            "help": "Encode all prompts of the run (train, eval and validation) and the negative prompt once, before "
+            "the run begins, and then free the text encoders. memory keeps the embeddings for this run only; disk "
+            "also keeps them for later runs, which then do not load the text encoders at all. off caches nothing."
         },
     )
     prompt_embeds_dir: str | None = field(
         default=None,
         metadata={
-            "help": "Folder of cache_prompt_embeds: disk. By default one that all runs share, "
-            "diffusion_grpo/prompt_embeds in the Hugging Face cache."
+            "help": "Folder for the embeddings of cache_prompt_embeds: disk. By default diffusion_grpo/prompt_embeds "
+            "in the Hugging Face cache, which all runs share."
         },
     )
     context_parallel_size: int = field(
         default=1,
         metadata={
-            "help": "Number of processes that share the sequence of each sample, for videos too long for one. It must "
-            "divide the number of processes; samples and batches are counted as if each such group were one process."
+            "help": "Number of processes that share the sequence of each sample, for videos too long for one process. "
+            "Must divide the number of processes. For samples and batches, each such group counts as one process."
         },
     )
     context_parallel_type: str = field(
         default="ulysses",
         metadata={
-            "help": "How processes share a sequence (context_parallel_size). ulysses: each takes some of the "
-            "attention heads, whose number context_parallel_size must divide. ring: keys and values are passed "
-            "around; needs CUDA and half precision."
+            "help": "How processes share a sequence (context_parallel_size). ulysses: each process computes some of "
+            "the attention heads, and context_parallel_size must divide their number. ring: keys and values are "
+            "passed around; requires CUDA and half precision."
         },
     )
     train_component: str | None = field(
-        default=None, metadata={"help": "Name of the trained network; by default transformer, unet, prior or decoder."}
+        default=None,
+        metadata={"help": "Name of the network to train; by default transformer, unet, prior or decoder."},
     )
     lora_path: str | None = field(
         default=None,
         metadata={
-            "help": "Existing LoRA to train further, in place of a new one: the folder of a run, a checkpoint or a "
-            "PEFT adapter, a file, or a Hub id. It keeps its rank and layers. The reference is the model with the "
+            "help": "Existing LoRA to train further, instead of a new one: the folder of a run, a checkpoint or a "
+            "PEFT adapter, a file, or a Hub id. It keeps its rank and layers. The reference is the model with this "
             "LoRA as it was loaded."
         },
     )
@@ -94,8 +95,8 @@ class RunSettings:
     keep_adapters: bool = field(
         default=False,
         metadata={
-            "help": "Keep other LoRAs of the pipeline active and frozen beside the trained one; otherwise they are "
-            "refused. Only the trained one is saved."
+            "help": "Keep other LoRAs of the pipeline active but frozen while one is trained; by default they are "
+            "refused. Only the trained LoRA is saved."
         },
     )
     model_init_kwargs: dict[str, Any] | str | None = field(
@@ -104,8 +105,8 @@ class RunSettings:
     selective_checkpointing: float = field(
         default=1.0,
         metadata={
-            "help": "Share of the network's blocks whose activations are recomputed, evenly spread. 0.5 recomputes "
-            "every other block, which takes more memory and less time than 1.0."
+            "help": "Fraction of the network's blocks, evenly spread, whose activations are recomputed. 0.5 "
+            "recomputes every other block, which takes more memory and less time than 1.0."
         },
     )
     shuffle_dataset: bool = field(default=True, metadata={"help": "Shuffle the prompts in each epoch."})
@@ -114,39 +115,44 @@ class RunSettings:
     )
     num_completions_to_log: int = field(
         default=16,
-        metadata={"help": "Samples of an evaluation, or of a rollout (log_samples_steps), that are saved and shown."},
+        metadata={
+            "help": "Number of samples to save and show from an evaluation or from a rollout (log_samples_steps)."
+        },
     )
     log_samples_steps: int | None = field(
         default=50,
         metadata={
-            "help": "Every N updates, and in the first and the last rollout, save num_completions_to_log samples for "
-            "the report; null for none. No effect if save_samples_steps is set or log_completions is False."
+            "help": "Save num_completions_to_log samples for the report every N updates, and in the first and the "
+            "last rollout; null for none. Has no effect if save_samples_steps is set or log_completions is False."
         },
     )
     save_samples_steps: int | None = field(
         default=None,
         metadata={
-            "help": "Every N updates, save all samples of the rollout (PNG, MP4 or WAV) beside the table of its "
+            "help": "Save all samples of the rollout (PNG, MP4 or WAV) every N updates, next to the table of its "
             "prompts, rewards and advantages."
         },
     )
     push_samples: bool = field(
         default=False,
         metadata={
-            "help": "Push samples, evaluations, the report and tensorboard's events (which contain the host name) to "
-            "the Hub too. By default only the weights, the model card, its images, run.json and train.yaml are pushed."
+            "help": "Also push samples, evaluations, the report and tensorboard's events (which contain the host "
+            "name) to the Hub. By default only the weights, the model card, its images, run.json and train.yaml are "
+            "pushed."
         },
     )
     validation_prompts: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Prompts that are sampled from fixed seeds every validation_steps updates, saved and sent to "
-            "report_to, but never scored."
+            "help": "Prompts from which samples are generated with fixed seeds every validation_steps updates. The "
+            "samples are saved and sent to report_to, but never scored."
         },
     )
     validation_steps: int = field(
         default=10,
-        metadata={"help": "Updates between two rounds of validation_prompts; the first round is before training."},
+        metadata={
+            "help": "Number of updates between two rounds of validation_prompts. The first round is before training."
+        },
     )
     overlap_rewards: bool = field(
         default=True,
@@ -168,14 +174,15 @@ class RunSettings:
     watch_rewards: list[str] | None = field(
         default_factory=lambda: ["auto"],
         metadata={
-            "help": "Further rewards that evaluations measure, to show what gets worse in training. Give names, or "
-            "auto for cheap rewards that fit the kind of samples; null for none."
+            "help": "Additional rewards that are measured in evaluations, to show what gets worse during training. "
+            "Give names, or auto for cheap rewards that fit the kind of samples; null for none."
         },
     )
     resume_without_optimizer: bool = field(
         default=False,
         metadata={
-            "help": "Allow a checkpoint without optimizer or schedule state (written with save_only_model) to be "
-            "resumed. The optimizer then starts anew, and the learning rate continues from the checkpoint's update."
+            "help": "Allow resuming from a checkpoint without optimizer or schedule state (written with "
+            "save_only_model). The optimizer then starts afresh, and the learning rate continues from the "
+            "checkpoint's update."
         },
     )

@@ -75,29 +75,37 @@ class DiffusionGRPOConfig(
     lr_scheduler_type: str = field(
         default="constant",
         metadata={
-            "help": "Any of transformers' learning rate schedules. With warmup_steps, constant becomes "
+            "help": "Learning rate schedule; any of transformers' schedules. With warmup_steps, constant becomes "
             "constant_with_warmup."
         },
     )
-    weight_decay: float = field(default=1e-4, metadata={"help": "AdamW's weight decay."})
+    weight_decay: float = field(default=1e-4, metadata={"help": "Weight decay of AdamW."})
     per_device_train_batch_size: int = field(
-        default=4, metadata={"help": "Samples in one forward and backward pass; rollouts use the same size."}
+        default=4,
+        metadata={
+            "help": "Number of samples in one forward and backward pass; also the batch size of rollouts unless "
+            "rollout_batch_size is set."
+        },
     )
     per_device_eval_batch_size: int | None = field(
-        default=None, metadata={"help": "Samples generated together in an evaluation; by default as in rollouts."}
+        default=None,
+        metadata={"help": "Number of samples generated together in evaluations; by default the same as in rollouts."},
     )
-    gradient_accumulation_steps: int = field(default=32, metadata={"help": "Micro-batches in one optimizer update."})
+    gradient_accumulation_steps: int = field(
+        default=32, metadata={"help": "Number of micro-batches in one optimizer update."}
+    )
     activation_checkpointing: bool | None = field(
         default=True,
         metadata={
             "help": "Recompute activations in the backward pass, which takes less memory and more time. "
-            "gradient_checkpointing, the name that TRL uses, sets the same."
+            "gradient_checkpointing, the name in TRL, is accepted too."
         },
     )
     bf16: bool | None = field(
         default=None,
         metadata={
-            "help": "Mixed bfloat16 precision. By default on if the GPU computes in it; set fp16 on older ones."
+            "help": "Train in mixed bfloat16 precision. By default on if the GPU supports bfloat16 natively; on older "
+            "GPUs, set fp16."
         },
     )
     logging_steps: float = field(default=1, metadata={"help": "Log every N updates."})
@@ -105,20 +113,30 @@ class DiffusionGRPOConfig(
     eval_steps: float | None = field(
         default=None,
         metadata={
-            "help": "Evaluate every N updates. A number below 1 is a share of the run. By default the value of "
+            "help": "Evaluate every N updates. A number below 1 is a fraction of the run. By default the value of "
             "logging_steps if that is set, otherwise that of save_steps."
         },
     )
     ddp_find_unused_parameters: bool | None = field(
-        default=False, metadata={"help": "Let DDP search for unused parameters; a policy uses all of them."}
+        default=False,
+        metadata={
+            "help": "Let DDP search for unused parameters. Off by default, because a policy uses all of its "
+            "parameters."
+        },
     )
     ddp_broadcast_buffers: bool | None = field(
         default=False,
-        metadata={"help": "Let DDP broadcast buffers in each update; position tables are large and never change."},
+        metadata={
+            "help": "Let DDP broadcast buffers in each update. Off by default, because position tables are large and "
+            "never change."
+        },
     )
     dataloader_pin_memory: bool = field(
         default=False,
-        metadata={"help": "Pin batches in memory; a batch is only prompts here, so there is nothing to gain."},
+        metadata={
+            "help": "Pin batches in memory. Off by default, because a batch contains only prompts and there is "
+            "nothing to gain."
+        },
     )
     remove_unused_columns: bool | None = field(
         default=False, metadata={"help": "Must stay False: every column is passed to the reward functions."}
@@ -227,8 +245,8 @@ def check_launched(launched: int, world_size: int) -> None:
     """
     if launched > 1 and world_size == 1:
         raise ValueError(
-            f"{launched} processes were started, but each would be a run of its own in one folder; set use_cpu=True "
-            "to train on CPUs, or start one process."
+            f"{launched} processes were started, but each would start its own run in the same folder; set "
+            "use_cpu=True to train on CPUs, or start one process."
         )
 
 
@@ -241,7 +259,9 @@ def add_warmup(schedule: SchedulerType, warmup_steps: float) -> SchedulerType:
     if not warmup_steps:
         return schedule
     if schedule.value in WATCHING_SCHEDULES:
-        hint = "; lr_scheduler_kwargs: {warmup: ...} is its own" if schedule == SchedulerType.GREEDY else ""
+        hint = (
+            "; it has its own warm-up, lr_scheduler_kwargs: {warmup: ...}" if schedule == SchedulerType.GREEDY else ""
+        )
         raise ValueError(
             f"warmup_steps={warmup_steps:g} has no effect with lr_scheduler_type={schedule.value!r}, which follows "
             f"the evaluations; leave it out, or use another schedule{hint}."

@@ -12,23 +12,24 @@ class UpdateSettings:
     loss_type: str = field(
         default="grpo",
         metadata={
-            "help": "The algorithm. On recorded steps: grpo, grpo_guard, dppo. On finished samples that are noised "
-            "again: nft (DiffusionNFT), awm (advantage-weighted matching), dgpo, dpo (online). Or the dotted path of "
-            "a loss function or of an algorithm's class."
+            "help": "Algorithm to train with. grpo, grpo_guard and dppo train on the recorded steps of a rollout. nft "
+            "(DiffusionNFT), awm (advantage-weighted matching), dgpo and dpo (online) train on re-noised samples, "
+            "that is, finished samples to which noise is added again. The dotted path of a loss function or of an "
+            "algorithm's class is accepted too."
         },
     )
     loss_kwargs: dict[str, Any] | str | None = field(
         default=None,
         metadata={
-            "help": "Settings of the loss or algorithm that loss_type names, as JSON on the command line. Each "
-            "algorithm has a page that lists them (docs/algorithms/index.md); grpo has none."
+            "help": "Settings of the loss or algorithm selected by loss_type; on the command line, as JSON. The page "
+            "of each algorithm lists its settings (docs/algorithms/index.md); grpo has none."
         },
     )
     beta: float = field(
         default=0.0,
         metadata={
-            "help": "Weight of the KL divergence to the reference model. On re-noised samples, weight of the squared "
-            "distance between the predictions of the policy and the reference."
+            "help": "Weight of the KL divergence to the reference model. For losses on re-noised samples, weight of "
+            "the squared distance between the predictions of the policy and the reference."
         },
     )
     step_weight: str = field(
@@ -56,42 +57,48 @@ class UpdateSettings:
         },
     )
     epsilon_high: float | None = field(
-        default=None, metadata={"help": "Upper end of the clip range, 1 + epsilon_high; by default epsilon."}
+        default=None,
+        metadata={
+            "help": "Upper end of the clip range: the ratio is clipped to at most 1 + epsilon_high. By default equal "
+            "to epsilon."
+        },
     )
     importance_sampling_level: str = field(
         default="token",
         metadata={
-            "help": "token: each denoising step or token has its own ratio. sequence: all steps or tokens of a sample "
-            "share the geometric mean of their ratios (GSPO, https://huggingface.co/papers/2507.18071). sequence "
-            "takes one more forward pass per step if a rollout is trained on more than once."
+            "help": "Level at which ratios are computed. token: each denoising step or token has its own ratio. "
+            "sequence: all steps or tokens of a sample share the geometric mean of their ratios (GSPO, "
+            "https://huggingface.co/papers/2507.18071). sequence takes one more forward pass per step if a rollout is "
+            "trained on more than once."
         },
     )
-    num_iterations: int = field(default=1, metadata={"help": "How many times each rollout is trained on."})
+    num_iterations: int = field(default=1, metadata={"help": "Number of times each rollout is trained on."})
     steps_per_generation: int | None = field(
         default=None,
         metadata={
-            "help": "Micro-batches in one rollout, a multiple of gradient_accumulation_steps; by default equal to it, "
-            "which is one update per rollout."
+            "help": "Number of micro-batches in one rollout. Must be a multiple of gradient_accumulation_steps. By "
+            "default equal to it, which gives one update per rollout."
         },
     )
     scale_rewards: str = field(
         default="group",
         metadata={
-            "help": "group or batch: divide rewards by the std of the group or of the batch. none: do not divide them."
+            "help": "How rewards are scaled. group or batch: divide them by the standard deviation of the group or of "
+            "the batch. none: do not divide them."
         },
     )
     reward_baseline: str = field(
         default="group",
         metadata={
-            "help": "group or batch: compare rewards with the mean of the group or of the batch. With batch, "
+            "help": "Mean that rewards are compared with: that of the group, or of the batch. With batch, "
             "num_generations may be 1."
         },
     )
     num_batches_per_step: int = field(
         default=1,
         metadata={
-            "help": "Batches in one rollout; statistics of the batch (scale_rewards, reward_baseline, the scale of "
-            "gae) are computed for each separately. Must divide the number of prompts in a rollout."
+            "help": "Number of batches in one rollout. Batch statistics (scale_rewards, reward_baseline, the scale of "
+            "gae) are computed for each batch separately. Must divide the number of prompts in a rollout."
         },
     )
     reward_weights: list[float] | None = field(
@@ -111,13 +118,20 @@ class UpdateSettings:
             "help": "Dotted path of a function that computes the advantages in place of scale_rewards, "
             "reward_baseline and multi_objective_aggregation. It is called as my_advantages(rewards, groups, *, "
             "weights, batches) and returns one advantage per sample. rewards has the shape (samples, functions), with "
-            "NaN where a function left a sample out. groups and batches hold the index of each sample's group and "
-            "batch, and weights holds one weight per function."
+            "NaN where a function did not score a sample. groups and batches hold the index of each sample's group "
+            "and batch, and weights holds one weight per function."
         },
     )
-    advantage_clip: float | None = field(default=5.0, metadata={"help": "Clamp advantages to +- this."})
+    advantage_clip: float | None = field(
+        default=5.0,
+        metadata={"help": "Clamp advantages to the range from -advantage_clip to advantage_clip; null for no limit."},
+    )
     reward_threshold: float | None = field(
-        default=None, metadata={"help": "Groups whose mean reward is below this contribute nothing."}
+        default=None,
+        metadata={
+            "help": "Mean reward below which a group contributes nothing to the update. By default all groups "
+            "contribute."
+        },
     )
     drop_zero_advantages: bool = field(
         default=False,
@@ -130,18 +144,20 @@ class UpdateSettings:
     old_log_prob: str = field(
         default="auto",
         metadata={
-            "help": "Where the denominator of the ratio comes from. rollout: the rollout. replay: a replay before the "
-            "first update, in the batches that are trained, so that the first ratio is 1 by construction. auto: "
-            "replay if a rollout serves only one update (the replay then costs nothing) or if loss_type is grpo_guard "
-            "or dppo, else rollout. The difference between rollout and replay is always measured and checked."
+            "help": "Where the denominator of the ratio comes from. rollout: from the rollout itself. replay: from a "
+            "replay before the first update, in the batches that are trained, so that the first ratio is 1 by "
+            "construction. auto: replay if a rollout serves only one update (the replay then costs nothing) or if "
+            "loss_type is grpo_guard or dppo, otherwise rollout. The difference between rollout and replay is always "
+            "measured and checked."
         },
     )
     max_ratio_error: float | None = field(
         default=1e-4,
         metadata={
-            "help": "Stop if a replay right after the rollout gives a ratio that differs from 1 by more than this. In "
-            "bf16 and fp16, the run only warns once if rounding explains the difference. On re-noised samples, it is "
-            "the difference of first predictions, relative to their size. None never stops."
+            "help": "Stop the run if a replay right after the rollout gives a ratio that differs from 1 by more than "
+            "this value. In bf16 and fp16, the run only warns once if rounding explains the difference. For losses on "
+            "re-noised samples, the limit applies to the difference between the first predictions, relative to their "
+            "size. With null the run never stops."
         },
     )
 
@@ -149,21 +165,25 @@ class UpdateSettings:
     advantage_estimator: str = field(
         default="group",
         metadata={
-            "help": "group: compare rewards within the group (GRPO). gae: generalized advantage estimation with a "
-            "value model trained beside the policy (PPO); num_generations may be 1."
+            "help": "How advantages are estimated. group: compare rewards within the group (GRPO). gae: generalized "
+            "advantage estimation with a value model that is trained together with the policy (PPO); num_generations "
+            "may be 1."
         },
     )
     value_learning_rate: float = field(default=1e-3, metadata={"help": "Learning rate of the value model."})
     value_clip: float | None = field(
         default=0.2,
         metadata={
-            "help": "How far a value may move on one rollout (PPO's clipped value loss), in standard deviations of "
-            "the first rollout's rewards; null for no limit."
+            "help": "Limit on how far a value may move in the updates on one rollout (PPO's clipped value loss), in "
+            "standard deviations of the first rollout's rewards; null for no limit."
         },
     )
-    gamma: float = field(default=1.0, metadata={"help": "Discount of a reward for each trained step before it."})
+    gamma: float = field(
+        default=1.0,
+        metadata={"help": "Discount factor of the reward, applied once for each trained step that precedes it."},
+    )
     gae_lambda: float = field(
-        default=0.95, metadata={"help": "GAE's lambda: 1 uses the reward alone, 0 the next step's value."}
+        default=0.95, metadata={"help": "Lambda of GAE: 1 uses only the reward, 0 only the value of the next step."}
     )
 
     # Reference and average
@@ -171,14 +191,17 @@ class UpdateSettings:
         default=False, metadata={"help": "Move the reference towards the policy every ref_model_sync_steps updates."}
     )
     ref_model_mixup_alpha: float = field(
-        default=0.6, metadata={"help": "Share of the policy in the reference at each synchronisation."}
+        default=0.6,
+        metadata={"help": "Weight of the policy when it is mixed into the reference at each synchronisation."},
     )
-    ref_model_sync_steps: int = field(default=512, metadata={"help": "Updates between two synchronisations."})
+    ref_model_sync_steps: int = field(
+        default=512, metadata={"help": "Number of updates between two synchronisations of the reference."}
+    )
     ds3_gather_for_generation: bool = field(
         default=True,
         metadata={
             "help": "Under DeepSpeed ZeRO-3, gather the whole network once per rollout and evaluation, which is fast "
-            "but takes the memory of the whole network; False gathers layer by layer."
+            "but takes the memory of the whole network. With false it is gathered layer by layer."
         },
     )
     fsdp_gather_for_generation: bool = field(
@@ -194,8 +217,10 @@ class UpdateSettings:
     ema_decay: float | None = field(
         default=None,
         metadata={
-            "help": "Decay of a moving average of the policy, which is evaluated, saved and pushed in its place; the "
-            "policy itself is saved in the subfolder `policy`. By default there is no average."
+            "help": "Decay of a moving average of the policy. The average is evaluated, saved and pushed in place of "
+            "the policy, which is saved in the subfolder `policy`. By default there is no average."
         },
     )
-    ema_update_interval: int = field(default=8, metadata={"help": "Updates between two steps of the average."})
+    ema_update_interval: int = field(
+        default=8, metadata={"help": "Number of updates of the policy between two updates of the moving average."}
+    )

@@ -40,8 +40,8 @@ def build_arguments(rows: list[dict[str, Any]], accepted: set[str], is_bare: boo
             continue
         if missing:
             raise ValueError(
-                f"The column '{name}' is None in {missing} of the {len(values)} rows of one pipeline call; fill it in "
-                "all rows or in none."
+                f"The column '{name}' is None in {missing} of the {len(values)} rows of one pipeline call; give it a "
+                "value in all rows or in none."
             )
         if not is_setting:
             inputs[name] = values[0] if is_bare else _stack(values)

@@ -16,7 +16,7 @@ WORDS = re.compile(r"(pooled_)?prompt_embeds(_(?!mask|scale|pooled)\w+)?|prompt_
 MASKS = re.compile(r"prompt_attention_mask(_2)?|prompt_embeds_mask(_2)?|(encoder_)?attention_mask")
 TEXTS = ("prompt", "prompt_2", "prompt_3", "prompt_4")
 PREFIXES = ("", "negative_")
-BATCHED = "leave out the dimension of the batch, for each row is one sample"
+BATCHED = "leave out the batch dimension, because each row is one sample"
 
 
 def is_embedding(name: str) -> bool:
@@ -74,7 +74,7 @@ def check_embeddings(dataset: datasets.Dataset, accepted: set[str], name: str, p
         missing = [column for column in needed if column not in columns]
         if given and missing:
             raise ValueError(
-                f"{name} has the column {given[0]!r} but not {missing[0]!r}, and {pipeline} takes them together; add "
+                f"{name} has the column {given[0]!r} but not {missing[0]!r}, and {pipeline} needs them together; add "
                 f"the column, or leave out {', '.join(map(repr, given))}."
             )
         if is_stored:

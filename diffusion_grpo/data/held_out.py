@@ -36,7 +36,7 @@ def warn_of_trained_prompts(counts: dict[str, int | None]) -> None:
     if counts["eval_in_train"]:
         logger.warning(
             "%d of the %d prompts of eval_dataset are in train_dataset too, so evaluations will not say how well the "
-            "model does on new prompts; give other prompts as eval_dataset for that.",
+            "model does on new prompts; use other prompts in eval_dataset to measure that.",
             counts["eval_in_train"],
             counts["eval"],
         )

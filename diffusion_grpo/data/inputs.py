@@ -197,8 +197,8 @@ class PipelineInputs:
         for column in list_given(dataset):
             if column.startswith("callback") and column in self.accepted:
                 raise ValueError(
-                    f"{name}, column {column!r}: a callback of {self.pipeline.__name__} is a function, which is no "
-                    "value of a row; rename the column."
+                    f"{name}, column {column!r}: a callback of {self.pipeline.__name__} is a function, which a row "
+                    "cannot contain; rename the column."
                 )
             if column in RATES and column in self.accepted:
                 raise ValueError(
@@ -297,8 +297,8 @@ class PipelineInputs:
         times = scheduler.timesteps.cpu().float() / scheduler.config.num_train_timesteps
         if not torch.allclose(times, scheduler.sigmas[: len(times)].cpu().float(), atol=1e-3):
             raise UnsupportedPipeline(
-                f"sigmas: {self.pipeline.__name__} tells its network times of its own, which would not be those of "
-                "the steps; leave sigmas out."
+                f"sigmas: {self.pipeline.__name__} passes its network times that it computes itself, which would not "
+                "match those of the steps; leave sigmas out."
             )
 
     def _check_window(self, policy: Policy, args: DiffusionGRPOConfig) -> None:
@@ -457,8 +457,8 @@ def prepare_inputs(
     inputs = PipelineInputs(pipe, args, asked)
     if getattr(args, "validation_prompts", None) and (missing := inputs.find_missing(())):
         raise ValueError(
-            f"validation_prompts hold prompts alone, and {pipe.__name__} cannot be called without {missing[0]!r}; use "
-            "an eval_dataset with such a column instead."
+            f"validation_prompts contain only prompts, but {pipe.__name__} cannot be called without {missing[0]!r}; "
+            "use an eval_dataset with such a column instead."
         )
     for name, dataset in named:
         inputs.check(dataset, name)

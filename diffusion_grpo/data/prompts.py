@@ -81,7 +81,9 @@ def load_prompts(source: str, split: str = "train") -> datasets.Dataset:
         return make_paths_absolute(_read_file(path), path.absolute().parent)
     if path.is_file():  # `datasets` would take its name for a Hub id
         *most, last = READERS
-        raise ValueError(f"{source} is no file of prompts; their names end in {', '.join(most)} or {last}.")
+        raise ValueError(
+            f"{source} is not a file of prompts; use a file whose name ends in {', '.join(most)} or {last}."
+        )
     if (path / "dataset_dict.json").is_file():
         splits = datasets.load_from_disk(source)
         if split not in splits:
@@ -115,7 +117,7 @@ def _read_file(path: Path) -> datasets.Dataset:
 
 
 def _find_reason(error: Exception) -> str:
-    return " ".join(str(error.__cause__ or error).split()) or "it holds no rows"
+    return " ".join(str(error.__cause__ or error).split()) or "it contains no rows"
 
 
 def find_splits(folder: Path) -> dict[str, Path]:
@@ -247,8 +249,8 @@ def _check_shown(dataset: datasets.Dataset, name: str) -> None:
         found = list(dataset[0])
         if "prompt" in dataset.column_names and "prompt" not in found:
             raise ValueError(
-                f"{name} has a transform (set_transform) whose rows have no 'prompt', only {found}; let it return the "
-                "prompts too."
+                f"{name} has a transform (set_transform) whose rows have no 'prompt', only {found}; it must return "
+                "the prompts too."
             )
         return
     hidden = sorted({*dataset.column_names} - {*dataset.format["columns"]})

@@ -94,8 +94,8 @@ def check_accelerator_config(config: AcceleratorConfig) -> None:
     for name in ("split_batches", "dispatch_batches"):
         if getattr(config, name):
             raise ValueError(
-                f"accelerator_config: {name}=True would deal out anew what the trainer's sampler deals out to the "
-                "processes in whole groups; leave it out."
+                f"accelerator_config: {name}=True would redistribute samples that the trainer's sampler has already "
+                "distributed to the processes in whole groups; leave it out."
             )
     if "num_steps" in (config.gradient_accumulation_kwargs or {}):
         raise ValueError(

@@ -24,8 +24,8 @@ from .sharded_checkpoints import restore_optimizer
 from .weights import TrainedWeights
 
 VALUES_BESIDE = (
-    "advantage_estimator='gae' has weights beside the policy's, which DeepSpeed and FSDP would not train; start "
-    "without them."
+    "advantage_estimator='gae' trains a value model in addition to the policy, which DeepSpeed and FSDP would not "
+    "update; start without them."
 )
 
 

@@ -107,8 +107,8 @@ def check_context(network: nn.Module, size: int, is_ring: bool, device: torch.de
     heads = getattr(network.config, "num_attention_heads", None)
     if not is_ring and heads is not None and heads % size:
         raise ValueError(
-            f"context_parallel_size={size} does not divide the {heads} attention heads of {name}, which Ulysses deals "
-            "out; choose a divisor, or context_parallel_type='ring'."
+            f"context_parallel_size={size} does not divide the {heads} attention heads of {name}, which Ulysses "
+            "distributes over the processes; choose a divisor, or context_parallel_type='ring'."
         )
 
 

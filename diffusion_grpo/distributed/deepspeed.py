@@ -40,8 +40,8 @@ LAYERED_TOKENS = (
 )
 
 ONE_GROUP = (
-    "{networks} are trained together, and the optimizer of the DeepSpeed configuration would also move one that an "
-    'update does not train; leave "optimizer" out of the configuration, and set optim and learning_rate.'
+    "{networks} are trained together, and the optimizer of the DeepSpeed configuration would also change a network "
+    'that an update does not train; leave "optimizer" out of the configuration, and set optim and learning_rate.'
 )
 
 

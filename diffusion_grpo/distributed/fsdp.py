@@ -222,7 +222,7 @@ def _check_plugin(plugin_args: dict[str, Any], processes: int) -> None:
         )
     if processes == 1 and "LOCAL_RANK" not in os.environ:  # a launcher makes a group even for one process
         raise ValueError(
-            "FSDP was asked for, but there is only one process to hold the weights; raise num_processes, or leave "
+            "FSDP was requested, but there is only one process to hold the weights; raise num_processes, or leave "
             "FSDP out."
         )
 
@@ -247,7 +247,7 @@ def activate(accelerator: Accelerator, plugin_args: dict[str, Any]) -> None:
         state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     if not accelerator.is_fsdp2:
         raise ValueError(
-            f"FSDP was asked for, but accelerate would train with {accelerator.distributed_type.value}; start with "
+            f"FSDP was requested, but accelerate would train with {accelerator.distributed_type.value}; start with "
             "`accelerate launch` on several processes, or leave FSDP out."
         )
 
@@ -270,8 +270,8 @@ def find_repeated_blocks(network: nn.Module, chosen: list[str] | None = None) ->
         )
     if not names:
         raise ValueError(
-            f"{type(network).__name__} names no repeated blocks, so FSDP does not know its units; name their classes "
-            "in fsdp_transformer_layer_cls_to_wrap (FSDP_TRANSFORMER_CLS_TO_WRAP)."
+            f"{type(network).__name__} does not declare its repeated blocks, so FSDP does not know what to shard; "
+            "name their classes in fsdp_transformer_layer_cls_to_wrap (FSDP_TRANSFORMER_CLS_TO_WRAP)."
         )
     return names
 

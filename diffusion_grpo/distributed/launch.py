@@ -110,7 +110,7 @@ def _check_machine(settings: dict[str, Any]) -> None:
 
         if not is_deepspeed_available():
             raise ValueError(
-                f"{Path(name).stem} needs DeepSpeed, which is not here; pip install 'diffusion-grpo[deepspeed]'."
+                f"{Path(name).stem} needs DeepSpeed, which is not installed; pip install 'diffusion-grpo[deepspeed]'."
             )
     if machines > 1:
         missing = [key for key in ("main_process_ip", "main_process_port") if settings.get(key) is None]

@@ -110,7 +110,9 @@ def _read_tensors(folder: Path, tensors: dict[str, Tensor], saved: dict[str, Any
     """Fill tensors, or this process's shares of them, in place; `saved` describes the tensors in the folder."""
     for name, tensor in tensors.items():
         if name not in saved:
-            raise ValueError(f"{folder} has no optimizer state for {name}: it belongs to a run of other parameters.")
+            raise ValueError(
+                f"{folder} has no optimizer state for {name}: it belongs to a run that trained other parameters."
+            )
         if saved[name].size != tensor.shape:
             found, expected = tuple(saved[name].size), tuple(tensor.shape)
             raise ValueError(f"{folder}: {name} has the shape {found}, and this run's {expected}.")

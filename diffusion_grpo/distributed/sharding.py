@@ -50,7 +50,9 @@ class Sharding:
             return cls("fsdp2", processes, True, True, True, away, away)
         if kind in ("NO", "MULTI_CPU") or str(kind).startswith("MULTI_"):
             return cls("ddp" if processes > 1 else "one process", processes)
-        raise ValueError(f"distributed_type {kind} is not planned; use a multi-GPU, DeepSpeed or FSDP configuration.")
+        raise ValueError(
+            f"distributed_type {kind} cannot be planned; use a multi-GPU, DeepSpeed or FSDP configuration."
+        )
 
     @property
     def keeps_masters(self) -> bool:

@@ -251,7 +251,7 @@ def read_video(source: str | Path | BinaryIO) -> list[Image.Image]:
 
     with av.open(source if hasattr(source, "read") else str(source)) as file:
         if not file.streams.video:
-            raise ValueError(f"{source} holds no video.")
+            raise ValueError(f"{source} contains no video.")
         return [frame.to_image() for frame in file.decode(video=0)]
 
 
@@ -289,7 +289,7 @@ def read_sound(
 
     with av.open(source if hasattr(source, "read") else str(source)) as file:
         if not file.streams.audio:
-            raise ValueError(f"{source} holds no sound.")
+            raise ValueError(f"{source} contains no sound.")
         stream = file.streams.audio[0]
         rate = sampling_rate or stream.rate
         layout = {1: "mono", 2: "stereo"}[channels] if channels else stream.layout

@@ -29,7 +29,7 @@ class GlmImage(Family):
         """
         missing = [name for name in ("height", "width") if inputs.get(name) is None]
         if missing:
-            raise ValueError(f"{type(pipe).__name__} has no size of its own; set {' and '.join(missing)}.")
+            raise ValueError(f"{type(pipe).__name__} has no default size; set {' and '.join(missing)}.")
         images = inputs.get("image")
         if images is None:
             return inputs

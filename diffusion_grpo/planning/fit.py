@@ -188,13 +188,13 @@ STEPS: dict[str, tuple[Propose, str]] = {  # name: function that proposes the se
     "recorded steps on the CPU": (offload_trajectories, "copies"),
     "frozen parts on the CPU": (offload_frozen, "copies in each rollout"),
     "reference on the CPU": (offload_reference, "copies in each update"),
-    "prompts encoded once": (cache_prompts, "time before the run, and none in it"),
+    "prompts encoded once": (cache_prompts, "time before the run, but none during it"),
     "samples decoded one by one": (decode_singly, "smaller passes of the VAE"),
     "decoding in tiles": (tile_decoding, "tiles overlap, and samples change where they do"),
     "8-bit optimizer": (shrink_optimizer, "rounded states"),
     "8-bit weights": (quantise(8), "slower layers, rounded weights"),
     "4-bit weights": (quantise(4), "slower layers, coarser weights"),
-    "block swap": (swap_blocks, "the network's bytes over the bus in each pass"),
+    "block swap": (swap_blocks, "the network's weights are transferred in each pass"),
 }
 
 

@@ -210,9 +210,9 @@ def plan(
         folder = tiny.PATH if script.model == "tiny" else find_configuration(script.model)
     except OSError as error:
         made.notes.append(
-            f"The model {script.model} is not here ({type(error).__name__}), so its memory is not planned; if you "
-            "have its configuration files in a folder, add --model FOLDER. The plan assumes that the network is "
-            "evaluated once per step; with guidance most pipelines evaluate it twice."
+            f"The model {script.model} is not available here ({type(error).__name__}), so its memory is not planned; "
+            "if you have its configuration files in a folder, add --model FOLDER. The plan assumes that the network "
+            "is evaluated once per step; with guidance most pipelines evaluate it twice."
         )
         made.evaluations = count_evaluations(args, made.batches, None)
         return made

@@ -181,7 +181,7 @@ class Policy(ABC):
             return Sampling.of(self.writer.generation_config, **wanted)
         named = [name for name, value in wanted.items() if value is not None]
         if named:
-            raise ValueError(f"{type(self.pipe).__name__} draws no tokens; leave out {', '.join(named)}.")
+            raise ValueError(f"{type(self.pipe).__name__} does not sample tokens; leave out {', '.join(named)}.")
         return None
 
     @contextlib.contextmanager

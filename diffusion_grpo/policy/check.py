@@ -177,10 +177,12 @@ def _count(inputs: dict[str, Any]) -> int:
 
 def _why_not(report: ReplayReport, policy: DenoisingPolicy) -> str | None:
     if math.isnan(report.max_ratio_error):
-        return "The log-probabilities are not finite: something in the pipeline's weights or inputs is not, either."
+        return (
+            "The log-probabilities are not finite: something in the pipeline's weights or inputs is not finite either."
+        )
     if not report.max_ratio_error <= MAX_RATIO_ERROR:
         precise = all(network.dtype in (torch.float32, torch.float64) for network in policy.networks)
-        rounding = "" if precise else " Rounding in half precision may do that too; check it in float32."
+        rounding = "" if precise else " Rounding in half precision may cause this too; check it in float32."
         return (
             f"The replay does not reproduce the rollout: the ratio is off by {report.max_ratio_error:.1e}, more than "
             f"{MAX_RATIO_ERROR:.0e}; something in the pipeline is random or stateful between two calls.{rounding}"

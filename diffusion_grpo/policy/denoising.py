@@ -429,8 +429,7 @@ class DenoisingPolicy(Policy):
         if self.scheduler.process.is_silent_at_end:
             raise ValueError(
                 f"noise_in_last_step=True changes nothing: {type(self.pipe).__name__} is sampled by "
-                f"{self.scheduler.process.name}, whose noise is 0 in the last step whatever is asked for; leave it "
-                "out."
+                f"{self.scheduler.process.name}, which never draws noise in the last step; leave it out."
             )
 
     # Latents, for rewards that take them
@@ -439,7 +438,7 @@ class DenoisingPolicy(Policy):
         if "output_type" not in inspect.signature(self.undecorated).parameters:
             raise UnsupportedPipeline(
                 f"A reward takes latents, but {type(self.pipe).__name__} gives none: its call has no output_type; use "
-                "rewards that take what it makes."
+                "rewards that take the finished samples."
             )
 
     def _call_for_latents(self, inputs: dict[str, Any], request: RolloutRequest, recorder: Recorder) -> Any:
@@ -457,7 +456,7 @@ class DenoisingPolicy(Policy):
             shape = tuple(found.shape) if torch.is_tensor(found) else type(found).__name__
             raise UnsupportedPipeline(
                 f'{type(self.pipe).__name__} returned {shape} for output_type="latent" where its last step left '
-                f"{tuple(left.shape)}; use rewards that take what it makes."
+                f"{tuple(left.shape)}; use rewards that take the finished samples."
             )
         return list(found.float().unbind())
 

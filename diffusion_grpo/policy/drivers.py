@@ -66,8 +66,8 @@ class Driver:
         """Return how often each sample occurs in the batch: twice if a pipeline keeps both halves of guidance."""
         if len(sample) % self.count:
             raise UnsupportedPipeline(
-                f"The pipeline steps {len(sample)} latents at once where {self.count} samples were asked for; roll "
-                "out one sample at a time (rollout_batch_size=1)."
+                f"The pipeline steps {len(sample)} latents at once, but {self.count} samples were requested; roll out "
+                "one sample at a time (rollout_batch_size=1)."
             )
         return len(sample) // self.count
 

@@ -86,8 +86,8 @@ def check_encode_prompt(pipeline: type[DiffusionPipeline]) -> None:
     others = [name for name in inspect.signature(encode).parameters if name in CONDITIONS]
     if others:
         raise UnsupportedPipeline(
-            f"cache_prompt_embeds: encode_prompt of {pipeline.__name__} takes {others[0]!r} beside the prompt, so "
-            "what it returns differs from sample to sample; leave cache_prompt_embeds out."
+            f"cache_prompt_embeds: encode_prompt of {pipeline.__name__} takes {others[0]!r} in addition to the "
+            "prompt, so its result differs from sample to sample; leave cache_prompt_embeds out."
         )
 
 
@@ -112,8 +112,8 @@ def read_call(encode: Callable, args: tuple, kwargs: dict[str, Any]) -> PromptCa
     for name, value in settings.items():
         if not _is_setting(value) or count > 1 and _is_texts(value) and len(value) == count:
             raise UnsupportedPipeline(
-                f"cache_prompt_embeds keeps what encode_prompt makes of texts, and this pipeline gives it {name!r}, "
-                f"a {type(value).__name__}, too; leave cache_prompt_embeds out."
+                "cache_prompt_embeds keeps what encode_prompt returns for texts, but this pipeline also passes it "
+                f"{name!r}, a {type(value).__name__}; leave cache_prompt_embeds out."
             )
     described = {name: _describe(value) for name, value in settings.items() if value is not None and name != "device"}
     return PromptCall(arguments, names, count, json.dumps(described, sort_keys=True))

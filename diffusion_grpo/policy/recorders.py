@@ -336,8 +336,8 @@ class Finisher(Driver):
         self.tokens = recorder.tokens
         if len(recorder.left) != 1:
             raise UnsupportedPipeline(
-                f"The pipeline's steps move {len(recorder.left)} latents at once (video and sound), and a reward that "
-                "takes latents gets one; use a reward that takes the decoded samples."
+                f"The pipeline's steps change {len(recorder.left)} latents at once (video and sound), but a reward "
+                "that takes latents receives only one; use a reward that takes the decoded samples."
             )
         (self.left,) = recorder.left.values()
 

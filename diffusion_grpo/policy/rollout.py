@@ -30,7 +30,9 @@ from .trajectory import (
     sample_seed,
 )
 
-BRANCHING_TOKENS = "{}'s policy draws tokens, which have no steps without noise to share; leave out branches."
+BRANCHING_TOKENS = (
+    "{}'s policy samples tokens, so there are no steps without noise that branches could share; leave out branches."
+)
 
 __all__ = [
     "POLICY_COMPONENTS",

@@ -188,8 +188,8 @@ class Denoiser(Follower):
         stays, seen = self.handed[number] == arrived, self.watch.seen[number]
         if seen is None:
             raise UnsupportedPipeline(
-                "The pipeline hands its network nothing that is computed from its latents, or not by torch, so that "
-                "what it holds fixed in them cannot be found; train it on recorded steps (loss_type=grpo)."
+                "The pipeline passes its network nothing that torch has computed from the latents, so it is unknown "
+                "which parts of the latents stay fixed; train it on recorded steps (loss_type=grpo)."
             )
         moves = stays & seen if moves is None else stays & seen & moves[: self.count]
         self.parts.append((clean, share.expand(clean.shape), origin, moves, still))
@@ -202,8 +202,8 @@ class Denoiser(Follower):
         clean, shares, origin, moves, still = (join_latents(list(parts)) for parts in zip(*self.parts, strict=True))
         if not moves.flatten(1).any(1).all():
             raise UnsupportedPipeline(
-                "The pipeline changes all its latents between two steps, so that no step is handed a re-noised sample "
-                "as it was made; train it on recorded steps (loss_type=grpo)."
+                "The pipeline changes all its latents between two steps, so a re-noised sample would not reach any "
+                "step unchanged; train it on recorded steps (loss_type=grpo)."
             )
         target = self.latents.to(clean).reshape(clean.shape)
         share = shares if len(self.parts) > 1 else share

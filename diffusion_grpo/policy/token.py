@@ -48,7 +48,7 @@ class TokenPolicy(Policy):
     def check_latents(self) -> None:
         raise UnsupportedPipeline(
             f"A reward takes latents, but {type(self.pipe).__name__} gives none: its policy writes tokens; use "
-            "rewards that take what it makes."
+            "rewards that take the finished samples."
         )
 
     @contextlib.contextmanager
@@ -84,7 +84,8 @@ class TokenPolicy(Policy):
         if len(made) != 1:
             raise UnsupportedPipeline(
                 f"{type(self.pipe).__name__} asked its {', '.join(self.component)} for tokens {len(made)} times in "
-                "one call, but only a single time can be trained; leave out inputs that replace its tokens."
+                "one call, but only one such request per call can be trained; leave out inputs that replace its "
+                "tokens."
             )
         return samples, made[0] and made[0].to(request.device)
 

@@ -104,8 +104,8 @@ def refuse_unknown_scales(pipeline: type[DiffusionPipeline], inputs: Mapping[str
     unknown = [name for name in _list_used(pipeline, inputs) if SCALE.fullmatch(name) and name not in (*OFF, *STAYS)]
     if unknown:
         raise UnsupportedPipeline(
-            f"{pipeline.__name__} also guides by {', '.join(unknown)}, which no known value switches off, but "
-            "losses on re-noised samples train the prediction without guidance; use loss_type='grpo'."
+            f"{pipeline.__name__} also applies guidance through {', '.join(unknown)}, which no known value switches "
+            "off, but losses on re-noised samples train the prediction without guidance; use loss_type='grpo'."
         )
 
 
@@ -121,8 +121,8 @@ def refuse_guider(pipeline: str, guider: str | None) -> None:
     """
     if guider is not None:
         raise UnsupportedPipeline(
-            f"{pipeline} guides by its component {guider}, which no argument switches off, and losses on re-noised "
-            "samples train the prediction without guidance; use loss_type='grpo'."
+            f"{pipeline} applies guidance through its component {guider}, which no argument switches off, but losses "
+            "on re-noised samples train the prediction without guidance; use loss_type='grpo'."
         )
 
 

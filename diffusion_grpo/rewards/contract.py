@@ -208,7 +208,9 @@ class Reward:
             if value is not None and not (is_number(value) and math.isfinite(value)):
                 raise ValueError(f"The reward {self.name!r} has {option}={value!r}; give a finite number.")
         if self.std <= 0:
-            raise ValueError(f"The reward {self.name!r} has std={self.std}; it divides, so it must be above 0.")
+            raise ValueError(
+                f"The reward {self.name!r} has std={self.std}; the score is divided by it, so it must be above 0."
+            )
         if self.clip is not None and not (
             isinstance(self.clip, (list, tuple)) and [*map(is_number, self.clip)] == [True, True]
         ):
@@ -414,7 +416,7 @@ def _check_column_names(reward: Reward) -> None:
     for name in _columns_in_arguments(reward):
         if name in PROVIDED or name in reward.fixed:
             raise ValueError(
-                f"The reward {reward.name!r} is to read the column {name!r}, but its keyword of that name has "
+                f"The reward {reward.name!r} should read the column {name!r}, but its argument of that name has "
                 "another meaning; rename the column."
             )
 

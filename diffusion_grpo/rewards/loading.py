@@ -96,7 +96,7 @@ def _load(reward: Any, options: dict[str, Any]) -> Reward:
     else:
         made = Reward(function, arguments=arguments, **kept)
     if "frames" in kept and not made.reads_frames:
-        raise ValueError(f"The reward {name!r} has frames={made.frames!r}, but gets whole videos; take it out.")
+        raise ValueError(f"The reward {name!r} has frames={made.frames!r}, but gets whole videos; leave frames out.")
     return made
 
 

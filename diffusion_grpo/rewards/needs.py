@@ -155,7 +155,7 @@ def needs(check: Callable[..., None]) -> Callable[[Callable], Callable]:
 def check_package(package: str, command: str) -> None:
     """Raise ImportError, with the command that installs it, if a package is missing."""
     if importlib.util.find_spec(package) is None:
-        raise ImportError(f"the package {package} is not installed; get it with `{command}`.")
+        raise ImportError(f"the package {package} is not installed; install it with `{command}`.")
 
 
 def _check_of(function: Callable) -> Callable | None:

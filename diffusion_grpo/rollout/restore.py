@@ -96,7 +96,10 @@ class _Share:
 
     def __init__(self, path: Path, device: Any):
         if not path.is_file():
-            raise ValueError(f"{path} is missing: the checkpoint lies within a rollout and cannot be resumed exactly.")
+            raise ValueError(
+                f"{path} is missing: the checkpoint was saved in the middle of a rollout and cannot be resumed "
+                "exactly."
+            )
         # `safe_open` does not know torch's "cpu:0", the device of one of several processes on CPUs
         with refuse_unreadable(path.parent), safe_open(path, "pt") as file:
             self.tensors: dict[str, Tensor] = {name: file.get_tensor(name).to(device) for name in file.keys()}

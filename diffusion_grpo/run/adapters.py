@@ -98,25 +98,25 @@ def check_adapters(
     for name in names if lora_adapter is not None else []:
         if lora_adapter not in carried.get(name, []):
             there = f"it has {', '.join(carried[name])}" if name in carried else "it has none"
-            raise ValueError(f"lora_adapter={lora_adapter!r}: pipe.{name} carries no such adapter ({there}).")
+            raise ValueError(f"lora_adapter={lora_adapter!r}: pipe.{name} has no such adapter ({there}).")
     others = {
         component: [adapter for adapter in adapters if component not in names or adapter != lora_adapter]
         for component, adapters in carried.items()
     }
     component, adapters = next(((key, value) for key, value in others.items() if value), (None, None))
     if component is None and keep_adapters:
-        raise ValueError("keep_adapters=True, but the pipeline carries no other adapter; leave it out.")
+        raise ValueError("keep_adapters=True, but the pipeline has no other adapter; leave it out.")
     if component is not None and is_full_training:
         raise ValueError(
-            f"Full training would not leave a folder that from_pretrained loads, because pipe.{component} carries the "
+            f"Full training would not leave a folder that from_pretrained loads, because pipe.{component} has the "
             f"adapter {adapters[0]!r}; merge it with pipe.fuse_lora() and pipe.unload_lora_weights(), set "
-            f"lora_adapter={adapters[0]!r} to train it further, or load the pipeline anew."
+            f"lora_adapter={adapters[0]!r} to train it further, or load the pipeline again."
         )
     if component is not None and not keep_adapters:
         further = f"set lora_adapter={adapters[0]!r} to train it further, " if component in names else ""
         raise ValueError(
-            f"pipe.{component} carries the adapter {adapters[0]!r} already; {further}set keep_adapters=True to leave "
-            "it active and frozen beside the trained one, or load the pipeline anew to train without it."
+            f"pipe.{component} already has the adapter {adapters[0]!r}; {further}set keep_adapters=True to keep it "
+            "active but frozen while another one is trained, or load the pipeline again to train without it."
         )
     for name in carried:
         _check_state(getattr(pipe, name), name, lora_adapter if name in names else None)
@@ -133,7 +133,7 @@ def _check_state(network: nn.Module, component: str, lora_adapter: str | None) -
         if usual is not None and abs(layer.scaling[lora_adapter] - usual) > 1e-6 * usual:
             raise ValueError(
                 f"lora_adapter={lora_adapter!r} is scaled by {layer.scaling[lora_adapter] / usual:g}, which its saved "
-                f"weights would not say; call pipe.set_adapters({lora_adapter!r}, 1.0) first."
+                f"weights would not record; call pipe.set_adapters({lora_adapter!r}, 1.0) first."
             )
 
 
@@ -195,7 +195,7 @@ def read_config(source: str) -> LoraConfig:
     """
     path = Path(source).expanduser() / "adapter_config.json"
     missing = ValueError(
-        f"lora_path: {source} has no {path.name}, which tells its rank; plan with use_peft, lora_r and "
+        f"lora_path: {source} has no {path.name}, which records its rank; plan with use_peft, lora_r and "
         "lora_target_modules in place of lora_path."
     )
     if not path.parent.exists():
@@ -328,8 +328,8 @@ def _matches_any(pattern: str, names: list[str]) -> bool:
         return any(re.fullmatch(pattern, name) for name in names)
     except re.error as error:
         raise ValueError(
-            f"target_modules={pattern!r} is no regular expression ({error}); give a list of names, or write .* "
-            "for any characters."
+            f"target_modules={pattern!r} is not a regular expression ({error}); give a list of names, or write .* for "
+            "any characters."
         ) from error
 
 

@@ -43,7 +43,9 @@ def write_model_card(
     """
     folder, details = Path(folder), details or CardDetails()
     if not _is_own_card(folder / "README.md"):
-        logger.warning("%s was not written by a run, so it stays and no model card is written.", folder / "README.md")
+        logger.warning(
+            "%s was not written by a run, so it is kept and no model card is written.", folder / "README.md"
+        )
         return
     lora = run["trains_by"] != "full"
     source = repository or folder.resolve().name
@@ -145,7 +147,8 @@ def _average_note(settings: dict[str, Any]) -> list[str]:
         return []
     return [
         f"These weights are the moving average of the policy (`ema_decay` {settings['ema_decay']:g}), which the "
-        f"evaluations measured. The folder `{POLICY_FOLDER}` holds the policy itself, for training to go on from."
+        f"evaluations measured. The folder `{POLICY_FOLDER}` contains the policy itself, from which training can "
+        "continue."
     ]
 
 
@@ -164,7 +167,9 @@ def _adapters_note(run: dict[str, Any]) -> list[str]:
     kept = [f"`{adapter}` ({part})" for part, adapters in run.get("kept_adapters", {}).items() for adapter in adapters]
     if not kept:
         return []
-    return [f"It was trained and measured beside adapters that this folder does not hold: {', '.join(kept)}."]
+    return [
+        f"It was trained and measured together with adapters that this folder does not contain: {', '.join(kept)}."
+    ]
 
 
 def _quantization_note(run: dict[str, Any]) -> list[str]:

@@ -56,8 +56,8 @@ class CardDetails:
         """
         if dataset_args is not None:
             raise ValueError(
-                f"dataset_args={dataset_args!r} has no place on this card, whose table of rewards names the prompts; "
-                "leave it out, or write it into `dataset`."
+                f"dataset_args={dataset_args!r} cannot be shown on this card, whose table of rewards names the "
+                "prompts; leave it out, or write it into `dataset`."
             )
         base = _read_text("finetuned_from", finetuned_from)
         if base is not None and not is_repo_id(base):
@@ -130,5 +130,5 @@ def _read_text(name: str, given: str | list[str] | None) -> str | None:
     """
     texts = _read_texts(name, given)
     if len(texts) > 1:
-        raise ValueError(f"{name}={given!r}: a model card has one; choose one.")
+        raise ValueError(f"{name}={given!r}: a model card takes only one; choose one.")
     return texts[0] if texts else None

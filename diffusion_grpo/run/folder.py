@@ -147,7 +147,7 @@ def read_run(run_dir: str | Path) -> Run:
     """
     path = Path(run_dir)
     if not (path / "run.json").is_file():
-        raise ValueError(f"{path} holds no run.json, so it is not the output folder of a run.")
+        raise ValueError(f"{path} contains no run.json, so it is not the output folder of a run.")
     info = json.loads((path / "run.json").read_text(encoding="utf-8"))
     history = read_log_history(path)
     # an update on a rollout that an earlier update has used has no reward

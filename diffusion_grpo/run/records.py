@@ -117,7 +117,7 @@ def refuse_used_folder(output_dir: str | Path, how_to_resume: str) -> None:
         last = get_last_checkpoint(output_dir)
         newest = f" (newest: {Path(last).name})" if last else " (it has saved no checkpoint)"
         raise ResumeError(
-            f"{output_dir} holds a run already{newest}; {how_to_resume} to go on with it, choose another output_dir, "
+            f"{output_dir} already contains a run{newest}; {how_to_resume} to continue it, choose another output_dir, "
             "or delete it."
         )
 
@@ -130,8 +130,8 @@ def refuse_ended_run(output_dir: str | Path) -> None:
     """
     if has_ended(output_dir) and get_last_checkpoint(output_dir) is None:
         raise ResumeError(
-            f"{output_dir} holds a run already, which has ended and has no checkpoint to go on from; choose another "
-            "output_dir, or delete it."
+            f"{output_dir} already contains a run, which has ended and has no checkpoint to continue from; choose "
+            "another output_dir, or delete it."
         )
 
 
@@ -158,7 +158,7 @@ def check_output_folder(output_dir: str, run: dict[str, Any], is_resumed: bool) 
     if has_ended(output_dir) or newest is None:
         refuse_used_folder(output_dir, "set resume_from_checkpoint=True in the settings")
     logger.warning(
-        "%s holds a run that was interrupted (newest: %s); train(resume_from_checkpoint=True) goes on with it.",
+        "%s contains a run that was interrupted (newest: %s); train(resume_from_checkpoint=True) continues it.",
         output_dir,
         Path(newest).name,
     )
@@ -194,7 +194,7 @@ def check_same_run(folder: str | Path, run: dict[str, Any], advice: str = "choos
     other["model"] = public_model_name(other["model"])  # as this version records it
     difference = _find_difference(other, run)
     if difference is not None:
-        raise ValueError(f"{folder} holds another run ({difference}); {advice}.")
+        raise ValueError(f"{folder} contains another run ({difference}); {advice}.")
 
 
 def _find_difference(other: dict[str, Any], run: dict[str, Any]) -> str | None:

@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 
 DIAGNOSTICS = {
     "ratio/max_error": "Largest |ratio − 1| of the first update after a rollout. Replay is exact when it is 0.",
-    "clip_ratio/region_mean": "Share of samples whose ratio was clipped. With GRPO 0 with one update per rollout.",
+    "clip_ratio/region_mean": "Share of samples with a clipped ratio. Always 0 for GRPO with one update per rollout.",
     "frac_reward_zero_std": "Share of groups whose samples all got the same reward: nothing is learned from them.",
     "reward_std": "Spread of the rewards within a group, from which GRPO learns. Falls when little is left to gain.",
     "diversity": "Mean distance between thumbnails of two samples of a prompt: 0 if all images are the same.",

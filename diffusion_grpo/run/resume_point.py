@@ -51,10 +51,10 @@ def find_newest_whole(folder: Path) -> Path | None:
             damages.append(damage)
             continue
         if damages:
-            logger.warning("%s; going on from %s.", "; ".join(map(str, damages)), checkpoint.name)
+            logger.warning("%s; continuing from %s.", "; ".join(map(str, damages)), checkpoint.name)
         return checkpoint
     if damages:
-        raise DamagedCheckpoint(f"{damages[0]}, and there is no whole checkpoint; delete {folder} to start again.")
+        raise DamagedCheckpoint(f"{damages[0]}, and there is no complete checkpoint; delete {folder} to start again.")
     return None
 
 
@@ -70,7 +70,9 @@ def check_named(checkpoint: Path) -> None:
         others, here = checkpoints(checkpoint.resolve().parent), checkpoint.resolve()
         older = others[others.index(here) + 1 :] if here in others else []
         whole = next(filter(is_whole, older), None)
-        advice = f"; resume from {whole}, which is whole." if whole else ", and no checkpoint before it is whole."
+        advice = (
+            f"; resume from {whole}, which is complete." if whole else ", and no checkpoint before it is complete."
+        )
         raise DamagedCheckpoint(f"{damage}{advice}") from None
 
 
@@ -95,11 +97,11 @@ def check(checkpoint: Path) -> None:
         logger.warning("%s has no manifest.json, so damage to its files would not be noticed.", checkpoint)
     state = checkpoint / TRAINER_STATE_NAME
     if not state.is_file():
-        raise DamagedCheckpoint(f"{checkpoint} is no whole checkpoint: it has no {TRAINER_STATE_NAME}")
+        raise DamagedCheckpoint(f"{checkpoint} is not a complete checkpoint: it has no {TRAINER_STATE_NAME}")
     try:
         json.loads(state.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise DamagedCheckpoint(f"{checkpoint} is damaged: {TRAINER_STATE_NAME} is no JSON ({error})") from None
+        raise DamagedCheckpoint(f"{checkpoint} is damaged: {TRAINER_STATE_NAME} is not JSON ({error})") from None
 
 
 @contextlib.contextmanager
@@ -113,8 +115,8 @@ def refuse_unreadable(checkpoint: Path) -> Iterator[None]:
         yield
     except pickle.UnpicklingError as error:
         raise ResumeError(
-            f"{checkpoint} holds a file with more than tensors and plain values, and reading it could run code from "
-            f"it; nothing of it was run. Resume from a checkpoint that this program wrote. ({_first_line(error)})"
+            f"{checkpoint} contains a file with more than tensors and plain values, and reading it could run code "
+            f"from it; none of it was run. Resume from a checkpoint that this program wrote. ({_first_line(error)})"
         ) from error
     except (EOFError, SafetensorError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise _unreadable(checkpoint, error) from error
@@ -146,9 +148,10 @@ def explain_interrupt(folder: Path, updates: Callable[[], int]) -> Iterator[None
     except KeyboardInterrupt:
         newest = next(iter(checkpoints(folder)), None)
         how = (
-            f"go on from {newest} with resume_from_checkpoint=True (--resume_from_checkpoint true on the command line)"
+            f"continue from {newest} with resume_from_checkpoint=True (--resume_from_checkpoint true on the command "
+            "line)"
             if newest
-            else "there is no checkpoint yet, so start it again as it was"
+            else "there is no checkpoint yet, so start the run again in the same way"
         )
         done = updates()
         raise KeyboardInterrupt(f"Interrupted after {done} update{'s' if done != 1 else ''}; {how}.") from None

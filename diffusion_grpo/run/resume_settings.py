@@ -151,8 +151,8 @@ def check_rollout(checkpoint: Path, made_under: dict[str, Any], inputs: Pipeline
     difference = find_difference(made_under, describe_rollout(inputs))
     if difference is not None:
         raise ResumeError(
-            f"{checkpoint} lies within a rollout that was made with other settings ({difference}); resume with the "
-            "former settings, or from a checkpoint between two rollouts."
+            f"{checkpoint} was saved in the middle of a rollout that was made with other settings ({difference}); "
+            "resume with the earlier settings, or from a checkpoint between two rollouts."
         )
 
 
@@ -172,8 +172,8 @@ def check_rows(checkpoint: Path, hashes: list[str], rows: Rows, inputs: Pipeline
     changed = next((row for row, there, here in pairs if there != here), None)
     if changed is not None:
         raise ResumeError(
-            f"{checkpoint} lies within a rollout of other dataset rows (the one with the prompt "
-            f"{changed.get('prompt')!r} is not among them, or has other inputs now); resume with the former dataset, "
+            f"{checkpoint} was saved in the middle of a rollout of other dataset rows (the one with the prompt "
+            f"{changed.get('prompt')!r} is not among them, or has other inputs now); resume with the earlier dataset, "
             "or from a checkpoint between two rollouts."
         )
 

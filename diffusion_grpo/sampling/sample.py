@@ -55,12 +55,12 @@ def check_folder(settings: SampleSettings, dataset: Dataset) -> None:
         if job.get(name) != here:
             there = job.get(name)
             raise ValueError(
-                f"{folder} holds samples of another job ({name} is {there!r} there and {here!r} here); {change}"
+                f"{folder} contains samples of another job ({name} is {there!r} there and {here!r} here); {change}"
             )
     table = pyarrow.parquet.read_table(path).to_pylist()
     for row, prompt in zip(table[::count], get_prompt_column(dataset)):
         if (there := row.get("prompt", "")) != prompt:  # no column `prompt` if there are only embeddings
-            raise ValueError(f"{path} holds samples of {there!r} where the prompts say {prompt!r}; {change}")
+            raise ValueError(f"{path} contains samples of {there!r}, but the prompt is {prompt!r}; {change}")
     for number, (there, here) in enumerate(zip(job.get("rows", [])[: len(table) // count], hash_rows(dataset))):
         if there != here:
             raise ValueError(f"{path} was made from other columns in row {number} (the first is row 0); {change}")

@@ -130,13 +130,13 @@ def hash_weights(source: str | None) -> str | None:
 
 def add_call_options(command: argparse.ArgumentParser, steps_default: int | None) -> None:
     """Add the options that `check` and `sample` share. Those not given keep the pipeline's default."""
-    command.add_argument("--num_inference_steps", type=int, default=steps_default, help="denoising steps")
-    command.add_argument("--guidance_scale", type=float, help="classifier-free guidance")
-    command.add_argument("--height", type=int, help="pixels")
-    command.add_argument("--width", type=int, help="pixels")
-    command.add_argument("--num_frames", type=int, help="frames of a video")
-    command.add_argument("--pipeline_kwargs", help="further arguments of the pipeline's call, as JSON")
-    command.add_argument("--seed", type=int, help="default: 0")
+    command.add_argument("--num_inference_steps", type=int, default=steps_default, help="number of denoising steps")
+    command.add_argument("--guidance_scale", type=float, help="guidance scale")
+    command.add_argument("--height", type=int, help="height in pixels")
+    command.add_argument("--width", type=int, help="width in pixels")
+    command.add_argument("--num_frames", type=int, help="number of frames per video")
+    command.add_argument("--pipeline_kwargs", help="additional arguments of the pipeline's call, as JSON")
+    command.add_argument("--seed", type=int, help="random seed; default: 0")
     command.add_argument(
         "--dtype", help="torch dtype of the weights; default: bfloat16 on an accelerator, float32 on a CPU"
     )
@@ -153,7 +153,9 @@ def add_sample_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--max_prompts", type=int, help="use only the first N prompts; default: 16, or all with a YAML file"
     )
-    command.add_argument("--lora", help="LoRA or weights of a run: its output folder or one of its checkpoints")
+    command.add_argument(
+        "--lora", help="LoRA or weights to load: the output folder of a run or one of its checkpoints"
+    )
     command.add_argument(
         "--reward_funcs", nargs="+", help="rewards that score the samples: names, dotted paths, or one YAML mapping"
     )
@@ -161,12 +163,15 @@ def add_sample_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--noise_level",
         type=float,
-        help="noise in the steps, as in training; default: 0 (the pipeline's own scheduler), or the YAML file's",
+        help=(
+            "noise level of the denoising steps, as in training; default: 0 (the pipeline's own scheduler), or the "
+            "YAML file's"
+        ),
     )
-    command.add_argument("--sde_type", help="stochastic process of that noise; default: auto, or the YAML file's")
+    command.add_argument("--sde_type", help="stochastic process of the noise; default: auto, or the YAML file's")
     command.add_argument("--batch_size", type=int, help="samples per pipeline call; default: 4, or the YAML file's")
     command.add_argument("--fps", type=float, help="frames per second of videos; default: the pipeline's, or 16")
-    command.add_argument("--output_dir", default="samples", help="default: %(default)s")
+    command.add_argument("--output_dir", default="samples", help="folder to write to; default: %(default)s")
     add_call_options(command, steps_default=None)
     command.epilog = (
         "With a YAML file of `train` the samples are like those of its rollouts: dataset, rewards, group size, image\n"

@@ -131,5 +131,5 @@ def find_policy_folder(folder: Path, has_average: bool) -> Path:
     if own.is_dir():
         return own
     if has_average:
-        logger.warning("%s holds no moving average: it starts anew from the policy's weights there.", folder)
+        logger.warning("%s contains no moving average: it starts again from the policy's weights there.", folder)
     return folder

@@ -107,7 +107,7 @@ class DiffusersTrainer(Trainer):
             return super()._run_epoch(*args, **kwargs)
         self.control.should_training_stop = True
         logger.warning(
-            "This run is at update %d and max_steps is %d, so nothing is trained; raise max_steps to go on.",
+            "This run is at update %d and max_steps is %d, so nothing is trained; raise max_steps to continue.",
             self.state.global_step,
             self.state.max_steps,
         )
@@ -150,7 +150,9 @@ class DiffusersTrainer(Trainer):
         if wanted and str(wanted).lower() != "true":
             newest = next(iter(resume_point.checkpoints(Path(wanted))), None)
             if newest is not None:
-                raise ResumeError(f"{wanted} is a run's folder, expected a checkpoint; its newest is {newest}.")
+                raise ResumeError(
+                    f"{wanted} is the folder of a run, not a checkpoint; its newest checkpoint is {newest}."
+                )
             resume_point.check_named(Path(wanted))
             advice = "resume with the settings of that run, or from a checkpoint of this one"
             check_same_run(Path(wanted).resolve().parent, self.run, advice)
@@ -273,7 +275,8 @@ class DiffusersTrainer(Trainer):
             self._read_optimizer_and_scheduler(folder)
             return
         logger.warning(
-            "%s was written %s, and %s %s: weights and learning rate go on from there, the optimizer starts anew.",
+            "%s was written %s, and %s %s: weights and learning rate continue from there, but the optimizer starts "
+            "afresh.",
             folder,
             checkpoint_mode.read_mode(folder),
             f"has no {missing} to be read" if missing else "its optimizer state cannot be read",

@@ -43,7 +43,7 @@ def check_best_metric(
     if not is_ours and any(map(_logs, [*measured, *watched])):
         return
     nearest = difflib.get_close_matches(full, known, n=1, cutoff=0.0)[0]
-    raise ValueError(f"metric_for_best_model={metric!r} is logged by no evaluation; did you mean {nearest!r}?")
+    raise ValueError(f"metric_for_best_model={metric!r} is not logged by any evaluation; did you mean {nearest!r}?")
 
 
 def _name_means(kind: str, rewards: list[Reward]) -> list[str]:

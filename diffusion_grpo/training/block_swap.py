@@ -338,7 +338,9 @@ def check_network(network: nn.Module, level: str) -> None:
     if not getattr(network, "_supports_group_offloading", False):
         raise ValueError(f"group_offload: diffusers cannot offload {name} in groups; leave group_offload out.")
     if any(type(parameter) is not nn.Parameter for parameter in network.parameters()):
-        raise ValueError(f"group_offload cannot move quantised weights, as those of {name}; leave one of them out.")
+        raise ValueError(
+            f"group_offload cannot move quantised weights, such as those of {name}; leave one of them out."
+        )
     magnitudes = [getattr(module, "lora_magnitude_vector", None) for module in network.modules()]
     if level == "leaf_level" and any(vector is not None and len(vector) for vector in magnitudes):
         raise ValueError(

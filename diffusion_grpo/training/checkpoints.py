@@ -96,7 +96,7 @@ class Checkpointer:
             ResumeError: the checkpoint is incomplete, or a file cannot be read.
         """
         if not (folder / TRAINER_STATE_NAME).is_file():
-            raise ResumeError(f"{folder} is no whole checkpoint: it has no {TRAINER_STATE_NAME}.")
+            raise ResumeError(f"{folder} is not a complete checkpoint: it has no {TRAINER_STATE_NAME}.")
         with refuse_unreadable(folder):
             policy = find_policy_folder(folder, has_average=self._average is not None)
             self._load_moving(self._average, folder)
@@ -131,7 +131,7 @@ class Checkpointer:
     def _find_old_policy(self, folder: Path, policy: Path) -> Path:
         if self._old_policy is None or (folder / OLD_POLICY_FOLDER).is_dir():
             return folder / OLD_POLICY_FOLDER
-        logger.warning("%s holds no old policy: it starts from the policy's weights there.", folder)
+        logger.warning("%s contains no old policy: it starts from the policy's weights there.", folder)
         return policy
 
     def _load_reference(self, folder: Path) -> None:
@@ -139,7 +139,7 @@ class Checkpointer:
         if self._reference is None:
             return
         if not (folder / REFERENCE_FOLDER).is_dir():
-            logger.warning("%s holds no reference: it starts from the model as it was before training.", folder)
+            logger.warning("%s contains no reference: it starts from the model as it was before training.", folder)
             return
         with self._reference.weights.rewrite():
             self._files.load(self._reference.plain_module, folder / REFERENCE_FOLDER)

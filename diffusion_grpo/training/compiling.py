@@ -25,7 +25,9 @@ def compile_blocks(network: nn.Module, settings: dict[str, Any], is_hooked: bool
     names = getattr(network, "_repeated_blocks", None) or getattr(network, "_no_split_modules", None) or []
     blocks = [module for module in network.modules() if type(module).__name__ in names]
     if not blocks:
-        raise ValueError(f"{type(network).__name__} names no repeated blocks to compile; set torch_compile=False.")
+        raise ValueError(
+            f"{type(network).__name__} does not declare repeated blocks to compile; set torch_compile=False."
+        )
     dynamo = torch._dynamo.config
     dynamo.cache_size_limit = max(dynamo.cache_size_limit, GRAPHS)
     for block in blocks:

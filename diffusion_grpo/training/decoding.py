@@ -64,7 +64,7 @@ def _decode_in_pieces(pipe: DiffusionPipeline, decoders: list[nn.Module], batch_
     for decoder in decoders:
         if "num_frames" in inspect.signature(decoder.decode).parameters:
             raise ValueError(
-                f"decode_batch_size: {type(decoder).__name__} is handed the frames of all samples in a row; leave "
+                f"decode_batch_size: {type(decoder).__name__} gets the frames of all samples as one sequence; leave "
                 "decode_batch_size out, and set decode_chunk_size in pipeline_kwargs."
             )
         decoder.decode = DecodeInPieces(decoder.decode, batch_size)

@@ -31,8 +31,8 @@ def refuse_non_finite(value: Tensor, name: str, update: int, output_dir: str, ha
     if torch.isfinite(value).all():
         return
     last = get_last_checkpoint(output_dir)
-    kept = "the weights may hold it already" if has_stepped else "the weights were not updated"
+    kept = "the weights may already contain it" if has_stepped else "the weights were not updated"
     raise NonFiniteError(
-        f"The {name} of update {update} is {value.item()}; {kept}. "
-        f"Newest whole checkpoint: {last or 'none'}. Try a lower learning rate, or float32."
+        f"The {name} of update {update} is {value.item()}; {kept}. Newest complete checkpoint: {last or 'none'}. Try "
+        "a lower learning rate, or float32."
     )

@@ -46,7 +46,7 @@ def check_model(model: Any) -> None:
         return
     if isinstance(model, nn.Module):
         raise TypeError(
-            f"model is a {type(model).__name__}, one network alone; pass the pipeline it belongs to: "
+            f"model is a {type(model).__name__}, a single network; pass the pipeline it belongs to: "
             "DiffusionPipeline.from_pretrained(..., transformer=network)."
         )
     found = "None" if model is None else f"a {type(model).__name__}"
@@ -68,15 +68,15 @@ def check_own_optimizer(
     if schedule is not None and getattr(schedule, "optimizer", optimizer) is not optimizer:
         raise ValueError(
             "optimizers: the schedule was made for another optimizer than the one that trains, and would leave the "
-            "learning rate as it is; pass its optimizer beside it, or leave it out and set lr_scheduler_type."
+            "learning rate as it is; pass that optimizer too, or leave the schedule out and set lr_scheduler_type."
         )
     if optimizer is None:
         return
     held = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
     if not any(id(weight) in held for weight in model.parameters() if weight.requires_grad):
         raise ValueError(
-            "optimizers: the optimizer holds none of the weights that are trained, and would change nothing. Those of "
-            "a LoRA are made by the trainer; leave the optimizer out, and set optim and learning_rate."
+            "optimizers: the optimizer holds none of the weights that are trained, and would change nothing. The "
+            "weights of a LoRA are created by the trainer; leave the optimizer out, and set optim and learning_rate."
         )
 
 
@@ -236,7 +236,7 @@ def _read_dtype(key: str, value: Any) -> torch.dtype | dict[str, torch.dtype]:
     dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
     if not isinstance(dtype, torch.dtype):
         raise ValueError(
-            f"model_init_kwargs: {key} is {value!r}, which is no dtype of torch; write bfloat16 or float32."
+            f"model_init_kwargs: {key} is {value!r}, which is not a torch dtype; write bfloat16 or float32."
         )
     return dtype
 
@@ -286,13 +286,13 @@ def load_plain_pipeline(model: str, dtype: str | None = None, device: str | None
         ImportError: see [`~diffusion_grpo.training.pipeline_checks.check_processors`].
     """
     if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ValueError(f"--dtype {dtype} is no dtype of torch; use float32, bfloat16 or float16.")
+        raise ValueError(f"--dtype {dtype} is not a torch dtype; use float32, bfloat16 or float16.")
     if device is None:
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     try:
         device = torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f"--device {device} is no device of torch; use cpu, cuda, cuda:1 and the like.") from error
+        raise ValueError(f"--device {device} is not a torch device; use, for example, cpu, cuda or cuda:1.") from error
     source = tiny.PATH if model == "tiny" else model
     check_processors(DiffusionPipeline.load_config(source))
     dtype = dtype or ("float32" if device.type == "cpu" else "bfloat16")

@@ -39,7 +39,7 @@ def check_given_parts(model: str | DiffusionPipeline, args: DiffusionGRPOConfig,
         if is_compiled_module(parts[name]):
             raise ValueError(
                 f"cache_prompt_embeds={args.cache_prompt_embeds!r}: {name} is wrapped by torch.compile and cannot "
-                "leave memory; pass it as it was before, or leave cache_prompt_embeds out."
+                "leave memory; pass it uncompiled, or leave cache_prompt_embeds out."
             )
 
 
@@ -51,8 +51,8 @@ def check_compiled(name: str, network: nn.Module) -> None:
     """
     if is_compiled_module(network):
         raise ValueError(
-            f"{name} is wrapped by torch.compile, which hides the network that is trained and saved; pass it as it "
-            "was before, and set torch_compile=True."
+            f"{name} is wrapped by torch.compile, which hides the network that is trained and saved; pass it "
+            "uncompiled, and set torch_compile=True."
         )
 
 
@@ -99,12 +99,12 @@ def check_offload(name: str, part: nn.Module, is_swapped: bool) -> None:
     on_disk = any(hook.config.offload_to_disk_path is not None for hook in hooks)
     if hooks and (on_disk or not is_swapped):
         raise ValueError(
-            f"{name} is moved by diffusers' group offloading, which is made for inference alone; load {name} anew, "
+            f"{name} is moved by diffusers' group offloading, which is made for inference only; load {name} again, "
             "and set group_offload for the trained network, or offload_frozen='cpu' for another."
         )
     if any(map(_is_offloaded, part.modules())):
         raise ValueError(
-            f"{name} is moved by enable_model_cpu_offload(), enable_sequential_cpu_offload() or a device_map, beside "
+            f"{name} is moved by enable_model_cpu_offload(), enable_sequential_cpu_offload() or a device_map, with "
             "which it cannot be trained or used in training; call the pipeline's remove_all_hooks(), and set "
             "offload_frozen='cpu', or group_offload for the trained network."
         )

@@ -124,8 +124,8 @@ def check_gpu(name: str, spec: QuantizationSpec) -> None:
     has_gpu = torch.cuda.is_available() or torch.xpu.is_available() or torch.mps.is_available()
     if spec.package == "bitsandbytes" and not has_gpu:
         raise ValueError(
-            f"{spec.source}: bitsandbytes quantises {name} on a GPU, and there is none here; take a machine with one, "
-            f"or quantization: {{{name}: torchao}}, which works on a CPU too."
+            f"{spec.source}: bitsandbytes quantises {name} on a GPU, and there is none here; use a machine with a "
+            f"GPU, or set quantization: {{{name}: torchao}}, which works on a CPU too."
         )
 
 

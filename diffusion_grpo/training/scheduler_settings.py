@@ -94,7 +94,7 @@ def _refusal(name: str, scheduler: SchedulerMixin, before: Any, pipeline: type[D
             continue
         switched = type(scheduler).from_config(config, **{switch: not config[switch]})
         if _acts(name, switched, before, pipeline):
-            advice = f"set {switch}: {str(not config[switch]).lower()} beside it"
+            advice = f"also set {switch}: {str(not config[switch]).lower()}"
             if config.get("shift_terminal"):
                 advice += f", and shift_terminal: null, or the sigmas are stretched to {config['shift_terminal']}"
             return f"{found}, whose scheduler has {switch}={config[switch]}; {advice}, or leave it out."

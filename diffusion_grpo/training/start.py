@@ -212,8 +212,8 @@ def refuse_changed_settings(noted: dict[str, Any], args: DiffusionGRPOConfig) ->
     for name, value in note_settings(args).items():
         if value != noted[name]:
             raise ValueError(
-                f"{name} was changed from {noted[name]!r} to {value!r} after the trainer was made, which reads it "
-                "only then; make a new trainer with these settings."
+                f"{name} was changed from {noted[name]!r} to {value!r} after the trainer was created, and it is read "
+                "only then; create a new trainer with these settings."
             )
 
 

@@ -66,7 +66,7 @@ def test_the_short_module_name_has_the_public_names():
         ("nowhere.at_all", "'nowhere.at_all' cannot be imported .*nowhere.*grpo"),
         ("diffusion_grpo.algorithms.losses.ppo", "cannot be imported .*ppo"),
         (f"{__name__}.NOT_A_LOSS", "is a float, but a loss must be callable"),
-        (f"{__name__}.NoPasses", "does not inherit from .*base.Algorithm; let it, and define"),
+        (f"{__name__}.NoPasses", "does not inherit from .*base.Algorithm; inherit from it and define"),
     ],
 )
 def test_what_is_not_known_is_refused(name, message):
@@ -158,7 +158,7 @@ class Deciding(Reinforce):
 
 
 def test_an_old_policy_is_refused_on_recorded_steps():
-    message = "sets old_decay, but the predictions of an old policy are kept of re-noised samples alone; leave"
+    message = "sets old_decay, but predictions of an old policy are kept only for re-noised samples; leave"
     with pytest.raises(ValueError, match=f"Remembering {message}"):
         DiffusionGRPOConfig("out", use_cpu=True, loss_type=path(Remembering))
     assert load_algorithm(Deciding, beta=0.0).old_decay is None
@@ -171,10 +171,10 @@ def test_an_old_policy_is_refused_on_recorded_steps():
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (lambda x: x.log_prob.mean(), "mine returned a Tensor; let it return LossOutput"),
-        (lambda x: (x.log_prob.mean(), {}), "mine returned a tuple; let it"),
-        (lambda x: LossOutput(x.log_prob, {}), r"mine returned the loss of shape \(2,\); let it return the mean"),
-        (lambda x: LossOutput(0.5, {}), "mine returned the loss 0.5; let it return the mean"),
+        (lambda x: x.log_prob.mean(), "mine returned a Tensor; it must return LossOutput"),
+        (lambda x: (x.log_prob.mean(), {}), "mine returned a tuple; it must"),
+        (lambda x: LossOutput(x.log_prob, {}), r"mine returned the loss of shape \(2,\); it must return the mean"),
+        (lambda x: LossOutput(0.5, {}), "mine returned the loss 0.5; it must return the mean"),
         (lambda x: LossOutput(x.log_prob.detach().mean(), {}), "mine returned a loss without a gradient"),
     ],
 )

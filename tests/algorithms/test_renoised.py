@@ -319,7 +319,7 @@ OUT_OF_RANGE = [
     ("awm", {"clip": -1.0}, "clip must be a number above 0, got -1.0"),
     ("awm", {"advantage_range": 0}, "advantage_range must be a number above 0, got 0"),
     ("awm", {"ema_beta": -1}, "ema_beta must be a number of at least 0, got -1"),
-    ("awm", {"ema_beta": 0}, "clip=1.0 is off, and ema_beta=0, so nothing limits the move"),
+    ("awm", {"ema_beta": 0}, "clip=1.0 is off, and ema_beta=0, so nothing limits how far"),
     (
         "awm",
         {"clip": 0.1, "ema_beta": 0},
@@ -331,7 +331,7 @@ OUT_OF_RANGE = [
         {"ema_beta": 0, "clip": 0.1, "decay_rate": 0.1},
         "decay_rate is a setting of the average, which ema_beta=0",
     ),
-    ("awm", {"weight": "t", "power": 0.5}, "power=0.5 is for weight='ghuber'; leave it out with weight='t'"),
+    ("awm", {"weight": "t", "power": 0.5}, "power=0.5 has an effect only with weight='ghuber'.*with weight='t'"),
     ("dgpo", {"preference_beta": 0}, "preference_beta must be a number above 0, got 0"),
     ("dgpo", {"clip": 0}, "clip must be a number above 0, got 0"),
     ("dgpo", {"decay_max": math.nan}, r"decay_max must be a number in \[0, 1\), got nan"),

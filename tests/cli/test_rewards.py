@@ -52,8 +52,8 @@ def test_where_nothing_is_published_it_says_so(capsys, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["pikscore"], "'pikscore' is no built-in reward"),
-        (["[brightness, color]"], "or more than one"),
+        (["pikscore"], "'pikscore' is not the name of a single built-in reward"),
+        (["[brightness, color]"], "is not the name of a single built-in reward"),
         (["{clip_score: {modell: here}}"], "no argument 'modell'"),
         (["lpips", "--model", "./missing"], "no folder ./missing"),
         (["pickscore", "--model", "owner/name"], "The reward 'pickscore' raised"),

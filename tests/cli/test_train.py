@@ -80,7 +80,7 @@ def test_files_that_are_no_settings_are_refused(tmp_path, no_model, capsys):
 
 def test_flags_are_checked_like_keys(config_file, no_model, capsys):
     assert "`beta`" in refusal(capsys, "train", config_file(), "--bta", "0.1")
-    assert "stands alone" in refusal(capsys, "train", config_file(), "0.1")
+    assert "does not belong to a key" in refusal(capsys, "train", config_file(), "0.1")
     assert "`reward_funcs` is True" in refusal(capsys, "train", config_file(), "--reward_funcs")
     assert "no_such" in refusal(capsys, "train", config_file(), "--reward_funcs", "no_such")
 
@@ -94,7 +94,7 @@ def test_a_folder_that_holds_a_run_is_refused_before_prompts_are_loaded(config_f
 def test_resuming_may_be_said_to_be_off(config_file, no_model, capsys, tmp_path):
     (tmp_path / "run" / "checkpoint-5").mkdir(parents=True)
     for words in ([config_file(), "--resume_from_checkpoint", "false"], [config_file(resume_from_checkpoint=False)]):
-        assert "holds a run already (newest: checkpoint-5)" in refusal(capsys, "train", *words)
+        assert "already contains a run (newest: checkpoint-5)" in refusal(capsys, "train", *words)
 
 
 def test_a_file_of_settings_that_the_run_would_write_over_is_refused(config_file, no_model, capsys, tmp_path):
@@ -213,9 +213,9 @@ def test_ctrl_c_says_in_one_line_how_to_go_on(config_file, model, tmp_path, caps
     last = capsys.readouterr().err.strip().splitlines()[-1]
     newest = tmp_path / "run" / "checkpoint-1"
     how = (
-        f"go on from {newest} with resume_from_checkpoint=True (--resume_from_checkpoint true on the command line)"
+        f"continue from {newest} with resume_from_checkpoint=True (--resume_from_checkpoint true on the command line)"
         if saves
-        else "there is no checkpoint yet, so start it again as it was"
+        else "there is no checkpoint yet, so start the run again in the same way"
     )
     assert last == f"Interrupted after 1 update; {how}."
     assert "Traceback" not in last

@@ -132,7 +132,7 @@ REFUSED = [
     ({"sde_window": [1, 11]}, "1 <= start < stop <= 10"),
     ({"sde_window": [3, 3]}, "1 <= start < stop <= 10"),
     ({"sde_window": [1, 3], "sde_window_size": 3}, "sde_window_size=3 does not fit into the steps 1 to 2"),
-    ({"same_initial_noise": True}, "same_initial_noise=True makes all samples of a prompt equal.*leave it out"),
+    ({"same_initial_noise": True}, "same_initial_noise=True makes all samples of a prompt identical.*leave it out"),
     ({"multi_objective_aggregation": "loss_per_reward"}, "works on recorded steps only.*normalize_then_sum"),
     ({"loss_kwargs": {"decay": 1.0}}, "has no setting 'decay'"),
 ]
@@ -187,7 +187,7 @@ def test_tokens_have_no_window_and_no_shared_steps(setting, others):
 @pytest.mark.parametrize("name", [*RENOISED, f"{__name__}.BestOnly"])
 def test_tokens_are_not_noised(name):
     args = config(loss_type=name)
-    with pytest.raises(ValueError, match=f"loss_type='{name}' is for denoising steps; tokens are trained with grpo"):
+    with pytest.raises(ValueError, match=f"loss_type='{name}' is for denoising steps; set loss_type='grpo' to"):
         check_token_settings(args)
 
 

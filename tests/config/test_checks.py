@@ -10,7 +10,7 @@ from diffusion_grpo.config.early_checks import check_values
 
 BRANCHED = {"branches": 4, "sde_window": [1, 4]}
 REFUSED = [
-    ({"num_generations": 1}, "num_generations must be at least 2, got 1; one sample has no group"),
+    ({"num_generations": 1}, "num_generations must be at least 2, got 1; a single sample has no group"),
     ({"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}, "3 x 1 x 2 = 6.*num_generations=16"),
     ({"steps_per_generation": 33}, "multiple of gradient_accumulation_steps=32"),
     ({"best_of_n": 3}, "best_of_n must be even"),
@@ -21,11 +21,11 @@ REFUSED = [
     ({"sde_window": [0, 4], "sde_window_size": 5}, "sde_window_size=5 does not fit into the steps 0 to 3"),
     ({"sde_window_size": 10}, "does not fit into the steps 0 to 4"),
     ({"sde_window_size": 0}, "sde_window_size must be at least 1"),
-    ({"train_sampling_strategy": "sequential"}, "has no effect here: shuffle_dataset decides"),
+    ({"train_sampling_strategy": "sequential"}, "has no effect here: shuffle_dataset sets"),
     ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0 has no effect here: there are no token embeddings"),
     ({"bf16_full_eval": True}, "bf16_full_eval=True has no effect here: evaluations run as rollouts do"),
-    ({"optim": "schedule_free_adamw"}, "other weights for training than for sampling.*such as adamw_torch"),
-    ({"advantage_fn": "ranks"}, "'ranks' is no dotted path; write the module too, my_package.ranks"),
+    ({"optim": "schedule_free_adamw"}, "different weights for training and for sampling.*such as adamw_torch"),
+    ({"advantage_fn": "ranks"}, "'ranks' is not a dotted path; include the module, as in my_package.ranks"),
     (
         {"loss_type": "dpo", "drop_zero_advantages": True},
         "drop_zero_advantages=True weighs samples, but .* leave it",
@@ -39,20 +39,23 @@ REFUSED = [
     ),
     (
         {"sde_window_order": "sliding", "sde_window": [0, 2]},
-        "sde_window_order='sliding' chooses which part.* but all 2 of its steps are; set sde_window_size below that",
+        "sde_window_order='sliding' chooses which part.* all 2 steps of the window are trained; set sde_window_size",
     ),
-    ({"sde_window_order": "per_prompt", "sde_window": [0, 3], "sde_window_size": 3}, "all 3 of its steps are"),
-    ({"sde_window_order": "per_prompt", "sde_window": [0, 1]}, "it has only one; widen sde_window"),
+    ({"sde_window_order": "per_prompt", "sde_window": [0, 3], "sde_window_size": 3}, "all 3 steps of the window"),
+    ({"sde_window_order": "per_prompt", "sde_window": [0, 1]}, "the window has only one step; widen sde_window"),
     ({"sde_window_order": "slide"}, "Did you mean 'sliding'"),
     ({"sde_window_interval": 0}, "sde_window_interval must be at least 1"),
-    ({"sde_window_interval": 5}, "sde_window_interval=5 is of a sliding window; set sde_window_order='sliding'"),
+    (
+        {"sde_window_interval": 5},
+        "sde_window_interval=5 has .* only on a sliding window; set sde_window_order='sliding'",
+    ),
     ({"branches": 1}, "branches must be at least 2"),
     ({"branches": 6}, "branches=6 does not divide num_generations=16"),
     (
         BRANCHED | {"deterministic_outside_window": False},
         "all steps draw noise; set deterministic_outside_window=True",
     ),
-    (BRANCHED | {"same_initial_noise": True}, "one initial latent, and branches=4 gives it 4; leave one of them out"),
+    (BRANCHED | {"same_initial_noise": True}, "one initial latent, but branches=4 gives it 4; leave one of them out"),
     (BRANCHED | {"advantage_estimator": "gae"}, "conditions of each sample.*leave one of them out"),
     ({"loss_type": "gropo"}, "Did you mean 'grpo'"),
     ({"cache_prompt_embeds": "dsik"}, "cache_prompt_embeds='dsik' is unknown.*Did you mean 'disk'"),
@@ -109,7 +112,7 @@ REFUSED = [
     ({"pipeline_kwargs": {"sigmas": [1.0, 0.5]}}, r"sigmas is set by the trainer \(the setting sigmas\)"),
     ({"timestep_fraction": 0.0}, r"\(0, 1\]"),
     ({"noise_level": 0.0}, "noise_level must be above 0"),
-    ({"sde_type": "cps", "noise_level": 1.5}, "noise_level of cps lies in"),
+    ({"sde_type": "cps", "noise_level": 1.5}, r"noise_level must lie in \(0, 1\] for sde_type='cps'"),
     ({"log_prob_type": "square"}, "choose one of gaussian, squared_error"),
     (
         {"log_prob_type": "squared_error", "sde_type": "flow_sde"},

@@ -106,7 +106,7 @@ def test_rewards_and_files_that_do_not_exist(tmp_path):
         check_names({"eval_dataset": "gone.jsonl"})
     settings = tmp_path / "train.yaml"
     settings.touch()
-    with pytest.raises(ValueError, match="^dataset: .*train.yaml is no file of prompts; .*.parquet or .csv"):
+    with pytest.raises(ValueError, match="^dataset: .*train.yaml is not a file of prompts; .*.parquet or .csv"):
         check_names({"dataset": str(settings)})
 
 

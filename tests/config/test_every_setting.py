@@ -346,14 +346,14 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
         "training/test_out_of_memory.py::test_the_size_that_fits_is_found_and_trains_what_it_would_have_trained"
     ),
     "neftune_noise_alpha": Refused(5.0, "no token embeddings"),
-    "train_sampling_strategy": Refused("sequential", "shuffle_dataset decides"),
+    "train_sampling_strategy": Refused("sequential", "shuffle_dataset sets"),
     "bf16_full_eval": Refused(True, "has no effect here"),
     "fp16_full_eval": Refused(True, "has no effect here"),
     "torch_empty_cache_steps": Elsewhere("training/test_callbacks.py::test_the_cache_is_emptied_as_often_as_asked"),
     "data_seed": Turned(7, "prompts@1 samples@1", NO_NOISE),
     "ddp_timeout": Elsewhere("distributed/test_failure.py::test_silence_is_death_and_any_sign_is_life"),
     "deepspeed": Elsewhere("distributed/test_deepspeed.py::test_a_lora_with_zero3_trains_as_one_process_does"),
-    "accelerator_config": Refused({"split_batches": True}, "split_batches=True would deal out anew"),
+    "accelerator_config": Refused({"split_batches": True}, "split_batches=True would redistribute"),
     "eval_strategy": Turned("steps", "evaluation files", "weights@2 samples@2", {"eval_steps": 2}),
     "disable_tqdm": Elsewhere("training/test_show_progress.py::test_bars_in_a_terminal"),
     "fp16": Refused(True, "has no effect on a CPU"),
@@ -365,7 +365,7 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "hub_revision": Elsewhere("run/test_weights.py::test_settings_of_the_hub_reach_it"),
     "hub_strategy": Elsewhere("run/test_weights.py::test_settings_of_the_hub_reach_it"),
     "hub_token": Elsewhere("run/test_weights.py::test_settings_of_the_hub_reach_it"),
-    "ignore_data_skip": Refused(True, "other prompts"),
+    "ignore_data_skip": Refused(True, "wrong prompts"),
     "greater_is_better": Turned(False, "best", "weights@2", SAVED | EVALUATED | WATCHED_BEST),
     "load_best_model_at_end": Turned(
         True, "weights", "weights@2", SAVED | EVALUATED | {"eval_steps": 1, "rewards": "fading"}

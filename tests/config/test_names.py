@@ -13,12 +13,12 @@ def test_names_that_fit(name):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (3, "The reward 3 is of type int, but it goes into file names and metrics; rename it."),
+        (3, "The reward 3 is of type int, but it is used in file names and metrics; rename it."),
         ("", "is empty"),
-        (" .. ", "holds nothing but dots and spaces"),
-        ("a/b", "may not hold '/'"),
-        ("a\\b", r"may not hold '\\\\'"),
-        ("a\tb", "cannot be printed"),
+        (" .. ", "consists only of dots and spaces"),
+        ("a/b", "must not contain '/'"),
+        ("a\\b", r"must not contain '\\\\'"),
+        ("a\tb", "unprintable character"),
         ("x" * (LONGEST + 1), "takes 151 bytes, more than 150"),
     ],
 )

@@ -28,7 +28,7 @@ REFUSED = [
     ({"quantization": {"transformer": "torcha"}}, "'torcha'.*Did you mean 'torchao'"),
     ({"quantization": {"transformer": 8}}, "transformer is 8; write the name of a backend"),
     ({"quantization": {"transformer": {"quant_type": "x"}}}, "a mapping with `backend`"),
-    ({"quantization": {"transformer": "gguf"}}, "gguf reads weights that are quantised already; name their file"),
+    ({"quantization": {"transformer": "gguf"}}, "gguf reads weights from a file.* already quantised; give it"),
     ({"quantization": {"transformer": {"backend": "torchao", "bits": 4}}}, "torchao has no option bits; it has quant"),
     ({"quantization": {"vae": {"backend": "quanto", "weights_dtype": "int3"}}}, "weights_dtype='int3'; choose int8"),
     (
@@ -37,7 +37,7 @@ REFUSED = [
     ),
     (
         {"load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16", "bf16": False},
-        "'bfloat16' would be cast, bits and all, in a run in float32; set it to float32",
+        "'bfloat16' would be cast to float32, the dtype of this run.*change the packed weights; set it to float32",
     ),
 ]
 

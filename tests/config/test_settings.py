@@ -21,7 +21,7 @@ def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert count_launched_processes() == 2
     check_launched(2, 2)
-    with pytest.raises(ValueError, match="2 processes were started, but each would be a run of its own.*use_cpu=True"):
+    with pytest.raises(ValueError, match="2 processes were started, but each would start its own run.*use_cpu=True"):
         check_launched(2, 1)
 
 

@@ -574,7 +574,7 @@ def test_a_pipeline_with_times_of_its_own_is_refused(tmp_path):
     """GLM-Image would integrate from one level and tell its network another, in rollout and replay alike."""
     steps = {"num_inference_steps": 3, "eval_num_inference_steps": 3, "sigmas": [1.0, 0.6, 0.3]}
     trainer = trainer_for(tmp_path, name="glm_image", **steps)
-    with pytest.raises(UnsupportedPipeline, match="sigmas: GlmImagePipeline tells its network times of its own"):
+    with pytest.raises(UnsupportedPipeline, match="sigmas: GlmImagePipeline passes its network times that it"):
         trainer.train()
 
 

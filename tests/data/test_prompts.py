@@ -123,7 +123,7 @@ def test_missing_file(tmp_path):
 def test_a_file_of_another_kind_is_refused_without_asking_the_hub(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("asked"))
     (tmp_path / "run.yaml").write_text("model: tiny\n")
-    with pytest.raises(ValueError, match="run.yaml is no file of prompts; their names end in .txt, .*.csv"):
+    with pytest.raises(ValueError, match="run.yaml is not a file of prompts; use .* name ends in .txt, .*.csv"):
         load_prompts(str(tmp_path / "run.yaml"))
 
 
@@ -243,7 +243,7 @@ def test_columns_that_rows_do_not_have_are_refused():
     with pytest.raises(ValueError, match=r"hides the columns \['mood'\]"):
         check_dataset(dataset.with_format(None, columns=["prompt", "label"]))
     check_dataset(dataset.with_format("torch", columns=["label"], output_all_columns=True))
-    with pytest.raises(ValueError, match=r"eval_dataset has a transform .* only \['text'\]; let it return"):
+    with pytest.raises(ValueError, match=r"eval_dataset has a transform .* only \['text'\]; it must return"):
         check_dataset(dataset.with_transform(lambda rows: {"text": rows["prompt"]}), "eval_dataset")
 
 

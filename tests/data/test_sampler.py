@@ -91,8 +91,8 @@ def test_split_batches_would_take_the_groups_apart():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"split_batches": True}, "split_batches=True would deal out anew.*leave it out"),
-        ({"dispatch_batches": True}, "dispatch_batches=True would deal out anew.*leave it out"),
+        ({"split_batches": True}, "split_batches=True would redistribute.*leave it out"),
+        ({"dispatch_batches": True}, "dispatch_batches=True would redistribute.*leave it out"),
         ({"gradient_accumulation_kwargs": {"num_steps": 4}}, "num_steps .*set gradient_accumulation_steps instead"),
     ],
 )

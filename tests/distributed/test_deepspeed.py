@@ -134,7 +134,7 @@ def test_one_process_goes_on_from_a_zero3_checkpoint(runs, tmp_path, caplog):
     trainer = trainer_for(tmp_path, callbacks=[Beginning()], **SMOOTH, **LORA)
     with caplog.at_level(logging.WARNING):
         trainer.train(resume_from_checkpoint=str(runs / "lora3" / "checkpoint-1"))
-    assert "was written by 2 processes with ZeRO-3" in caplog.text and "the optimizer starts anew" in caplog.text
+    assert "was written by 2 processes with ZeRO-3" in caplog.text and "the optimizer starts afresh" in caplog.text
     saved = load_file(runs / "lora3" / "checkpoint-1" / "policy" / "adapter_model.safetensors")
     assert all(torch.equal(value, saved[name.replace(".default", "")]) for name, value in found.items())
     assert len(found) == len(saved)

@@ -345,7 +345,9 @@ def test_units_are_the_blocks_that_a_network_repeats():
     assert fsdp.find_repeated_blocks(pipe.transformer, ["Attention"]) == ["Attention"]
     with pytest.raises(ValueError, match="has no Atention; it is made of .*Attention"):
         fsdp.find_repeated_blocks(pipe.transformer, ["Atention"])
-    with pytest.raises(ValueError, match="Sequential names no repeated blocks.*fsdp_transformer_layer_cls_to_wrap"):
+    with pytest.raises(
+        ValueError, match="Sequential does not declare its repeated.*fsdp_transformer_layer_cls_to_wrap"
+    ):
         fsdp.find_repeated_blocks(torch.nn.Sequential(torch.nn.Linear(2, 2)))
     pipe, _ = tiny_pipelines.build("glm_image")
     with pytest.raises(ValueError, match="a language model writes token by token"):

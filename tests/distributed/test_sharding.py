@@ -47,7 +47,7 @@ def test_a_share_is_rounded_up_and_a_whole_stays_whole():
 
 
 def test_a_distribution_that_is_not_known_is_refused():
-    with pytest.raises(ValueError, match="MEGATRON_LM is not planned"):
+    with pytest.raises(ValueError, match="MEGATRON_LM cannot be planned"):
         Sharding.of({"distributed_type": "MEGATRON_LM", "num_processes": 2})
 
 

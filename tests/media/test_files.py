@@ -50,9 +50,9 @@ def test_sound_comes_back_within_a_rounding(tmp_path):
 def test_a_file_without_that_kind_is_refused(tmp_path):
     sound = write_sound(np.zeros(100), tmp_path / "a.wav", 8000)
     video = write_video([Image.new("RGB", (8, 8))], tmp_path / "a.mp4", fps=8)
-    with pytest.raises(ValueError, match="holds no video"):
+    with pytest.raises(ValueError, match="contains no video"):
         read_video(sound)
-    with pytest.raises(ValueError, match="holds no sound"):
+    with pytest.raises(ValueError, match="contains no sound"):
         read_sound(video)
 
 

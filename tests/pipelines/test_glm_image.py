@@ -244,7 +244,7 @@ def test_inputs_that_cannot_work_are_refused():
     family = family_of(pipe)
     assert family is FAMILIES["GlmImagePipeline"]
     small, large = draw_images(size=32)[0], draw_images(size=64)[0]
-    with pytest.raises(ValueError, match="no size of its own; set height"):
+    with pytest.raises(ValueError, match="no default size; set height"):
         family.arguments(pipe, {"prompt": ["a"], "width": 64})
     with pytest.raises(ValueError, match=r"sizes \(32, 32\), \(64, 64\) in one call"):
         family.arguments(pipe, {**inputs, "image": [small, large]})

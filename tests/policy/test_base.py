@@ -57,7 +57,7 @@ def test_a_call_has_one_generator_per_sample_seeded_by_it():
 def test_settings_of_tokens_are_refused_where_none_are_drawn():
     pipe, _ = tiny_pipelines.build("sd3")
     assert DenoisingPolicy(pipe, sampling={"temperature": None}).sampling is None
-    with pytest.raises(ValueError, match="draws no tokens; leave out temperature"):
+    with pytest.raises(ValueError, match="does not sample tokens; leave out temperature"):
         DenoisingPolicy(pipe, sampling={"temperature": 1.0, "top_k": None})
 
 

@@ -237,7 +237,7 @@ def test_a_condition_beside_the_latents_holds_nothing(name):
 def test_a_network_that_is_not_given_the_latents_is_refused(monkeypatch):
     policy, inputs, _, clean = clean_rollout("sd3")
     monkeypatch.setattr(InputWatch, "follow", lambda self, latents: self.seen.append(None) or latents)
-    with pytest.raises(UnsupportedPipeline, match="what it holds fixed in them cannot be found; train it on recorded"):
+    with pytest.raises(UnsupportedPipeline, match="unknown which parts of the latents stay fixed; train it on"):
         denoise(policy, inputs, clean, 2)
 
 

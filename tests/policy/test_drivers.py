@@ -23,7 +23,7 @@ def test_schedulers_take_each_step_once_and_together():
 def test_rows_are_copies_of_the_samples():
     driver = Driver(SEEDS, 2, 0.7)
     assert [driver.rows(torch.ones(count, 3)) for count in (2, 4)] == [1, 2]
-    with pytest.raises(UnsupportedPipeline, match="steps 3 latents at once where 2 samples were asked for"):
+    with pytest.raises(UnsupportedPipeline, match="steps 3 latents at once, but 2 samples were requested"):
         driver.rows(torch.ones(3, 3))
 
 

@@ -56,7 +56,7 @@ def test_a_part_of_a_call_is_a_call():
 
 
 def test_what_is_no_text_is_refused():
-    with pytest.raises(UnsupportedPipeline, match="gives it 'image', a Image, too; leave cache_prompt_embeds out"):
+    with pytest.raises(UnsupportedPipeline, match="also passes it 'image', a Image; leave cache_prompt_embeds out"):
         read(prompt=["a"], image=Image.new("RGB", (4, 4)))
     with pytest.raises(UnsupportedPipeline, match="'layers', a list, too"):  # may be one for each sample
         read(prompt=["a", "b"], layers=["x", "y"])
@@ -64,7 +64,7 @@ def test_what_is_no_text_is_refused():
     with pytest.raises(UnsupportedPipeline, match="one sample per prompt"):
         read_call(lambda prompt, num_images_per_prompt=1: None, (["a"],), {"num_images_per_prompt": 2})
     for name, match in (
-        ("qwen_image_edit", "takes 'image' beside the prompt"),
+        ("qwen_image_edit", "takes 'image' in addition to the prompt"),
         ("dit", "has no method encode_prompt"),
     ):
         with pytest.raises(UnsupportedPipeline, match=match):

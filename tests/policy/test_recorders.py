@@ -47,7 +47,7 @@ def test_what_cannot_be_recorded_is_refused():
     recorder, _ = record()
     with pytest.raises(UnsupportedPipeline, match="runs its denoising loop several times"):
         run(recorder, HalfSteps(), torch.ones(2, 3))
-    with pytest.raises(UnsupportedPipeline, match="steps 3 latents at once where 2 samples were asked for"):
+    with pytest.raises(UnsupportedPipeline, match="steps 3 latents at once, but 2 samples were requested"):
         record(latents=torch.ones(3, 3))
     with pytest.raises(UnsupportedPipeline, match="nothing can be recorded"):
         trajectory_of(Recorder(SEEDS, SEEDS, None, None, 0.7, "cpu"))

@@ -47,7 +47,7 @@ def test_a_step_of_two_latents_is_scored_as_one():
     found, *parts = torch.autograd.grad(now.log_prob.sum(), [now.mean, *handed])
     torch.testing.assert_close(found, (torch.cat(first, 1) - now.mean) / 4)  # all of it goes through the joined mean
     torch.testing.assert_close(torch.cat([part.flatten(1) for part in parts], 1), found / 2)
-    with pytest.raises(UnsupportedPipeline, match="move 2 latents at once"):
+    with pytest.raises(UnsupportedPipeline, match="change 2 latents at once"):
         Finisher(recorder)
 
 

@@ -133,7 +133,7 @@ def test_the_clip_range_of_denoising_steps_is_warned_of(painter, tmp_path, caplo
 
 def test_settings_of_tokens_are_refused_where_there_are_none():
     pipe, _ = tiny_pipelines.build("sd3")
-    with pytest.raises(ValueError, match="draws no tokens; leave out temperature, top_p"):
+    with pytest.raises(ValueError, match="does not sample tokens; leave out temperature, top_p"):
         DenoisingPolicy(pipe, sampling={"temperature": 1.0, "top_p": 0.5, "top_k": None})
 
 

@@ -54,7 +54,9 @@ def test_perturbed_attention_is_off():
 def test_guidance_as_a_component_is_refused():
     pipe, inputs = tiny_pipelines.build("sd3")
     pipe.__dict__["guider"] = object()
-    with pytest.raises(UnsupportedPipeline, match="guides by its component object, which no argument switches off"):
+    with pytest.raises(
+        UnsupportedPipeline, match="guidance through its component object, which no argument switches off"
+    ):
         switch_guidance_off(pipe, [pipe.transformer], inputs)
 
 
@@ -128,7 +130,9 @@ def test_a_scale_that_is_not_known_is_refused():
         ("Ideogram4Pipeline", "guidance_schedule"),
         ("CycleDiffusionPipeline", "source_guidance_scale"),
     ):
-        with pytest.raises(UnsupportedPipeline, match=f"^{name} also guides by {scale}, which .*use loss_type='grpo'"):
+        with pytest.raises(
+            UnsupportedPipeline, match=f"^{name} also applies .* through {scale}, which .*loss_type='grpo'"
+        ):
             unguided(name)
     schedule = {"guidance_scale": 4.0, "guidance_schedule": None}
     assert unguided("Ideogram4Pipeline", **schedule) == schedule | {"guidance_scale": 1.0}

@@ -243,7 +243,7 @@ def test_a_network_that_torch_has_wrapped_gets_what_its_forward_takes() -> None:
 @pytest.mark.parametrize("column", ["match", "images", "prompts"])
 def test_a_column_that_cannot_be_passed_is_refused(column) -> None:
     rewards = load_rewards({"text": {"target_column": column}})
-    with pytest.raises(ValueError, match=f"'text' is to read the column '{column}'.*rename the column"):
+    with pytest.raises(ValueError, match=f"'text' should read the column '{column}'.*rename the column"):
         check_columns(rewards, ["prompt", column], "train_dataset")
 
 

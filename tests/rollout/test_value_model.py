@@ -275,7 +275,7 @@ def test_two_processes_train_what_one_does(tmp_path):
 @pytest.mark.parametrize("kind", [DeepSpeedBackend, FSDP2Backend])
 def test_sharded_training_is_refused(kind):
     backend = kind.__new__(kind)  # without a launcher; the check asks for nothing else
-    with pytest.raises(ValueError, match="DeepSpeed and FSDP would not train"):
+    with pytest.raises(ValueError, match="DeepSpeed and FSDP would not update"):
         backend.check_run(("transformer",), processes=2, own_steps=False, draws_tokens=False, has_values=True)
 
 

@@ -146,9 +146,7 @@ def test_other_adapters_stay_active_and_frozen(tmp_path, style):
     fresh.load_lora_weights(tmp_path, adapter_name="new")
     fresh.set_adapters(["style", "new"], [0.5, 1.0])
     assert close(draw_sample(fresh, inputs), after)
-    assert (
-        "beside adapters that this folder does not hold: `style` (transformer)" in (tmp_path / "README.md").read_text()
-    )
+    assert "adapters that this folder does not contain: `style` (transformer)" in (tmp_path / "README.md").read_text()
 
 
 def test_a_second_trainer_on_the_same_pipeline(tmp_path):
@@ -157,9 +155,9 @@ def test_a_second_trainer_on_the_same_pipeline(tmp_path):
     first.train()
     pipe, (_, inputs) = first.pipe, tiny_pipelines.build("sd3")
     drawn = draw_sample(pipe, inputs)
-    with pytest.raises(ValueError, match="carries the adapter 'default' already; set lora_adapter='default'.*anew"):
+    with pytest.raises(ValueError, match="already has the adapter 'default'; set lora_adapter='default'.*again"):
         trainer_for(tmp_path / "second", model=pipe)
-    with pytest.raises(ValueError, match="Full training.*carries the adapter 'default'; merge it"):
+    with pytest.raises(ValueError, match="Full training.*has the adapter 'default'; merge it"):
         trainer_for(tmp_path / "second", model=pipe, lora=False)
     assert torch.equal(draw_sample(pipe, inputs), drawn)
     second = trainer_for(tmp_path / "second", model=pipe, lora=False, lora_adapter="default", **STRONG)
@@ -195,7 +193,7 @@ def test_the_whole_pipeline_is_saved_with_the_lora_in_its_weights(tmp_path, name
 def test_a_peft_model_as_the_network(tmp_path):
     pipe, inputs = tiny_pipelines.build("sd3")
     pipe.transformer = get_peft_model(pipe.transformer, LoraConfig(**LORA, init_lora_weights="gaussian"))
-    with pytest.raises(ValueError, match=r"pipe.transformer carries the adapter 'default' already; set lora_adapter"):
+    with pytest.raises(ValueError, match=r"pipe.transformer already has the adapter 'default'; set lora_adapter"):
         trainer_for(tmp_path, model=pipe)
     trainer = trained(tmp_path, pipe, lora_adapter="default")
     assert type(trainer.pipe.transformer).__name__ == "SD3Transformer2DModel"
@@ -208,7 +206,7 @@ def test_a_peft_model_as_the_network(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lora_adapter": "other", "lora": False}, r"carries no such adapter \(it has style\)"),
+        ({"lora_adapter": "other", "lora": False}, r"has no such adapter \(it has style\)"),
         ({"lora_path": "x/y", "lora_adapter": "style", "lora": False}, "leave one of them out"),
         (
             {"lora_adapter": "style"},
@@ -235,7 +233,7 @@ def test_what_is_refused_of_adapters(tmp_path, style, settings, message):
 
 
 def test_keeping_adapters_where_there_are_none_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="carries no other adapter; leave it out"):
+    with pytest.raises(ValueError, match="has no other adapter; leave it out"):
         trainer_for(tmp_path, keep_adapters=True)
 
 
@@ -243,7 +241,7 @@ def test_a_lora_of_text_encoders_too(tmp_path):
     """What would be missing beside the saved LoRA is refused, or kept on request."""
     pipe, _ = tiny_pipelines.build("sd15")
     pipe.text_encoder.add_adapter(LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="gaussian"), "style")
-    with pytest.raises(ValueError, match="pipe.text_encoder carries the adapter 'style' already; set keep_adapters"):
+    with pytest.raises(ValueError, match="pipe.text_encoder already has the adapter 'style'; set keep_adapters"):
         trainer_for(tmp_path, name="sd15", model=pipe)
     trainer = trainer_for(tmp_path, name="sd15", model=pipe, keep_adapters=True)
     assert trainer.run["kept_adapters"] == {"text_encoder": ["style"]}
@@ -283,7 +281,7 @@ def test_one_target_may_be_written_without_a_list():
     assert target(r".*attn\.to_q") == r".*attn\.to_q" and target("proj_out") == "proj_out"  # a module's whole name
     with pytest.raises(ValueError, match=r"has no module to_q, to_k \(several names are a list\); choose from .*to_k"):
         target("to_q, to_k")
-    with pytest.raises(ValueError, match=r"target_modules='\*to_q' is no regular expression .nothing to repeat"):
+    with pytest.raises(ValueError, match=r"target_modules='\*to_q' is not a regular expression .nothing to repeat"):
         target("*to_q")
 
 
@@ -303,6 +301,6 @@ def test_a_lora_to_train_further_is_planned_by_its_config(style, tmp_path, monke
 
     monkeypatch.setattr(adapters, "hf_hub_download", find_nothing)
     for source in (str(tmp_path), "someone/lora"):
-        message = f"{source} has no adapter_config.json, which tells its rank; plan with use_peft"
+        message = f"{source} has no adapter_config.json, which records its rank; plan with use_peft"
         with pytest.raises(ValueError, match=message):
             adapters.read_config(source)

@@ -66,9 +66,9 @@ def test_what_was_given_before_stays():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"dataset_args": "split=train"}, "dataset_args='split=train' has no place on this card"),
+        ({"dataset_args": "split=train"}, "dataset_args='split=train' cannot be shown on this card"),
         ({"finetuned_from": "a b/c"}, "finetuned_from='a b/c' is not a model on the Hub; give its id, owner/name"),
-        ({"tasks": ["text-to-image", "image-to-image"]}, "tasks=.*: a model card has one; choose one"),
+        ({"tasks": ["text-to-image", "image-to-image"]}, "tasks=.*: a model card takes only one; choose one"),
         ({"tags": ["a", 1]}, r"tags=\['a', 1\] on a model card must be a text, or a list of texts"),
         ({"license": 5}, "license=5 on a model card must be a text"),
     ],

@@ -78,15 +78,15 @@ def test_a_damaged_file_is_named(run, tmp_path, caplog, name, damage, words):
     damage(damaged / name)
     with pytest.raises(DamagedCheckpoint, match=f"checkpoint-2 is damaged: .*{words}") as caught:
         check_named(damaged)
-    assert str(caught.value).endswith(f"resume from {run / 'checkpoint-1'}, which is whole.")
+    assert str(caught.value).endswith(f"resume from {run / 'checkpoint-1'}, which is complete.")
     assert find_newest_whole(run) == run / "checkpoint-1"
-    assert "going on from checkpoint-1" in caplog.text and name in caplog.text
+    assert "continuing from checkpoint-1" in caplog.text and name in caplog.text
 
 
 def test_a_run_goes_on_from_the_whole_checkpoint_before_a_damaged_one(run, whole):
     flip(run / "checkpoint-2" / OPTIMIZER_NAME)
     trainer = trainer_for(run, **SETTINGS)
-    with pytest.raises(DamagedCheckpoint, match="optimizer.pt.*resume from .*checkpoint-1, which is whole"):
+    with pytest.raises(DamagedCheckpoint, match="optimizer.pt.*resume from .*checkpoint-1, which is complete"):
         trainer.train(resume_from_checkpoint=str(run / "checkpoint-2"))
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 3
@@ -97,7 +97,7 @@ def test_a_run_goes_on_from_the_whole_checkpoint_before_a_damaged_one(run, whole
 def test_without_any_whole_checkpoint_nothing_is_started(run):
     for checkpoint in checkpoints(run):
         truncate(checkpoint / "adapter_model.safetensors")
-    with pytest.raises(DamagedCheckpoint, match="checkpoint-2 is damaged.*there is no whole checkpoint"):
+    with pytest.raises(DamagedCheckpoint, match="checkpoint-2 is damaged.*there is no complete checkpoint"):
         trainer_for(run, **SETTINGS).train(resume_from_checkpoint=True)
 
 
@@ -113,7 +113,7 @@ def test_state_that_is_not_there_is_refused_unless_asked_for(run, whole, caplog,
     settings = SETTINGS | {"resume_without_optimizer": True, "lr_scheduler_type": "linear"}
     trainer = trainer_for(run, **settings)
     trainer.train(resume_from_checkpoint=True)
-    assert trainer.state.global_step == 3 and "the optimizer starts anew" in caplog.text
+    assert trainer.state.global_step == 3 and "the optimizer starts afresh" in caplog.text
     assert trainer.lr_scheduler.last_epoch == 3  # it went on from the checkpoint's update
     ours = trained_weights(trainer)
     assert not all(torch.equal(ours[name], value) for name, value in whole[1].items())

@@ -50,7 +50,7 @@ def test_a_folder_with_a_checkpoint_or_a_result_holds_a_run(tmp_path):
     refuse_used_folder(tmp_path, "resume")
     (tmp_path / "checkpoint-3").mkdir()
     assert holds_run(tmp_path) and not has_ended(tmp_path)
-    with pytest.raises(ResumeError, match="holds a run already .newest: checkpoint-3.; resume to go on with it"):
+    with pytest.raises(ResumeError, match="already contains a run .newest: checkpoint-3.; resume to continue it"):
         refuse_used_folder(tmp_path, "resume")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "summary.json").write_text("{}")
@@ -63,7 +63,7 @@ def test_another_run_is_refused_and_the_same_one_may_go_on(tmp_path, caplog):
     write_json(tmp_path / "run.json", record(seed=3))
     (tmp_path / "checkpoint-3").mkdir()
     check_same_run(str(tmp_path), record(seed=3, beta=0.5))  # beta may change on the way
-    with pytest.raises(ValueError, match="holds another run .seed is 3 there and 42 here.; choose another output_dir"):
+    with pytest.raises(ValueError, match="contains another run .seed is 3 there and 42 here.; choose another"):
         check_same_run(str(tmp_path), record())
     with pytest.raises(ValueError, match="seed is 3 there and 42 here.; go elsewhere[.]$"):
         check_same_run(tmp_path, record(), "go elsewhere")
@@ -103,7 +103,7 @@ def test_only_the_end_of_a_run_leaves_what_says_that_it_has_ended(tmp_path, capl
     (tmp_path / "checkpoint-3").mkdir()
     check_output_folder(str(tmp_path), record(), is_resumed=False)
     assert "was interrupted (newest: checkpoint-3)" in caplog.text
-    with pytest.raises(ResumeError, match="holds a run already"):
+    with pytest.raises(ResumeError, match="already contains a run"):
         refuse_used_folder(tmp_path, "resume")
 
 

@@ -35,13 +35,13 @@ def test_the_newest_whole_checkpoint_is_found(tmp_path, caplog):
     first, second = make_checkpoint(tmp_path, 1), make_checkpoint(tmp_path, 2)
     assert find_newest_whole(tmp_path) == second and not caplog.text
     (second / "trainer_state.json").write_text("[]")
-    assert find_newest_whole(tmp_path) == first and "going on from checkpoint-1" in caplog.text
-    with pytest.raises(DamagedCheckpoint, match=f"resume from {first}, which is whole"):
+    assert find_newest_whole(tmp_path) == first and "continuing from checkpoint-1" in caplog.text
+    with pytest.raises(DamagedCheckpoint, match=f"resume from {first}, which is complete"):
         check_named(second)
     (first / "trainer_state.json").unlink()
-    with pytest.raises(DamagedCheckpoint, match="there is no whole checkpoint; delete"):
+    with pytest.raises(DamagedCheckpoint, match="there is no complete checkpoint; delete"):
         find_newest_whole(tmp_path)
-    with pytest.raises(DamagedCheckpoint, match="no checkpoint before it is whole"):
+    with pytest.raises(DamagedCheckpoint, match="no checkpoint before it is complete"):
         check_named(second)
 
 
@@ -63,7 +63,7 @@ def test_what_a_kill_left_half_written_is_removed_and_what_was_put_aside_returns
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (pickle.UnpicklingError("Weights only"), "could run code from it; nothing of it was run"),
+        (pickle.UnpicklingError("Weights only"), "could run code from it; none of it was run"),
         (EOFError(), "is damaged .EOFError.; resume from an older checkpoint"),
         (RuntimeError("PytorchStreamReader failed\nmore"), "is damaged .PytorchStreamReader failed.;"),
     ],
@@ -84,6 +84,6 @@ def test_an_interrupt_says_what_there_is_to_go_on_from(tmp_path):
         with explain_interrupt(tmp_path, lambda: 1):
             raise KeyboardInterrupt
     newest = make_checkpoint(tmp_path, 2)
-    with pytest.raises(KeyboardInterrupt, match=f"after 3 updates; go on from {newest} with"):
+    with pytest.raises(KeyboardInterrupt, match=f"after 3 updates; continue from {newest} with"):
         with explain_interrupt(tmp_path, lambda: 3):
             raise KeyboardInterrupt

@@ -88,7 +88,7 @@ def test_a_rollout_under_other_settings_is_refused(tmp_path):
     check_rollout(tmp_path, made_under, inputs_of())
     check_rollout(tmp_path, made_under | {"setting of another version": 1}, inputs_of())
     message = (
-        "guidance_scale is 7.0 there and 9.0 here.; resume with the former settings, or from a checkpoint between"
+        "guidance_scale is 7.0 there and 9.0 here.; resume with the earlier settings, or from a checkpoint between"
     )
     with pytest.raises(ResumeError, match=message):
         check_rollout(tmp_path, made_under, inputs_of(guidance_scale=9.0))
@@ -101,7 +101,7 @@ def test_rows_are_compared_by_what_the_pipeline_gets(tmp_path):
     check_rows(tmp_path, hashes[:1], [row | {"answer": 2, "image": Image.new("RGB", (4, 4), "red")}], inputs_of())
     changes = [{"prompt": "a sea"}, {"image": Image.new("RGB", (4, 5))}, {"image": torch.ones(2)}, {"image": None}]
     for change in changes:
-        with pytest.raises(ResumeError, match="other dataset rows.*resume with the former dataset"):
+        with pytest.raises(ResumeError, match="other dataset rows.*resume with the earlier dataset"):
             check_rows(tmp_path, hashes[:1], [row | change], inputs_of())
     arrays = [row | {"image": array} for array in (np.zeros(2), np.ones(2), torch.zeros(2), torch.tensor(0.0))]
     assert len(set(hash_rows(arrays, inputs_of()))) == 4

@@ -356,7 +356,7 @@ def test_what_was_measured_is_what_is_published(tmp_path, monkeypatch):
     with trainer.learner.average.place(is_shown=False):
         assert torch.allclose(draw_sample(policy, inputs), draw_sample(trainer.pipe, inputs), atol=1e-5)
     card = (tmp_path / "README.md").read_text()
-    assert "moving average of the policy (`ema_decay` 0.5)" in card and "`policy` holds the policy itself" in card
+    assert "moving average of the policy (`ema_decay` 0.5)" in card and "`policy` contains the policy itself" in card
     files = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
     for push_samples in (False, True):
         pushed = filter_repo_objects(files, **list_upload_patterns(trainer.pipe.components, push_samples))

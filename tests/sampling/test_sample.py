@@ -388,7 +388,7 @@ def test_changed_weights_and_columns_are_another_job(prompts, tmp_path, capsys):
     file = tmp_path / "run" / "adapter_model.safetensors"
     save_file({name: value + 1 for name, value in load_file(file).items()}, file)
     assert cli.main(list(map(str, with_lora))) == 2
-    assert "holds samples of another job (lora_weights is" in capsys.readouterr().err
+    assert "contains samples of another job (lora_weights is" in capsys.readouterr().err
     rows = tmp_path / "rows.jsonl"
     with_columns = [*words, tmp_path / "columns", "--prompts", rows, "--reward_funcs", "brightness"]
     rows.write_text('{"prompt": "a fox", "level": 1}\n{"prompt": "a cat", "level": 1}\n')

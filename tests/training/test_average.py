@@ -87,7 +87,7 @@ def test_where_a_checkpoint_keeps_the_policy(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert find_policy_folder(tmp_path, has_average=False) == tmp_path and not caplog.text
         assert find_policy_folder(tmp_path, has_average=True) == tmp_path
-    assert "holds no moving average: it starts anew" in caplog.text
+    assert "contains no moving average: it starts again" in caplog.text
     (tmp_path / "policy").mkdir()
     assert find_policy_folder(tmp_path, has_average=False) == tmp_path / "policy"
     (tmp_path / "ema").mkdir()

@@ -19,12 +19,12 @@ from diffusion_grpo.run.records import write_json
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 1}
     trainer_for(tmp_path, **settings).train()
-    with pytest.raises(ValueError, match="holds a run already.*checkpoint-2.*resume_from_checkpoint=True in the set"):
+    with pytest.raises(ValueError, match="already contains a run.*checkpoint-2.*resume_from_checkpoint=True in"):
         trainer_for(tmp_path, **settings)  # before a model is loaded
     trainer_for(tmp_path, **settings, resume_from_checkpoint=True).train()
-    with pytest.raises(ValueError, match="holds another run.*trains_by"):
+    with pytest.raises(ValueError, match="contains another run.*trains_by"):
         trainer_for(tmp_path, lora=False, **settings)
-    with pytest.raises(ValueError, match="holds another run.*noise_level is the default there and 0.5 here"):
+    with pytest.raises(ValueError, match="contains another run.*noise_level is the default there and 0.5 here"):
         trainer_for(tmp_path, noise_level=0.5, **settings)
 
 
@@ -33,7 +33,7 @@ def test_a_checkpoint_of_another_folder_is_compared_with_the_run_there(tmp_path)
     trainer_for(tmp_path / "a", **settings).train()
     point, longer = str(tmp_path / "a" / "checkpoint-1"), settings | {"max_steps": 2}
     other = trainer_for(tmp_path / "b", noise_level=0.3, **longer)
-    with pytest.raises(ValueError, match="a holds another run .noise_level is .*resume with the settings of that run"):
+    with pytest.raises(ValueError, match="a contains another run .noise_level is .*resume with the settings of"):
         other.train(resume_from_checkpoint=point)
     same = trainer_for(tmp_path / "c", **longer)
     same.train(resume_from_checkpoint=point)
@@ -56,11 +56,11 @@ def test_the_trained_network_is_compared_once_it_is_known(tmp_path):
 
 def test_a_folder_with_a_run_without_checkpoints_is_not_overwritten(tmp_path):
     trainer_for(tmp_path).train()
-    with pytest.raises(ValueError, match="holds a run already, which has ended and has no checkpoint.*delete it"):
+    with pytest.raises(ValueError, match="already contains a run, which has ended and has no checkpoint.*delete it"):
         trainer_for(tmp_path)
-    with pytest.raises(ValueError, match="has ended and has no checkpoint to go on from; choose another output_dir"):
+    with pytest.raises(ValueError, match="has ended and has no checkpoint to continue from; choose another"):
         trainer_for(tmp_path, resume_from_checkpoint=True).train()
-    with pytest.raises(ValueError, match="holds another run"):
+    with pytest.raises(ValueError, match="contains another run"):
         trainer_for(tmp_path, lora=False)
 
 

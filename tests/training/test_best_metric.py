@@ -45,7 +45,7 @@ def test_what_evaluations_log_is_taken(metric):
 )
 def test_anything_else_names_the_nearest(metric, nearest):
     with pytest.raises(
-        ValueError, match=f"metric_for_best_model='{metric}' is logged by no .* did you mean '{nearest}'"
+        ValueError, match=f"metric_for_best_model='{metric}' is not logged by any .* did you mean '{nearest}'"
     ):
         check(metric)
 
@@ -60,9 +60,9 @@ def test_several_datasets_have_metrics_of_their_own():
 @pytest.mark.parametrize("reward", [logging, brightness], ids=["log_metric", "keywords"])
 def test_rewards_may_log_any_other_name(reward):
     check("score", load_rewards([reward]))
-    with pytest.raises(ValueError, match="is logged by no evaluation"):
+    with pytest.raises(ValueError, match="is not logged by any evaluation"):
         check("eval_rewards/another/mean", load_rewards([reward]))
-    with pytest.raises(ValueError, match="'eval_loss' is logged by no evaluation"):
+    with pytest.raises(ValueError, match="'eval_loss' is not logged by any evaluation"):
         check("eval_loss", load_rewards([reward]))
 
 

@@ -117,7 +117,7 @@ def test_an_old_policy_that_a_checkpoint_lacks_starts_from_its_policy(tmp_path, 
     make(log, has_old_policy=True).load(tmp_path)
     policy = ("load", "model", tmp_path / "policy")
     assert log == [policy, ("take", ["exact"]), policy, ("resume", tmp_path)]
-    assert "holds no old policy: it starts from the policy's weights there" in caplog.text
+    assert "contains no old policy: it starts from the policy's weights there" in caplog.text
 
 
 def test_a_moving_reference_is_read_where_there_is_one(tmp_path, caplog):
@@ -125,7 +125,7 @@ def test_a_moving_reference_is_read_where_there_is_one(tmp_path, caplog):
     (tmp_path / TRAINER_STATE_NAME).write_text("{}")
     make(log, has_reference=True).load(tmp_path)
     assert log == [("load", "model", tmp_path), ("resume", tmp_path)]
-    assert "holds no reference: it starts from the model as it was before training" in caplog.text
+    assert "contains no reference: it starts from the model as it was before training" in caplog.text
     caplog.clear(), log.clear()
     (tmp_path / "reference").mkdir()
     make(log, has_reference=True).load(tmp_path)

@@ -84,7 +84,7 @@ def test_all_blocks_are_compiled_however_many_graphs_that_takes(is_hooked):
 
 
 def test_a_network_without_repeated_blocks_is_refused():
-    with pytest.raises(ValueError, match="Linear names no repeated blocks to compile; set torch_compile=False"):
+    with pytest.raises(ValueError, match="Linear does not declare repeated blocks to compile; set torch_compile"):
         compile_blocks(torch.nn.Linear(1, 1), {})
 
 

@@ -131,7 +131,7 @@ def test_what_no_part_can_do_is_refused(tmp_path):
             set_decoding(pipe, **settings)
     frames = torch.nn.Module()
     frames.decode = lambda latents, num_frames=1: latents
-    with pytest.raises(ValueError, match="frames of all samples in a row.*set decode_chunk_size"):
+    with pytest.raises(ValueError, match="frames of all samples as one sequence.*set decode_chunk_size"):
         set_decoding(SimpleNamespace(components={"vae": frames}), batch_size=1)
     with pytest.raises(ValueError, match="decode_batch_size=2 has no effect"):
         trainer_for(tmp_path, rewards=brightness, vae_slicing=True, decode_batch_size=2)

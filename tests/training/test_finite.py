@@ -23,5 +23,5 @@ def test_others_are_refused_with_what_is_left(tmp_path, value):
     ):
         refuse_non_finite(torch.tensor(value), "loss", 3, str(tmp_path), has_stepped=False)
     (tmp_path / "checkpoint-2").mkdir()
-    with pytest.raises(NonFiniteError, match="the weights may hold it already.*checkpoint-2. Try a lower"):
+    with pytest.raises(NonFiniteError, match="the weights may already contain it.*checkpoint-2. Try a lower"):
         refuse_non_finite(torch.tensor(value), "gradient norm", 3, str(tmp_path), has_stepped=True)

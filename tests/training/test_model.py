@@ -90,7 +90,7 @@ def test_checkpointing_of_a_share_of_the_blocks(tmp_path, monkeypatch):
     ("model", "message"),
     [
         (None, "model is None; pass a Hub id, a folder"),
-        (torch.nn.Linear(1, 1), "model is a Linear, one network alone; pass the pipeline"),
+        (torch.nn.Linear(1, 1), "model is a Linear, a single network; pass the pipeline"),
         (3, "model is a int; pass"),
     ],
     ids=["None", "module", "number"],
@@ -157,7 +157,7 @@ def test_both_names_of_a_dtype_load_without_a_warning(name, tmp_path):
 @pytest.mark.parametrize("value", ["bfloat61", "auto", 16, {"transformer": "half precision"}])
 def test_what_is_no_dtype_is_refused(value):
     with pytest.raises(
-        ValueError, match="model_init_kwargs: dtype.* is .*, which is no dtype of torch; write bfloat16"
+        ValueError, match="model_init_kwargs: dtype.* is .*, which is not a torch dtype; write bfloat16"
     ):
         choose_dtype(make_config(model_init_kwargs={"dtype": value}), False)
 
@@ -214,9 +214,9 @@ def test_arguments_for_loading_are_refused_for_a_pipeline_that_is_loaded(tmp_pat
 
 
 def test_dtypes_and_devices_that_torch_does_not_have():
-    with pytest.raises(ValueError, match="--dtype float33 is no dtype of torch"):
+    with pytest.raises(ValueError, match="--dtype float33 is not a torch dtype"):
         load_plain_pipeline("tiny", "float33")
-    with pytest.raises(ValueError, match="--device cdua is no device of torch"):
+    with pytest.raises(ValueError, match="--device cdua is not a torch device"):
         load_plain_pipeline("tiny", "float32", "cdua")
 
 

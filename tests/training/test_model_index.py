@@ -45,13 +45,13 @@ def test_a_component_that_is_left_out_of_the_pipeline_is_not_trained(tmp_path):
             {"_class_name": "GlmImagePipeline", "vision_language_encoder": ["transformers", "GlmImageForCausalLM"]},
             {"train_component": "vision_language_encoder", "loss_type": "nft"},
             ValueError,
-            "'nft' is for denoising steps; tokens are trained with grpo",
+            "'nft' is for denoising steps; set loss_type='grpo' to train tokens",
         ),
         (
             {"_class_name": "Ideogram4Pipeline", "transformer": ["diffusers", "Ideogram4Transformer2DModel"]},
             {"loss_type": "nft"},
             UnsupportedPipeline,
-            "also guides by guidance_schedule.*use loss_type='grpo'",
+            "also applies guidance through guidance_schedule.*use loss_type='grpo'",
         ),
     ],
 )

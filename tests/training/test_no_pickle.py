@@ -61,7 +61,7 @@ def test_no_file_that_is_read_runs_code(copy, tmp_path, name):
     write_poison(copy / name, tmp_path / "ran")
     write_manifest(copy)  # whoever prepares a folder prepares that too
     trainer = trainer_for(tmp_path / "again", **VALUED)
-    with pytest.raises(ResumeError, match="checkpoint-1 (is damaged|holds a file with more than tensors)"):
+    with pytest.raises(ResumeError, match="checkpoint-1 (is damaged|contains a file with more than tensors)"):
         trainer.train(resume_from_checkpoint=str(copy))
     assert not (tmp_path / "ran").exists()
 

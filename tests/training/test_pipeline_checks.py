@@ -30,7 +30,7 @@ MESSAGES = {
     "meta": "vae is on the meta device and has no weights",
     "model offload": "is moved by enable_model_cpu_offload.*remove_all_hooks.*offload_frozen='cpu'",
     "sequential offload": "enable_sequential_cpu_offload.*remove_all_hooks.*offload_frozen='cpu'",
-    "group offload": "is moved by diffusers' group offloading.*load .* anew, and set group_offload",
+    "group offload": "is moved by diffusers' group offloading.*load .* again, and set group_offload",
 }
 
 

@@ -363,7 +363,7 @@ def test_an_error_of_one_process_is_told_to_the_other(where, words, tmp_path):
 
 def test_what_cannot_be_encoded_ahead_is_refused(tmp_path):
     settings = {"cache_prompt_embeds": "memory", "rewards": brightness}
-    with pytest.raises(UnsupportedPipeline, match="encode_prompt of QwenImageEditPipeline takes 'image' beside"):
+    with pytest.raises(UnsupportedPipeline, match="encode_prompt of QwenImageEditPipeline takes 'image' in addition"):
         trainer_for(tmp_path / "a", "qwen_image_edit", **settings)
     with pytest.raises(UnsupportedPipeline, match="KandinskyV22PriorPipeline has no method encode_prompt"):
         trainer_for(tmp_path / "b", "kandinsky_prior", **settings)

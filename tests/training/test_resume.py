@@ -138,7 +138,7 @@ def test_only_between_two_rollouts_may_the_guidance_change(tmp_path):
     changed = own | {"guidance_scale": 9.0, "max_steps": 3}
     for step in (1, 2):
         again = trainer_for(tmp_path / f"from-{step}", **changed)
-        refusal = pytest.raises(ValueError, match="guidance_scale is .* there and 9.0 here.; resume with the former")
+        refusal = pytest.raises(ValueError, match="guidance_scale is .* there and 9.0 here.; resume with the earlier")
         with refusal if step == 1 else contextlib.nullcontext():
             again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
         assert again.state.global_step == (1 if step == 1 else 3)
@@ -249,12 +249,12 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, caplog):
         trainer_for(tmp_path, callbacks=[Interrupt(1)], **settings).train()
     newest = tmp_path / "checkpoint-1"
     assert str(caught.value) == (
-        f"Interrupted after 1 update; go on from {newest} with resume_from_checkpoint=True (--resume_from_checkpoint "
-        "true on the command line)."
+        f"Interrupted after 1 update; continue from {newest} with resume_from_checkpoint=True "
+        "(--resume_from_checkpoint true on the command line)."
     )
     again = trainer_for(tmp_path, **settings)
     assert "was interrupted (newest: checkpoint-1)" in caplog.text
-    with pytest.raises(ValueError, match="holds a run already .newest: checkpoint-1.; pass resume_from_checkpoint=Tr"):
+    with pytest.raises(ValueError, match="already contains a run .newest: checkpoint-1.; pass resume_from_checkpoint"):
         again.train()
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 2
@@ -273,15 +273,15 @@ def test_weights_that_are_published_during_a_run_do_not_end_it(tmp_path, monkeyp
     settings = {"save_strategy": "steps", "save_steps": 1, "num_inference_steps": 2, "max_steps": 2}
     settings |= {"push_to_hub": True, "hub_model_id": "mine"} if kind == "push" else {}
     first = trainer_for(tmp_path, callbacks=[*([Save()] if kind == "save_model" else []), Interrupt(1)], **settings)
-    with pytest.raises(KeyboardInterrupt, match="go on from .*checkpoint-1 with resume_from_checkpoint=True"):
+    with pytest.raises(KeyboardInterrupt, match="continue from .*checkpoint-1 with resume_from_checkpoint=True"):
         first.train()
     assert (tmp_path / "adapter_model.safetensors").is_file()
     again = trainer_for(tmp_path, **settings)
-    with pytest.raises(ValueError, match="holds a run already .newest: checkpoint-1.; pass resume_from_checkpoint=Tr"):
+    with pytest.raises(ValueError, match="already contains a run .newest: checkpoint-1.; pass resume_from_checkpoint"):
         again.train()
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 2
-    with pytest.raises(ValueError, match="holds a run already .newest: checkpoint-2.; set resume_from_checkpoint=Tru"):
+    with pytest.raises(ValueError, match="already contains a run .newest: checkpoint-2.; set resume_from_checkpoint"):
         trainer_for(tmp_path, **settings)
 
 
@@ -323,7 +323,7 @@ def test_the_folder_of_a_run_is_no_checkpoint(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 1, "num_inference_steps": 2}
     trainer_for(tmp_path / "whole", **settings).train()
     again = trainer_for(tmp_path / "again", **settings)
-    with pytest.raises(ResumeError, match="whole is a run's folder, expected a checkpoint; its newest is .*-2[.]"):
+    with pytest.raises(ResumeError, match="whole is the folder of a run, not a checkpoint; its newest .* is .*-2[.]"):
         again.train(resume_from_checkpoint=str(tmp_path / "whole"))
 
 
@@ -337,7 +337,7 @@ def test_a_checkpoint_of_another_kind_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no folder 'transformer'.*full training"):
         full.train(resume_from_checkpoint=str(tmp_path / "alone" / "checkpoint-1"))
     (tmp_path / "lora" / "checkpoint-2" / "trainer_state.json").unlink()
-    with pytest.raises(ValueError, match="trainer_state.json is missing; resume from .*checkpoint-1, which is whole"):
+    with pytest.raises(ValueError, match="trainer_state.json is missing; resume .*checkpoint-1, which is complete"):
         trainer_for(tmp_path / "lora2", **settings).train(
             resume_from_checkpoint=str(tmp_path / "lora" / "checkpoint-2")
         )

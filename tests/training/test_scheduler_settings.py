@@ -22,17 +22,17 @@ BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_line
         (
             "flux",
             {"shift": 5.0},
-            "shift=5.0 changes no step of FluxPipeline, whose scheduler has use_dynamic_shifting=True; set "
-            "use_dynamic_shifting: false beside it, or leave it out",
+            "shift=5.0 changes no step of FluxPipeline, whose scheduler has use_dynamic_shifting=True; also set "
+            "use_dynamic_shifting: false, or leave it out",
         ),
         (
             "qwen_image",
             {"shift": 5.0},
-            "set use_dynamic_shifting: false beside it, and shift_terminal: null, or the sigmas are stretched to 0.02",
+            "also set use_dynamic_shifting: false, and shift_terminal: null, or the sigmas are stretched to 0.02",
         ),
         ("wan", {"shift": 5.0}, "UniPCMultistepScheduler has no setting shift; .*did you mean flow_shift"),
         ("wan", {"solver_order": 1}, "solver_order=1 changes no step of WanPipeline as its UniPC"),
-        ("z_image", {"max_shift": 2.0}, "use_dynamic_shifting=False; set use_dynamic_shifting: true beside it"),
+        ("z_image", {"max_shift": 2.0}, "use_dynamic_shifting=False; also set use_dynamic_shifting: true"),
         ("sdxl", {"use_karras_sigmas": True}, "use_karras_sigmas=True changes no step of StableDiffusionXLPipeline"),
         ("stable_audio", {"solver_order": 1}, "solver_order=1 changes no step of StableAudioPipeline"),
     ],
@@ -175,5 +175,5 @@ def test_a_guider_is_refused_before_weights_are_loaded(tmp_path):
     index = {"_class_name": "HunyuanImagePipeline", "guider": ["diffusers", "AdaptiveProjectedMixGuidance"]}
     (tmp_path / "model" / "model_index.json").write_text(json.dumps(index))
     args = DiffusionGRPOConfig(str(tmp_path / "run"), loss_type="nft", use_cpu=True)
-    with pytest.raises(UnsupportedPipeline, match="guides by its component AdaptiveProjectedMixGuidance"):
+    with pytest.raises(UnsupportedPipeline, match="guidance through its component AdaptiveProjectedMixGuidance"):
         DiffusionGRPOTrainer(model=str(tmp_path / "model"), reward_funcs=brightness, args=args)

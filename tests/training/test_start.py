@@ -62,7 +62,7 @@ def test_learning_rates_by_default(tmp_path):
         ({"eval_strategy": "steps", "eval_steps": 1}, "'steps' has nothing to evaluate; pass an eval_dataset"),
         ({"pipeline_kwargs": {"latents": 1}}, "latents.*set by the trainer"),
         ({"pipeline_kwargs": {"num_images_per_prompt": 2}}, "num_images_per_prompt.*num_generations"),
-        ({"accelerator_config": {"dispatch_batches": True}}, "accelerator_config: dispatch_batches=True would deal"),
+        ({"accelerator_config": {"dispatch_batches": True}}, "accelerator_config: dispatch_batches=True would"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -122,7 +122,7 @@ def test_settings_that_were_changed_since_are_checked_again(tmp_path):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("num_generations", 2, "num_generations was changed from 4 to 2 after the trainer was made, .*; make a new"),
+        ("num_generations", 2, "num_generations was changed from 4 to 2 after the trainer was created, .*; create a"),
         ("beta", 0.1, "beta was changed from 0.0 to 0.1"),
         ("gradient_accumulation_steps", 1, "gradient_accumulation_steps was changed from 2 to 1"),
         ("pipeline_kwargs", {"max_sequence_length": 8}, "pipeline_kwargs was changed"),

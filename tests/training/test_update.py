@@ -240,7 +240,7 @@ def test_several_processes_agree_before_their_gradients_meet():
     assert Several.agreed == before + 1
 
 
-@pytest.mark.parametrize(("steps_in_backward", "kept"), [(False, "were not updated"), (True, "may hold it already")])
+@pytest.mark.parametrize(("steps_in_backward", "kept"), [(False, "were not updated"), (True, "already contain it")])
 def test_a_gradient_that_is_not_finite_says_whether_the_weights_hold_it(tmp_path, steps_in_backward, kept):
     (tmp_path / "checkpoint-2").mkdir()
     backend = type("Engine", (Backend,), {"steps_in_backward": steps_in_backward})()

@@ -95,8 +95,8 @@ class TransformersDetector(ModelReward):
         known = [name for name, mapping in families.items() if type(config) in mapping]
         if not known or config.model_type in REFUSED:
             raise ValueError(
-                f"{self.model} is a {config.model_type}, which is no detector that is known here; use OWLv2, "
-                "Grounding DINO, DETR or Mask2Former, or pass a callable."
+                f"{self.model} is a {config.model_type}, which is not a supported detector; use OWLv2, Grounding "
+                "DINO, DETR or Mask2Former, or pass a callable."
             )
         return known[0]
 
@@ -145,8 +145,8 @@ class TransformersDetector(ModelReward):
         if unknown:
             raise ValueError(
                 f"geneval asks for {', '.join(map(repr, unknown))}, but {self.model} was trained on other classes "
-                "(id2label in its config.json); rename the class in the dataset, or take a detector that is asked by "
-                "name, such as OWLv2."
+                "(id2label in its config.json); rename the class in the dataset, or use a detector that finds objects "
+                "by their names, such as OWLv2."
             )
         return names
 

@@ -79,7 +79,7 @@ class GenEval:
             ("max_overlap", max_overlap),
         ):
             if not 0 <= value <= 1:
-                raise ValueError(f"geneval: {name} is {value}; it lies in [0, 1].")
+                raise ValueError(f"geneval: {name} is {value}; it must lie in [0, 1].")
         if score not in ("correct", "partial", "dense"):
             raise ValueError(f"geneval: score is {score!r}; use correct, partial or dense.")
         if partial and score == "dense":

@@ -82,8 +82,8 @@ def read_requirements(columns: dict[str, list], row: int) -> dict[str, Any]:
             position = part.get("position", ["", -1])
             if not {"class", "count"} <= part.keys() or not -1 <= int(position[1]) < place:
                 raise ValueError(
-                    f"geneval: row {row} has {part!r} in {name}; an entry is a mapping with class and count, and a "
-                    "position names an entry before it."
+                    f"geneval: row {row} has {part!r} in {name}; an entry must be a mapping with class and count, and "
+                    "a position must name an earlier entry."
                 )
     return wanted
 

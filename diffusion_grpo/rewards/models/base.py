@@ -182,7 +182,10 @@ def weights_path(model: str, filename: str, revision: str = "main") -> Path:
     folder = Path(model).expanduser()
     if folder.is_dir():
         if not (folder / filename).is_file():
-            raise FileNotFoundError(f"The folder {model} holds no {filename}, where the reward's weights stand.")
+            raise FileNotFoundError(
+                f"The folder {model} contains no {filename}, the file with the reward's weights; give a folder that "
+                "contains it, or a Hub id."
+            )
         return folder / filename
     from huggingface_hub import hf_hub_download
 

@@ -71,7 +71,9 @@ class HPSv2(ClipReward):
     def __post_init__(self):
         super().__post_init__()
         if self.filename is not None and self.processor is None:
-            raise ValueError(f"hpsv2: {self.filename} holds no configuration and no tokenizer; name a processor.")
+            raise ValueError(
+                f"hpsv2: {self.filename} contains neither a configuration nor a tokenizer; set processor."
+            )
 
     def sources(self) -> list[Source]:
         if self.filename is None:

@@ -104,7 +104,7 @@ def _head(weights: dict[str, Tensor], source: str) -> nn.Module:
     """Build the reward head of three layers with the sizes of its weights."""
     missing = [f"rm_head.{layer}.weight" for layer in LAYERS if f"{layer}.weight" not in weights]
     if missing:
-        raise ValueError(f"{source} holds no {missing[0]}: it is no checkpoint of HPSv3.")
+        raise ValueError(f"{source} contains no {missing[0]}, so it is not a checkpoint of HPSv3.")
     first, second, third = (nn.Linear(*reversed(weights[f"{layer}.weight"].shape)) for layer in LAYERS)
     head = nn.Sequential(first, nn.ReLU(), nn.Identity(), second, nn.ReLU(), third)
     assign(head, {name: value.float() for name, value in weights.items()}, source)

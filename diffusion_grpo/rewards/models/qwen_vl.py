@@ -124,7 +124,10 @@ def fit_size(width: int, height: int, min_pixels: int, max_pixels: int, factor: 
         ValueError: one side is more than 200 times the other.
     """
     if max(width, height) > LONGEST_SIDE * min(width, height):
-        raise ValueError(f"An image of {width} x {height} is too long; its sides may differ by {LONGEST_SIDE} times.")
+        raise ValueError(
+            f"An image of {width} x {height} is too elongated; one side may be at most {LONGEST_SIDE} times as long "
+            "as the other."
+        )
     sides = [max(factor, round(side / factor) * factor) for side in (width, height)]
     if math.prod(sides) > max_pixels:
         shrink = math.sqrt(width * height / max_pixels)
@@ -193,7 +196,7 @@ def check_prompts(prompts: list[str]) -> list[str]:
     """
     for prompt in prompts:
         if found := MARK.search(prompt):
-            raise ValueError(f"The prompt {prompt!r} holds {found[0]!r}, a mark of the model's own; take it out.")
+            raise ValueError(f"The prompt {prompt!r} contains {found[0]!r}, a special token of the model; remove it.")
     return prompts
 
 

@@ -64,7 +64,8 @@ def load_reader() -> PyTessBaseAPI:
         import tesserocr
     except ImportError as error:
         raise ImportError(
-            'tesserocr, which it reads with, is not installed; get it with pip install "diffusion-grpo[ocr]".'
+            "tesserocr, which it uses to read text, is not installed; install it with pip install "
+            '"diffusion-grpo[ocr]".'
         ) from error
     folder = Path(sys.prefix) / "share" / "tessdata"
     if not (folder / "eng.traineddata").exists():

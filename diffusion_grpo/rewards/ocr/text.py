@@ -188,7 +188,7 @@ def read_with_paddle(images: list[Image.Image], options: dict[str, Any] | None =
 
 def _check_engine(engine: Engine, options: dict[str, Any] | None) -> None:
     if options and engine != "paddleocr":
-        raise ValueError(f"engine_kwargs are arguments of PaddleOCR, but the engine is {engine}; take them out.")
+        raise ValueError(f"engine_kwargs are arguments of PaddleOCR, but the engine is {engine}; leave them out.")
 
 
 def _check_paddle(options: dict[str, Any]) -> None:
@@ -264,8 +264,8 @@ def load_recogniser() -> tuple[InferenceSession, list[str]]:
         import rapidocr
     except ImportError as error:
         raise ImportError(
-            "rapidocr and onnxruntime, which it reads with, are not installed; get them with "
-            'pip install "diffusion-grpo[ocr]".'
+            "rapidocr and onnxruntime, which it uses to read text, are not installed; install them with pip install "
+            '"diffusion-grpo[ocr]".'
         ) from error
     import torch
 

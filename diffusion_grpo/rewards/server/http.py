@@ -114,7 +114,7 @@ def read_object(answer: Answer) -> dict[str, Any]:
     try:
         content = json.loads(answer.text)
     except (ValueError, RecursionError) as error:
-        raise FailedRequest(f"it answered no JSON: {answer.text[:200]!r}") from error
+        raise FailedRequest(f"its answer is not JSON: {answer.text[:200]!r}") from error
     if not isinstance(content, dict):
         raise FailedRequest(f"it answered {answer.text[:200]!r}, expected an object")
     return content

@@ -136,7 +136,9 @@ class RemoteReward:
         if body not in CONTENT_TYPES:
             raise ValueError(f"remote: body is {body!r}; use {', '.join(CONTENT_TYPES)}.")
         if latents and body != "safetensors":
-            raise ValueError(f"remote: latents are no images, which {body} is for; add `body: safetensors`.")
+            raise ValueError(
+                f"remote: latents cannot be sent as {body}, which is for images; add `body: safetensors`."
+            )
         if timeout <= 0:
             raise ValueError(f"remote: timeout is {timeout}; it must be above 0 seconds.")
         if token_env is not None and not os.environ.get(token_env):
@@ -300,7 +302,9 @@ class RemoteReward:
     def _find_image_columns(self, about: dict[str, Any], url: str) -> list[str]:
         """Return the columns to send as images; refuse a reward that needs more samples together than are sent."""
         if about.get("batchwise"):
-            raise RewardError(f"compares all samples of a rollout at {url}, which no request holds; use it here")
+            raise RewardError(
+                f"compares all samples of a rollout, but a request to {url} contains only some of them; use it here"
+            )
         if about.get("groupwise") and not self.is_groupwise:
             raise RewardError(f"compares the samples of a prompt at {url}; add `groupwise: true`")
         expected = about.get("image_columns")
@@ -330,14 +334,16 @@ class RemoteReward:
         """Wait until a server is back, for at least one poll; raise RewardError if none is at `end`."""
         reasons = "; ".join(f"{server.url}: {server.reason}" for server in self.servers)
         if self.wait > 0:
-            warnings.warn(f"All reward servers are gone, waiting up to {self.wait:g} s ({reasons}).", stacklevel=2)
+            warnings.warn(
+                f"No reward server is left; waiting up to {self.wait:g} s for one ({reasons}).", stacklevel=2
+            )
         while (left := end - time.monotonic()) > 0:
             await asyncio.sleep(min(POLL_SECONDS, left))
             await asyncio.gather(*(self._look(client, server) for server in self.servers))
             if any(server.is_alive for server in self.servers):
                 return
         raise RewardError(
-            f"has no server left ({reasons}); start one with `diffusion-grpo rewards serve`, or read in the output of "
+            f"has no server left ({reasons}); start one with `diffusion-grpo rewards serve`, or see in the output of "
             "a running one why its reward failed"
         )
 

@@ -90,7 +90,7 @@ def create_app(
             return _refusal(404, f"There is no reward {name!r} here; there is {', '.join(served)}.")
         if not queue.enter():
             headers = {"Retry-After": "1", SCORED: str(queue.scored)}
-            return _refusal(503, f"{max_waiting} requests wait already.", headers)
+            return _refusal(503, f"{max_waiting} requests are already waiting.", headers)
         try:
             async with asyncio.timeout(body_seconds):
                 body = await _body(request, max_bytes)

@@ -233,7 +233,7 @@ def _check_pattern(pattern: str) -> None:
     try:
         groups = re.compile(pattern).groups
     except re.error as error:
-        raise ValueError(f"vlm_judge: pattern {pattern!r} is no regular expression ({error}).") from error
+        raise ValueError(f"vlm_judge: pattern {pattern!r} is not a regular expression ({error}).") from error
     if groups < 1:
         raise ValueError(f"vlm_judge: pattern {pattern!r} has no group; put the number into round brackets.")
 
@@ -245,7 +245,9 @@ def _fields(template: str) -> set[str]:
     except ValueError as error:
         raise ValueError(f"vlm_judge: the template cannot be filled in ({error}); double other braces.") from error
     if strange := sorted(name for name in names if not name.isidentifier()):
-        raise ValueError(f"vlm_judge: the template has {{{strange[0]}}}, no name of a column; double other braces.")
+        raise ValueError(
+            f"vlm_judge: the template has {{{strange[0]}}}, which is not the name of a column; double other braces."
+        )
     return names
 
 

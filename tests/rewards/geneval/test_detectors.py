@@ -131,10 +131,10 @@ def test_detections_of_every_family(make, tmp_path) -> None:
 
 def test_what_is_no_detector_is_refused(tmp_path) -> None:
     tf.BertConfig(vocab_size=10, **TEXT).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="is a bert, which is no detector"):
+    with pytest.raises(ValueError, match="is a bert, which is not a supported detector"):
         TransformersDetector(str(tmp_path))(IMAGES, ["cat"])
     tf.EomtConfig().save_pretrained(tmp_path)  # of which transformers gives no masks that overlap
-    with pytest.raises(ValueError, match="is a eomt, which is no detector"):
+    with pytest.raises(ValueError, match="is a eomt, which is not a supported detector"):
         TransformersDetector(str(tmp_path))(IMAGES, ["cat"])
 
 

@@ -149,7 +149,7 @@ def test_weights_are_read_without_running_what_they_hold(tmp_path) -> None:
     torch.save([1.0], tmp_path / "c.pth")
     with pytest.raises(ValueError, match="holds a list, not a mapping"):
         read_weights(tmp_path / "c.pth")
-    with pytest.raises(FileNotFoundError, match="holds no d.pth"):
+    with pytest.raises(FileNotFoundError, match="contains no d.pth"):
         weights_path(str(tmp_path), "d.pth")
 
 

@@ -89,9 +89,9 @@ def test_other_machines(url):
 
 def test_an_answer_is_a_json_object():
     assert read_object(Answer(200, {}, '{"scores": [1]}')) == {"scores": [1]}
-    with pytest.raises(FailedRequest, match="answered no JSON: 'oops'"):
+    with pytest.raises(FailedRequest, match="its answer is not JSON: 'oops'"):
         read_object(Answer(200, {}, "oops"))
-    with pytest.raises(FailedRequest, match="no JSON"):
+    with pytest.raises(FailedRequest, match="is not JSON"):
         read_object(Answer(200, {}, "[" * 100_000))
     with pytest.raises(FailedRequest, match="expected an object"):
         read_object(Answer(200, {}, "[1]"))

@@ -144,7 +144,7 @@ def test_a_reward_that_compares_samples_is_refused_where_its_groups_would_be_cut
     with pytest.raises(RewardError, match=f"compares the samples of a prompt at {url}; add `groupwise: true`"):
         scores_of(RemoteReward(url, reward, batch_size=2, **FAST))
     url = serve(batchwise(sizes))
-    with pytest.raises(RewardError, match=f"compares all samples of a rollout at {url}"):
+    with pytest.raises(RewardError, match=f"compares all samples of a rollout, but a request to {url}"):
         scores_of(RemoteReward(url, reward, **FAST))
     assert not called
 
@@ -283,7 +283,7 @@ def test_a_server_gets_as_few_samples_at_a_time_as_it_takes(serve) -> None:
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [
-        ("no json", 200, "answered no JSON: 'no json'"),
+        ("no json", 200, "its answer is not JSON: 'no json'"),
         ("[1]", 200, "expected an object"),
         ('{"scores": [1.0]}', 200, "answered 1 scores, expected 10"),
         ('{"scores": [NaN, 0, 0, 0, 0, 0, 0, 0, 0, 0]}', 200, "the score nan"),

@@ -39,7 +39,7 @@ def test_a_full_queue_answers_at_once(serve) -> None:
 
     second = asyncio.run(two())
     assert second.status_code == 503 and second.headers["Retry-After"] == "1"
-    assert "1 requests wait" in second.json()["error"]
+    assert "1 requests are already waiting" in second.json()["error"]
 
 
 def waiting(url: str) -> int:

@@ -223,7 +223,7 @@ def test_what_holds_no_score_is_none(reply, model) -> None:
 @pytest.mark.parametrize(
     ("content", "status", "reason"),
     [
-        ("no json", 200, "answered no JSON: 'no json'"),
+        ("no json", 200, "its answer is not JSON: 'no json'"),
         ("[1]", 200, "expected an object"),
         ('{"choices": []}', 200, "expected choices"),
         ('{"error": {"message": "out of memory"}}', 500, "status 500, out of memory"),
@@ -284,7 +284,7 @@ def test_what_it_cannot_score(model) -> None:
         ({"url": "https://me:key@host/v1"}, "api_key_env"),
         ({"template": "{prompt"}, "cannot be filled in"),
         ({"template": '{"a": 1}'}, "double other braces"),
-        ({"pattern": "Score: ("}, "no regular expression"),
+        ({"pattern": "Score: ("}, "not a regular expression"),
         ({"pattern": "Score"}, "has no group"),
         ({"score_range": [5, 1]}, "lowest, highest"),
         ({"video_score_range": [1]}, "lowest, highest"),
