@@ -86,7 +86,9 @@ def test_decoding_is_measured_only_where_it_takes_most(config, monkeypatch):
 
 
 def test_a_run_whose_memory_is_unknown_is_not_fitted():
-    with pytest.raises(ValueError, match="cannot be planned, so nothing is fitted. The model .* is not here"):
+    with pytest.raises(
+        ValueError, match="cannot be planned, so nothing is fitted. The model .* is not available here"
+    ):
         fit("examples/sd35_ocr.yaml", [], 2**30)
 
 

@@ -58,7 +58,7 @@ def test_a_part_of_a_call_is_a_call():
 def test_what_is_no_text_is_refused():
     with pytest.raises(UnsupportedPipeline, match="also passes it 'image', a Image; leave cache_prompt_embeds out"):
         read(prompt=["a"], image=Image.new("RGB", (4, 4)))
-    with pytest.raises(UnsupportedPipeline, match="'layers', a list, too"):  # may be one for each sample
+    with pytest.raises(UnsupportedPipeline, match="it 'layers', a list; leave"):  # may be one for each sample
         read(prompt=["a", "b"], layers=["x", "y"])
     assert read(prompt=["a", "b"], layers=["x", "y", "z"]).count == 2
     with pytest.raises(UnsupportedPipeline, match="one sample per prompt"):

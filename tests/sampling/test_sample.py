@@ -115,7 +115,7 @@ def test_another_jobs_folder_and_other_prompts_are_refused(models, prompts, tmp_
     assert "seed is 0 there and 5 here" in capsys.readouterr().err
     (tmp_path / "others.txt").write_text("a dog\n")
     assert cli.main(["sample", *map(str, words), "--prompts", str(tmp_path / "others.txt")]) == 2
-    assert "'a red fox' where the prompts say 'a dog'" in capsys.readouterr().err
+    assert "'a red fox', but the prompt is 'a dog'" in capsys.readouterr().err
 
 
 def test_noise_is_that_of_a_rollout_and_0_is_none(models, prompts, tmp_path):

@@ -19,7 +19,7 @@ from diffusion_grpo.rewards.models.qwen_vl import fit_size, read_template
 def test_sizes_are_those_of_qwen(size, least, most) -> None:
     width, height = fit_size(*size, min_pixels=least, max_pixels=most)
     assert (height, width) == smart_resize(size[1], size[0], min_pixels=least, max_pixels=most)
-    with pytest.raises(ValueError, match="too long"):
+    with pytest.raises(ValueError, match="too elongated"):
         fit_size(2010, 10, 1, 2)
 
 
