@@ -70,7 +70,7 @@ def test_what_hpsv3_refuses(hpsv3, tmp_path) -> None:
     folders, _ = hpsv3
     with pytest.raises(ValueError, match="output"):
         HPSv3(**folders, output="variance")
-    with pytest.raises(RewardError, match="contains '<|Reward|>', a special token of the model"):
+    with pytest.raises(RewardError, match=r"contains '<\|Reward\|>', a special token of the model"):
         score([HPSv3(**folders)], images=[noise(60, 60, 0)], prompts=["<|Reward|>"])
     save_file({"model.embed_tokens.weight": torch.zeros(3, 4)}, tmp_path / "hps" / "HPSv3.safetensors")
     with pytest.raises(RewardError, match="does not hold the weights of this architecture"):
