@@ -179,7 +179,7 @@ REFUSED = {
     ),
     "batch": (
         {"prompt_embeds": [[[[0.0, 1.0], [2.0, 3.0]]]], "pooled_prompt_embeds": [[0.0]]},
-        r"must have the shape \(tokens, width\); leave out the dimension of the batch",
+        r"must have the shape \(tokens, width\); leave out the batch dimension",
     ),
     "flat": (
         {"prompt_embeds": [[0.0]], "pooled_prompt_embeds": [[0.0]]},
