@@ -189,7 +189,7 @@ def describe_model(
         "prompts": count_prompts(train_dataset, eval_dataset),
         "loads_by": lora_loader(pipe, component[0]),
         "pipeline_tag": pipeline_tag(type(pipe), given),
-        "evaluation_call": describe_call(inputs, train_dataset),
+        "evaluation_call": describe_call(inputs, eval_dataset or train_dataset),
     }
     found |= {"dtype": dtype} if (dtype := name_half_dtype(pipe)) else {}
     found |= {"quantized": methods} if (methods := describe_quantization(pipe)) else {}
@@ -197,12 +197,13 @@ def describe_model(
     return found | ({"kept_adapters": kept} if kept else {})
 
 
-def describe_call(inputs: PipelineInputs, dataset: Dataset | None) -> dict[str, Any]:
+def describe_call(inputs: PipelineInputs, data: Dataset | dict[str, Dataset] | None) -> dict[str, Any]:
     """Return how evaluations call the pipeline: names of varying `inputs`, and values of fixed `arguments`.
 
     A fixed argument that JSON cannot hold, such as an image for all samples, is listed among the inputs.
     """
-    taken = [name for name in ([] if dataset is None else list_given(dataset)) if name in inputs.accepted]
+    first = next(iter(data.values())) if isinstance(data, dict) else data
+    taken = [name for name in ([] if first is None else list_given(first)) if name in inputs.accepted]
     steps = inputs.args.eval_num_inference_steps or inputs.args.num_inference_steps
     arguments = {"num_inference_steps": steps}
     for name, value in inputs.fixed.items():

@@ -47,12 +47,13 @@ def test_the_call_of_evaluations_has_plain_arguments_and_names_inputs():
     args = make_config(num_inference_steps=8, eval_num_inference_steps=20, guidance_scale=4.5, height=16)
     args.pipeline_kwargs = {"negative_prompt": "grey", "ip_adapter_image": torch.zeros(2), "max_sequence_length": 8}
     dataset = Dataset.from_dict({"prompt": ["a"], "height": [32], "answer": ["b"]})
-    assert describe_call(PipelineInputs(StableDiffusion3Pipeline, args), dataset) == {
-        "inputs": ["prompt", "height", "ip_adapter_image"],
-        "arguments": {
-            "num_inference_steps": 20,
-            "guidance_scale": 4.5,
-            "negative_prompt": "grey",
-            "max_sequence_length": 8,
-        },
+    inputs = PipelineInputs(StableDiffusion3Pipeline, args)
+    found = describe_call(inputs, dataset)
+    assert found["inputs"] == ["prompt", "height", "ip_adapter_image"]
+    assert found["arguments"] == {
+        "num_inference_steps": 20,
+        "guidance_scale": 4.5,
+        "negative_prompt": "grey",
+        "max_sequence_length": 8,
     }
+    assert describe_call(inputs, {"held out": dataset}) == found
