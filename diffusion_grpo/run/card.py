@@ -51,7 +51,7 @@ def write_model_card(
     source = repository or folder.resolve().name
     results = read_run(folder) if (folder / "run.json").is_file() else None
     last, best = updates, run.get("published_after")
-    if best is not None:  # the card only describes the weights that it is about
+    if best is not None:  # the card describes the published weights only
         updates, history = best, [entry for entry in history if entry["step"] <= best]
         results = results and results.cut(best)
     pairs = [] if results is None else write_card_samples(results)

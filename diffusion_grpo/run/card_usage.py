@@ -84,11 +84,10 @@ def _call(call: dict[str, Any] | None, prompt: str | None) -> list[str]:
     """
     if call is None:
         return []
-    inputs = [f"{name}=..." for name in call["inputs"] if name != "prompt"]
-    if "prompt" in call["inputs"]:
-        inputs.insert(0, _write(prompt or "a prompt"))
-    arguments = [*inputs, *(f"{name}={_write(value)}" for name, value in call["arguments"].items())]
-    note = "# as in the evaluations" + ("; put your own inputs in place of ..." if "=..." in "".join(inputs) else "")
+    first = [_write(prompt or "a prompt")] if "prompt" in call["inputs"] else []
+    own = [f"{name}=..." for name in call["inputs"] if name != "prompt"]
+    arguments = [*first, *own, *(f"{name}={_write(value)}" for name, value in call["arguments"].items())]
+    note = "# as in the evaluations" + ("; put your own inputs in place of ..." if own else "")
     line = f"sample = pipe({', '.join(arguments)})[0][0]"
     if len(line) > WIDEST:
         line = "\n".join(["sample = pipe(", *(f"    {argument}," for argument in arguments), ")[0][0]"])

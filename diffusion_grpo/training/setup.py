@@ -140,7 +140,7 @@ def make_evaluation_settings(args: DiffusionGRPOConfig, fps: float, sampling_rat
     return EvaluationSettings(
         seed=args.seed,
         num_generations=args.num_generations_eval,
-        num_inference_steps=args.eval_num_inference_steps or args.num_inference_steps,
+        num_inference_steps=_count_evaluation_steps(args),
         batch_size=args.eval_batch_size,
         reward_batch_size=max(args.eval_batch_size, args.num_generations),  # rollouts also score whole groups per call
         watched=args.watch_rewards,
@@ -204,8 +204,7 @@ def describe_call(inputs: PipelineInputs, data: Dataset | dict[str, Dataset] | N
     """
     first = next(iter(data.values())) if isinstance(data, dict) else data
     taken = [name for name in ([] if first is None else list_given(first)) if name in inputs.accepted]
-    steps = inputs.args.eval_num_inference_steps or inputs.args.num_inference_steps
-    arguments = {"num_inference_steps": steps}
+    arguments = {"num_inference_steps": _count_evaluation_steps(inputs.args)}
     for name, value in inputs.fixed.items():
         if name in taken:
             continue
@@ -216,6 +215,10 @@ def describe_call(inputs: PipelineInputs, data: Dataset | dict[str, Dataset] | N
         else:
             arguments[name] = strip_folders(strip_secrets(value))
     return {"inputs": taken, "arguments": arguments}
+
+
+def _count_evaluation_steps(args: DiffusionGRPOConfig) -> int:
+    return args.eval_num_inference_steps or args.num_inference_steps
 
 
 class RunBuilder:

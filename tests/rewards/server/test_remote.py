@@ -39,22 +39,25 @@ FAST = {"backoff": 0.01, "timeout": 10.0}
 
 
 @pytest.fixture
-def broken():
-    """Starts a server that answers POST with `status` and `body`, or hangs up on None; gives url and its requests."""
+def answering():
+    """Starts servers; `answer` takes the number of a POST, returns status, body and headers, or None to hang up."""
     running = []
 
-    def start(body: str | None, status: int = 200) -> tuple[str, list]:
+    def start(answer) -> tuple[str, list]:
         requests = []
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):
                 requests.append(self.path)
                 self.rfile.read(int(self.headers["Content-Length"]))
-                if body is None:
+                found = answer(len(requests))
+                if found is None:
                     self.connection.shutdown(socket.SHUT_RDWR)
                     return
+                status, body, headers = found
                 self.send_response(status)
-                self.send_header("Content-Length", str(len(body.encode())))
+                for name, value in {"Content-Length": str(len(body.encode())), **headers}.items():
+                    self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(body.encode())
 
@@ -70,6 +73,12 @@ def broken():
     for server in running:
         server.shutdown()
         server.server_close()
+
+
+@pytest.fixture
+def broken(answering):
+    """Starts a server that answers POST with `status` and `body`, or hangs up on None; gives url and its requests."""
+    return lambda body, status=200: answering(lambda number: None if body is None else (status, body, {}))
 
 
 def scores_of(remote: RemoteReward, **keywords) -> list:
@@ -213,38 +222,18 @@ def test_a_full_queue_is_tried_again_and_is_no_failure(serve) -> None:
 
 
 @pytest.fixture
-def busy():
+def busy(answering):
     """Starts a server whose queue is full `times` times, and that says what `count_scored` makes of the number."""
-    running = []
 
     def start(times: int, count_scored) -> str:
-        asked = []
+        def answer(number):
+            if number <= times:
+                return 503, '{"error": "full"}', {"Retry-After": "0.1", "X-Scored": count_scored(number)}
+            return 200, '{"scores": [0.5, 0.5, 0.5, 0.5, 0.5]}', {}
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                asked.append(1)
-                self.rfile.read(int(self.headers["Content-Length"]))
-                is_full = len(asked) <= times
-                content = b'{"error": "full"}' if is_full else b'{"scores": [0.5, 0.5, 0.5, 0.5, 0.5]}'
-                self.send_response(503 if is_full else 200)
-                for name, value in {"Retry-After": "0.1", "X-Scored": count_scored(len(asked))}.items():
-                    self.send_header(name, value)
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
+        return answering(answer)[0]
 
-            def log_message(self, *args):
-                pass
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        running.append(server)
-        return f"http://127.0.0.1:{server.server_address[1]}"
-
-    yield start
-    for server in running:
-        server.shutdown()
-        server.server_close()
+    return start
 
 
 def test_a_server_that_scores_for_others_is_waited_for_longer_than_one_that_scores_nothing(busy) -> None:
