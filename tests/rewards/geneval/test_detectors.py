@@ -369,6 +369,23 @@ def clip_model(folder):
     return model, processor
 
 
+def test_images_are_resized_with_pillow_whatever_is_installed(tmp_path, monkeypatch) -> None:
+    asked = []
+    for cls in (tf.AutoProcessor, tf.AutoImageProcessor, tf.CLIPProcessor):
+        real = cls.from_pretrained
+        monkeypatch.setattr(
+            cls, "from_pretrained", lambda *a, real=real, **k: asked.append(k.get("backend")) or real(*a, **k)
+        )
+    for make in (owlv2, detr, clip_model):
+        (tmp_path / make.__name__).mkdir()
+        make(tmp_path / make.__name__)
+    asked.clear()  # of making them
+    TransformersDetector(str(tmp_path / "owlv2"), device="cpu")(IMAGES, ["cat"])
+    TransformersDetector(str(tmp_path / "detr"), device="cpu")(IMAGES, ["cat"])
+    ClipColors(str(tmp_path / "clip_model"), "cpu")(IMAGES[0], [Detection("cat", 0.9, (0, 0, 20, 20))], "cat")
+    assert len(asked) >= 3 and set(asked) == {"pil"}  # a processor loads parts
+
+
 def test_the_phrases_of_a_label_are_encoded_once(tmp_path, monkeypatch) -> None:
     clip_model(tmp_path)
     colors, asked = ClipColors(str(tmp_path), "cpu"), []

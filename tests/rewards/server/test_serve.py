@@ -40,6 +40,9 @@ def test_a_full_queue_answers_at_once(serve) -> None:
     second = asyncio.run(two())
     assert second.status_code == 503 and second.headers["Retry-After"] == "1"
     assert "1 requests are already waiting" in second.json()["error"]
+    release.clear()
+    third = asyncio.run(two())
+    assert [answer.headers["X-Scored"] for answer in (second, third)] == ["0", "1"]
 
 
 def waiting(url: str) -> int:
