@@ -12,8 +12,11 @@ OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 QUIET   := TRANSFORMERS_VERBOSITY=error
 PYTEST  := $(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
+# What runs on the stand-in device too: whole runs of each kind of model, loss and noise, resuming, offloading, rewards
+ON_DEVICE := tests/test_breadth.py tests/rollout tests/rewards/models $(addprefix tests/training/test_, average.py block_swap.py decoding.py evaluation.py learner.py prompt_embeds.py renoised_runs.py resume.py text_encoders.py trained_networks.py update.py)
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all gpu-check lint format bench bench-distributed bench-rewards bench-recipes sweep docs tiny-model clean
+.PHONY: help setup demo test test-all test-device gpu-check lint format bench bench-distributed bench-rewards bench-recipes sweep docs tiny-model clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -34,6 +37,9 @@ test: setup ## run the tests (ARGS="-k losses" selects some)
 
 test-all: setup ## run every test, including slow, demo and distributed ones
 	@$(PYTEST) -m "" $(ARGS)
+
+test-device: setup ## run tests on a stand-in for a GPU: a device that refuses tensors of the CPU (needs a C++ compiler)
+	@PYTHONPATH=tests $(PYTEST) -p stand_in_device $(ARGS) $(ON_DEVICE)
 
 gpu-check: setup ## ask a GPU for ratios, modes, sizes and the demo, within nine minutes
 	@$(OFFLINE) $(QUIET) $(BIN)/python benchmarks/gpu_check.py $(ARGS)

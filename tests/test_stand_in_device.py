@@ -1,0 +1,44 @@
+"""Training on a device that is not the CPU: no tensor is left on the wrong one, and the weights are the same."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from stand_in_device import CAN_COMPILE
+from tiny_runs import trainer_for
+
+TESTS = Path(__file__).parent
+# Of `make test-device`, which takes some minutes
+SAMPLE = "replays_and_trains and (sd15] or flux2] or qwen_image_edit] or wan_experts] or glm_image])"
+SAMPLE += " or sd15-nft] or take_turns[dgpo] or sd15-branches]"
+
+pytestmark = pytest.mark.skipif(
+    not CAN_COMPILE, reason="the stand-in device needs a C++ compiler, ninja and Python's headers"
+)
+
+
+def run(*words: str) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
+    done = subprocess.run([sys.executable, *words], env=environment, cwd=TESTS.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+
+
+def test_a_run_ends_with_the_weights_of_the_cpu(tmp_path):
+    run(str(TESTS / "stand_in_run.py"), str(tmp_path))
+    trainer = trainer_for(tmp_path / "cpu")
+    trainer.train()
+    found = load_file(tmp_path / "trained.safetensors")
+    expected = {name: value for name, value in trainer.model.named_parameters() if value.requires_grad}
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value.detach(), rtol=0, atol=1e-6)
+
+
+def test_a_sample_of_the_tests_on_the_device():
+    names = ["test_breadth.py", "training/test_renoised_runs.py", "rollout/test_sampling_plan.py"]
+    words = ["-m", "pytest", "-q", "-p", "stand_in_device", "-p", "no:cacheprovider", "-k", SAMPLE]
+    run(*words, *(str(TESTS / name) for name in names))
