@@ -10,14 +10,19 @@ SETTINGS = {"num_inference_steps": "num_inference_steps, eval_num_inference_step
 
 
 def check_pipeline_kwargs(given: dict[str, Any] | None) -> None:
-    """Refuse arguments of the pipeline's call that the trainer sets, or that would make more samples.
+    """Refuse arguments of the pipeline's call that the trainer sets, that would make more samples, or that list texts.
 
     Raises:
         ValueError: there is such an argument.
     """
-    for name in given or {}:
+    for name, value in (given or {}).items():
         if reason := explain_reserved(name):
             raise ValueError(f"pipeline_kwargs: {reason}; leave it out.")
+        if "prompt" in name and isinstance(value, (list, tuple)) and any(isinstance(item, str) for item in value):
+            raise ValueError(
+                f"pipeline_kwargs: {name} is a list of {len(value)} texts, but it applies to every prompt of the run; "
+                f"give one text, or add a column {name!r} with one text per prompt."
+            )
 
 
 def explain_reserved(name: str) -> str | None:

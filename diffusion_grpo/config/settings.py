@@ -10,6 +10,7 @@ import functools
 import json
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -172,6 +173,8 @@ class DiffusionGRPOConfig(
         compiles = bool(self.torch_compile or self.torch_compile_backend or self.torch_compile_mode)
         backend, mode = self.torch_compile_backend or ("inductor" if compiles else None), self.torch_compile_mode
         self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = False, None, None
+        if self.ddp_backend is None and self.fsdp and offloads_shards(self.fsdp, self.fsdp_config):
+            self.ddp_backend = find_backends_with_cpu()
         super().__post_init__()
         self.gradient_checkpointing = None  # or a copy would keep it and ignore another activation_checkpointing
         self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = compiles, backend, mode
@@ -248,6 +251,26 @@ def check_launched(launched: int, world_size: int) -> None:
             f"{launched} processes were started, but each would start its own run in the same folder; set "
             "use_cpu=True to train on CPUs, or start one process."
         )
+
+
+def offloads_shards(fsdp: bool | str | list[str], fsdp_config: dict[str, Any] | str | None) -> bool:
+    """Return whether `fsdp` and `fsdp_config` of [`~transformers.TrainingArguments`] keep shards in CPU memory."""
+    if isinstance(fsdp_config, str):
+        is_file = not fsdp_config.lstrip().startswith("{")
+        fsdp_config = json.loads(Path(fsdp_config).read_text(encoding="utf-8") if is_file else fsdp_config)
+    words = fsdp.split() if isinstance(fsdp, str) else fsdp if isinstance(fsdp, list) else []
+    settings = fsdp_config or {}
+    return "offload" in words or bool(settings.get("cpu_offload", settings.get("fsdp_cpu_offload", False)))
+
+
+def find_backends_with_cpu() -> str | None:
+    """Return the backends for collectives on the accelerator and on the CPU; None where torch's default has both.
+
+    Gradients of shards in CPU memory are summed there for their norm, and NCCL alone has no CPU collectives.
+    `accelerate launch` adds gloo itself, but torchrun starts processes without FSDP's settings.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return {"cuda": "cuda:nccl,cpu:gloo", "xpu": "xpu:xccl,cpu:gloo"}.get(accelerator.type if accelerator else "cpu")
 
 
 def add_warmup(schedule: SchedulerType, warmup_steps: float) -> SchedulerType:

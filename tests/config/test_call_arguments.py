@@ -31,3 +31,11 @@ def test_all_else_is_the_users():
     assert explain_reserved("max_sequence_length") is None
     check_pipeline_kwargs({"max_sequence_length": 8})
     check_pipeline_kwargs(None)
+
+
+@pytest.mark.parametrize("name", ["negative_prompt", "negative_prompt_2"])
+def test_texts_in_a_list_are_refused(name):
+    check_pipeline_kwargs({name: "blurry"})
+    check_pipeline_kwargs({"prompt_embeds": [1.0, 2.0], "skip_guidance_layers": [7, 8]})
+    with pytest.raises(ValueError, match=f"{name} is a list of 2 texts.*give one text, or add a column '{name}'"):
+        check_pipeline_kwargs({name: ["blurry", "dark"]})

@@ -7,10 +7,16 @@ import sys
 import pytest
 import torch
 from command_line import make_config
-from transformers import HfArgumentParser
+from transformers import HfArgumentParser, TrainingArguments
 
 from diffusion_grpo import DiffusionGRPOConfig
-from diffusion_grpo.config.settings import check_launched, computes_in_bf16, count_launched_processes
+from diffusion_grpo.config.settings import (
+    check_launched,
+    computes_in_bf16,
+    count_launched_processes,
+    find_backends_with_cpu,
+    offloads_shards,
+)
 from diffusion_grpo.tiny import default_settings
 
 
@@ -23,6 +29,42 @@ def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
     check_launched(2, 2)
     with pytest.raises(ValueError, match="2 processes were started, but each would start its own run.*use_cpu=True"):
         check_launched(2, 1)
+
+
+def test_shards_in_cpu_memory_need_a_backend_for_the_cpu(monkeypatch, tmp_path):
+    (tmp_path / "fsdp.json").write_text('{"cpu_offload": true}')
+    for fsdp, config in [
+        (True, {"cpu_offload": True}),
+        (True, {"fsdp_cpu_offload": True}),
+        (True, '{"cpu_offload": true}'),
+        (True, str(tmp_path / "fsdp.json")),
+        ("full_shard offload", None),
+        (["full_shard", "offload"], {}),
+    ]:
+        assert offloads_shards(fsdp, config)
+    for fsdp, config in [(True, None), (True, {"cpu_offload": False}), ("full_shard auto_wrap", {})]:
+        assert not offloads_shards(fsdp, config)
+    assert find_backends_with_cpu() is None  # gloo alone
+    for kind, expected in [("cuda", "cuda:nccl,cpu:gloo"), ("xpu", "xpu:xccl,cpu:gloo"), ("mps", None)]:
+        found = torch.device(kind)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False, f=found: f)
+        assert find_backends_with_cpu() == expected
+
+
+def test_the_backend_for_the_cpu_is_set_before_the_processes_meet(monkeypatch, tmp_path):
+    monkeypatch.setattr("diffusion_grpo.config.settings.find_backends_with_cpu", lambda: "cuda:nccl,cpu:gloo")
+    seen = []
+
+    def meet(self):
+        seen.append(self.ddp_backend)
+        raise InterruptedError
+
+    monkeypatch.setattr(TrainingArguments, "__post_init__", meet)
+    offloaded = {"fsdp": True, "fsdp_config": {"cpu_offload": True}}
+    for given in ({}, {"fsdp": True}, offloaded, offloaded | {"ddp_backend": "gloo"}):
+        with pytest.raises(InterruptedError):
+            DiffusionGRPOConfig(str(tmp_path), use_cpu=True, **given)
+    assert seen == [None, None, "cuda:nccl,cpu:gloo", "gloo"]
 
 
 @pytest.mark.parametrize(

@@ -220,7 +220,7 @@ class UnifiedReward(VlmJudge):
 
     model: str = "UnifiedReward"
     template: str = read_template("unified_reward_image")
-    pattern: str = r"Final Score:\W*" + NUMBER
+    pattern: str = r"Final Score:\W*?" + NUMBER
     score_range: list | None = dataclasses.field(default_factory=lambda: [1, 5])
     video_template: str | None = read_template("unified_reward_video")
     video_score_range: list | None = dataclasses.field(default_factory=lambda: [1, 10])
