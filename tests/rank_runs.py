@@ -161,7 +161,7 @@ def train_in_rings(folder, settings):
 def first_weights(settings):
     """Return the trained weights before any update."""
     with tempfile.TemporaryDirectory() as folder:
-        return trained_weights(built(folder, settings))
+        return {name: value.cpu() for name, value in trained_weights(built(folder, settings)).items()}
 
 
 def fail_of_subset(folder, settings, where):

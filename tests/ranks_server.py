@@ -37,6 +37,15 @@ def child(rank, processes, port, output, function, args):
     import torch
 
     torch.set_num_threads(1)
+    if "ON_STAND_IN_DEVICE" in os.environ:
+        import stand_in_device
+        import stand_in_processes
+
+        if processes > 1:
+            stand_in_processes.register()
+        else:
+            stand_in_device.register()
+            stand_in_device.use_in_runs()
     function(*args)
     sys.stdout.flush()
 
@@ -89,5 +98,5 @@ def run(folder, processes, function, *args, limit=240):
 
 def succeed(folder, processes, function, *args, limit=240):
     ended = run(folder, processes, function, *args, limit=limit)
-    assert ended.codes == [0] * processes, "\n".join(log[-3000:] for log in ended.logs)
+    assert ended.codes == [0] * processes, f"{ended.codes}\n" + "\n".join(log[-3000:] for log in ended.logs)
     return ended

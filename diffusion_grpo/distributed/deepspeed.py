@@ -534,6 +534,19 @@ class ZeroWeights(TrainedWeights):
             yield
 
     @contextlib.contextmanager
+    def _show(self, values: list[Tensor], is_kept: bool) -> Iterator[None]:
+        kept = []
+        try:
+            for parameter, value in zip(self.parameters, self.join(values), strict=True):
+                if is_kept:
+                    kept.append((parameter, parameter.data))
+                    parameter.data = value.detach().to("cpu", torch.float32, copy=True)
+            yield
+        finally:
+            for parameter, data in kept:
+                parameter.data = data
+
+    @contextlib.contextmanager
     def rewrite(self) -> Iterator[None]:
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 

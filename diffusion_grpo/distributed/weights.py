@@ -64,24 +64,13 @@ class TrainedWeights:
             values: shares to show in place of the weights, such as an average's.
             is_kept: False on processes that only help to join.
         """
-        if values is None:
+        with contextlib.ExitStack() as stack:
+            shown = zip(self.parameters, values, strict=True) if values is not None and is_kept else ()
+            for parameter, value in shown:
+                stack.callback(setattr, parameter, "data", parameter.data)
+                # on another device or in another dtype, autograd would forget the hooks by which DDP sums gradients
+                parameter.data = value.detach().to(parameter)
             yield
-            return
-        with self._show(values, is_kept):
-            yield
-
-    @contextlib.contextmanager
-    def _show(self, values: list[Tensor], is_kept: bool) -> Iterator[None]:
-        kept = []
-        try:
-            for parameter, value in zip(self.parameters, self.join(values), strict=True):
-                if is_kept:
-                    kept.append((parameter, parameter.data))
-                    parameter.data = value.detach().to("cpu", torch.float32, copy=True)
-            yield
-        finally:
-            for parameter, data in kept:
-                parameter.data = data
 
     @contextlib.contextmanager
     def rewrite(self) -> Iterator[None]:

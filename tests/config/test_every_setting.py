@@ -351,6 +351,7 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "fp16_full_eval": Refused(True, "has no effect here"),
     "torch_empty_cache_steps": Elsewhere("training/test_callbacks.py::test_the_cache_is_emptied_as_often_as_asked"),
     "data_seed": Turned(7, "prompts@1 samples@1", NO_NOISE),
+    "ddp_backend": Elsewhere("config/test_settings.py::test_the_backend_for_the_cpu_is_set_before_the_processes_meet"),
     "ddp_timeout": Elsewhere("distributed/test_failure.py::test_silence_is_death_and_any_sign_is_life"),
     "deepspeed": Elsewhere("distributed/test_deepspeed.py::test_a_lora_with_zero3_trains_as_one_process_does"),
     "accelerator_config": Refused({"split_batches": True}, "split_batches=True would redistribute"),

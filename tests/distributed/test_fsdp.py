@@ -79,7 +79,7 @@ def results(folder, processes, cases):
 
 def difference(some, others):
     assert some.keys() == others.keys()
-    return max(float((some[name] - others[name]).abs().max()) for name in some)
+    return max(float((some[name].cpu() - others[name].cpu()).abs().max()) for name in some)
 
 
 @pytest.fixture(scope="module")
