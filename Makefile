@@ -12,8 +12,10 @@ OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 QUIET   := TRANSFORMERS_VERBOSITY=error
 PYTEST  := $(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
-# What runs on the stand-in device too: whole runs of each kind of model, loss and noise, resuming, offloading, rewards
+# What runs on the stand-in device too: whole runs of each kind of model, loss and noise, resuming, offloading, rewards,
+# and runs of two processes with DDP and FSDP2
 ON_DEVICE := tests/test_breadth.py tests/rollout tests/rewards/models $(addprefix tests/training/test_, average.py block_swap.py decoding.py evaluation.py learner.py prompt_embeds.py renoised_runs.py resume.py text_encoders.py trained_networks.py update.py)
+ON_DEVICE += $(addprefix tests/distributed/test_, fsdp.py generation.py processes.py prompt_embeds.py push.py reference.py renoised.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all test-device gpu-check lint format bench bench-distributed bench-rewards bench-recipes sweep docs tiny-model clean

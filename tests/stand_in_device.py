@@ -72,7 +72,8 @@ def register() -> None:
     module.device_count, module.current_device = lambda: 1, lambda: 0
     module.set_device = module.synchronize = module.empty_cache = lambda device=None: None
     module.Stream = module.Event = Stream
-    module.current_stream, module.stream = Stream, lambda stream: contextlib.nullcontext()
+    module.current_stream = Stream
+    module.stream = module.device = lambda one: contextlib.nullcontext()
     torch.Tensor.record_stream = lambda tensor, stream: None
     module.manual_seed = module.manual_seed_all = generator.manual_seed
     module.get_rng_state = lambda device=None: generator.get_state()

@@ -255,11 +255,11 @@ def check_launched(launched: int, world_size: int) -> None:
 
 def offloads_shards(fsdp: bool | str | list[str], fsdp_config: dict[str, Any] | str | None) -> bool:
     """Return whether `fsdp` and `fsdp_config` of [`~transformers.TrainingArguments`] keep shards in CPU memory."""
-    if isinstance(fsdp_config, str):
-        is_file = not fsdp_config.lstrip().startswith("{")
-        fsdp_config = json.loads(Path(fsdp_config).read_text(encoding="utf-8") if is_file else fsdp_config)
-    words = fsdp.split() if isinstance(fsdp, str) else fsdp if isinstance(fsdp, list) else []
     settings = fsdp_config or {}
+    if isinstance(settings, str):
+        is_file = not settings.lstrip().startswith("{")
+        settings = json.loads(Path(settings).read_text(encoding="utf-8") if is_file else settings)
+    words = fsdp.split() if isinstance(fsdp, str) else fsdp if isinstance(fsdp, list) else []
     return "offload" in words or bool(settings.get("cpu_offload", settings.get("fsdp_cpu_offload", False)))
 
 
