@@ -38,14 +38,9 @@ def child(rank, processes, port, output, function, args):
 
     torch.set_num_threads(1)
     if "ON_STAND_IN_DEVICE" in os.environ:
-        import stand_in_device
         import stand_in_processes
 
-        if processes > 1:
-            stand_in_processes.register()
-        else:
-            stand_in_device.register()
-            stand_in_device.use_in_runs()
+        stand_in_processes.register(processes)
     function(*args)
     sys.stdout.flush()
 

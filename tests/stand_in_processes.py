@@ -1,4 +1,4 @@
-"""Processes that train on the stand-in device, and whose collectives refuse what NCCL refuses: tensors of the CPU.
+"""Several processes on the stand-in device, whose collectives refuse what NCCL refuses: tensors of the CPU.
 
 The collectives are gloo's, on copies in CPU memory. accelerate takes the device for a GPU.
 """
@@ -39,22 +39,15 @@ class StandInGroup(dist.ProcessGroup):
         self._gloo.barrier().wait()
         return _finished(None)
 
-    def allreduce_coalesced(self, tensors: list[torch.Tensor], *options: Any) -> Any:
-        for tensor in tensors:
-            self.allreduce([tensor], *options)
-        return _finished(tensors)
-
     def all_gather_single_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *_: Any) -> Any:
         for output, own in zip(outputs, inputs, strict=True):
             self.all_gather_single(output, own)
         return _finished(outputs)
 
-    def reduce_scatter_single_coalesced(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *options: Any
-    ) -> Any:
-        for output, own in zip(outputs, inputs, strict=True):
-            self.reduce_scatter_single(output, own, *options)
-        return _finished(outputs)
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], *options: Any) -> Any:
+        for tensor in tensors:
+            self.allreduce([tensor], *options)
+        return _finished(tensors)
 
     def all_to_all_single(
         self, output: torch.Tensor, own: torch.Tensor, sizes: list[int], own_sizes: list[int], *options: Any
@@ -89,7 +82,7 @@ def _collective(name: str) -> Any:
 
 
 # names of a group's collectives, and of gloo's
-COLLECTIVES = {name: name for name in ("allreduce", "allgather", "broadcast", "reduce", "gather", "scatter")}
+COLLECTIVES = {name: name for name in ("allreduce", "allgather", "broadcast", "gather", "scatter")}
 COLLECTIVES |= {"all_gather_single": "_allgather_base", "reduce_scatter_single": "_reduce_scatter_base"}
 for _name, _of_gloo in COLLECTIVES.items():
     setattr(StandInGroup, _name, _collective(_of_gloo))
@@ -101,10 +94,12 @@ def _finished(result: Any) -> Any:
     return c10d._create_work_from_future(future)
 
 
-def register() -> None:
-    """Make the device the accelerator of this process, and gloo's stand-in for NCCL its collectives."""
+def register(processes: int) -> None:
+    """Make the device the accelerator of this process and, if it is one of several, the group their collectives."""
     stand_in_device.register()
     stand_in_device.use_in_runs()
+    if processes == 1:
+        return
     dist.Backend.register_backend(BACKEND, StandInGroup, devices=[stand_in_device.NAME])
     PartialState._prepare_backend = lambda self, *args, **kwargs: (BACKEND, DistributedType.MULTI_GPU)
     PartialState.set_device = lambda self: setattr(self, "device", torch.device(stand_in_device.NAME, 0))

@@ -173,7 +173,8 @@ class DiffusionGRPOConfig(
         compiles = bool(self.torch_compile or self.torch_compile_backend or self.torch_compile_mode)
         backend, mode = self.torch_compile_backend or ("inductor" if compiles else None), self.torch_compile_mode
         self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = False, None, None
-        if self.ddp_backend is None and self.fsdp and offloads_shards(self.fsdp, self.fsdp_config):
+        is_offloaded = self.fsdp and not self.use_cpu and offloads_shards(self.fsdp, self.fsdp_config)
+        if is_offloaded and self.ddp_backend is None:
             self.ddp_backend = find_backends_with_cpu()
         super().__post_init__()
         self.gradient_checkpointing = None  # or a copy would keep it and ignore another activation_checkpointing

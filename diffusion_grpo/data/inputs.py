@@ -46,8 +46,9 @@ class PipelineInputs:
         fps: frames per second of videos.
 
     Raises:
-        ValueError: the pipeline's `__call__` does not take a setting (the message lists what it takes), or `fps`
-            contradicts the frame rate with which the pipeline makes videos.
+        ValueError: the pipeline's `__call__` does not take a setting (the message lists what it takes), an argument in
+            `pipeline_kwargs` must not be given, or `fps` contradicts the frame rate with which the pipeline makes
+            videos.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class PipelineInputs:
         self.parameters = {k: v for k, v in parameters.items() if k not in {"self", *reserved}}
         self.accepted = set(self.parameters)
         self.fixed = {name: getattr(args, name) for name in FROM_CONFIG if getattr(args, name) is not None}
+        check_pipeline_kwargs(args.pipeline_kwargs)  # the settings of `sample` are not checked before
         self.fixed |= args.pipeline_kwargs or {}
         self._spacing = {} if args.sigmas is None else {"sigmas": list(args.sigmas)}
         if self._spacing and "sigmas" not in parameters:

@@ -528,23 +528,14 @@ class ZeroWeights(TrainedWeights):
     @contextlib.contextmanager
     def show_whole(self, values: list[Tensor] | None = None, is_kept: bool = True) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._show(self.exact() if values is None else values, is_kept))
+            whole = self.join(self.exact() if values is None else values)
+            for parameter, value in zip(self.parameters, whole, strict=True):
+                if is_kept:
+                    stack.callback(setattr, parameter, "data", parameter.data)
+                    parameter.data = value.detach().to("cpu", torch.float32, copy=True)
             if self.is_sharded and self._frozen:
                 stack.enter_context(FrozenShares(self._frozen, self.stage).show_whole(is_kept=is_kept))
             yield
-
-    @contextlib.contextmanager
-    def _show(self, values: list[Tensor], is_kept: bool) -> Iterator[None]:
-        kept = []
-        try:
-            for parameter, value in zip(self.parameters, self.join(values), strict=True):
-                if is_kept:
-                    kept.append((parameter, parameter.data))
-                    parameter.data = value.detach().to("cpu", torch.float32, copy=True)
-            yield
-        finally:
-            for parameter, data in kept:
-                parameter.data = data
 
     @contextlib.contextmanager
     def rewrite(self) -> Iterator[None]:

@@ -65,11 +65,11 @@ class TrainedWeights:
             is_kept: False on processes that only help to join.
         """
         with contextlib.ExitStack() as stack:
-            shown = zip(self.parameters, values, strict=True) if values is not None and is_kept else ()
-            for parameter, value in shown:
-                stack.callback(setattr, parameter, "data", parameter.data)
-                # on another device or in another dtype, autograd would forget the hooks by which DDP sums gradients
-                parameter.data = value.detach().to(parameter)
+            if values is not None and is_kept:
+                for parameter, value in zip(self.parameters, values, strict=True):
+                    stack.callback(setattr, parameter, "data", parameter.data)
+                    # on another device or in another dtype, autograd would forget DDP's hooks, which sum gradients
+                    parameter.data = value.detach().to(parameter)
             yield
 
     @contextlib.contextmanager

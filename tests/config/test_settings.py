@@ -61,10 +61,10 @@ def test_the_backend_for_the_cpu_is_set_before_the_processes_meet(monkeypatch, t
 
     monkeypatch.setattr(TrainingArguments, "__post_init__", meet)
     offloaded = {"fsdp": True, "fsdp_config": {"cpu_offload": True}}
-    for given in ({}, {"fsdp": True}, offloaded, offloaded | {"ddp_backend": "gloo"}):
+    for given in ({}, {"fsdp": True}, offloaded, offloaded | {"ddp_backend": "gloo"}, offloaded | {"use_cpu": True}):
         with pytest.raises(InterruptedError):
-            DiffusionGRPOConfig(str(tmp_path), use_cpu=True, **given)
-    assert seen == [None, None, "cuda:nccl,cpu:gloo", "gloo"]
+            DiffusionGRPOConfig(str(tmp_path), **given)
+    assert seen == [None, None, "cuda:nccl,cpu:gloo", "gloo", None]
 
 
 @pytest.mark.parametrize(

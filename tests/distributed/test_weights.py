@@ -39,6 +39,7 @@ def test_other_values_are_shown_and_taken_away_again():
         assert parameters[0].tolist() == [1.0, 2.0]
     with pytest.raises(KeyError), weights.show_whole(shown):
         assert parameters[0].tolist() == [5.0, 6.0]
+        assert parameters[0].data_ptr() == shown[0].data_ptr()  # no copy, which a large network may have no memory for
         raise KeyError
     assert parameters[0].tolist() == [1.0, 2.0]
     with weights.show_whole(shown, is_kept=False):
@@ -50,8 +51,9 @@ def test_hooks_of_gradients_survive_other_values():
     weights, parameters = make(torch.float64)  # neither float32 nor, on a GPU, in CPU memory
     seen = []
     nodes = [parameter.view_as(parameter).grad_fn.next_functions[0][0] for parameter in parameters]
-    handles = [node.register_hook(lambda *_, number=number: seen.append(number)) for number, node in enumerate(nodes)]
+    for number, node in enumerate(nodes):
+        node.register_hook(lambda *_, number=number: seen.append(number))
     with weights.show_whole([torch.zeros(2, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64)]):
         pass
     weights.zero().backward()
-    assert sorted(seen) == [0, 1] and len(handles) == 2
+    assert sorted(seen) == [0, 1]

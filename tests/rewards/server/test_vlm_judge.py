@@ -153,6 +153,13 @@ def test_unified_reward(model) -> None:
     assert read_question(seen[-1]["body"]).endswith("Text Prompt: [a fox]")
 
 
+def test_unified_reward_reads_signs_and_points(model) -> None:
+    """The sign belongs to the number, so -1 is out of range; a dash of a list does not."""
+    replies = {10: "Final Score: -1", 20: "Final Score:\n - 4", 30: "Final Score: .5"}
+    url, _ = model(lambda body: replies[shown(body)[0].getpixel((0, 0))[0]])
+    assert values(load_rewards({"unified_reward": {"url": url}})[0]) == [None, 4, None]
+
+
 def test_so_many_questions_at_a_time(model) -> None:
     inside, most = [], []
 
