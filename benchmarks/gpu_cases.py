@@ -285,7 +285,7 @@ def measure_demo(name: str, work: Path, is_tiny: bool) -> dict[str, Any]:
     from diffusion_grpo.config.parse import read_yaml
 
     settings = read_yaml("examples/demo.yaml")
-    for key in ("eval_reward_funcs", "baseline_guidance_scales", "report_experiment"):
+    for key in ("output_dir", "eval_reward_funcs", "baseline_guidance_scales", "report_experiment"):
         settings.pop(key)
     settings |= {"max_steps": 50, "eval_steps": 50, "eval_max_prompts": 48, "per_device_eval_batch_size": 48}
     if importlib.util.find_spec("rapidocr") is None:

@@ -122,10 +122,16 @@ def choose_learning_rate(rows: list[Row], recipe: str) -> float | None:
 
 
 def timed_rows(rows: list[Row], recipe: str) -> list[Row]:
-    """Return the rows whose time counts: those of the machine that made most, without a preloaded library."""
+    """Return the rows of a recipe whose time counts: those of one machine, without a preloaded library.
+
+    It is the machine that trained the most recipes, so that as many as possible can be compared. Of several, the one
+    with the most rows.
+    """
     plain = [row for row in rows if not row.get("preload")]
-    machine = Counter(row["machine"] for row in plain).most_common(1)
-    return [row for row in plain if row["recipe"] == recipe and row["machine"] == machine[0][0]]
+    numbers = Counter(row["machine"] for row in plain)
+    recipes = Counter(machine for _, machine in {(row["recipe"], row["machine"]) for row in plain})
+    machine = max(numbers, key=lambda name: (recipes[name], numbers[name]), default=None)
+    return [row for row in plain if row["recipe"] == recipe and row["machine"] == machine]
 
 
 def cpu_minutes_per_pass(rows: list[Row], recipe: str) -> float | None:
@@ -342,7 +348,7 @@ def save_plot(path: Path, rows: list[Row]) -> None:
             for place, name in enumerate(sorted(curves, key=lambda name: -curves[name][1][:, -1].mean())):
                 passes, values = curves[name]
                 is_reported = any(row["recipe"] == name and row["phase"] == "report" for row in own)
-                cost, color = cpu_minutes_per_pass(own, name), colormaps["tab10"](place % 10)
+                cost, color = cpu_minutes_per_pass(rows, name), colormaps["tab10"](place % 10)
                 style = {"color": color, "linestyle": ("-", "--", ":")[place // 10 % 3], "linewidth": 1.4}
                 for axes, scale in ((left, 1.0), (right, cost)):
                     if scale:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import yaml
-from tiny_pipelines import build
+from tiny_pipelines import build, of_every_prompt
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 STAND_INS = {  # file of settings: a tiny pipeline of the classes that it trains
@@ -73,5 +73,5 @@ def write_run(folder, name, **settings) -> str:
     inputs.pop("prompt")
     where = {"model": str(folder / "model"), "dataset": str(folder / "prompts.txt"), "output_dir": str(folder / "run")}
     path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(PLANNED | where | sizes | {"pipeline_kwargs": inputs} | settings))
+    path.write_text(yaml.safe_dump(PLANNED | where | sizes | {"pipeline_kwargs": of_every_prompt(inputs)} | settings))
     return str(path)

@@ -353,6 +353,11 @@ def test_what_a_pass_costs_is_of_one_machine_and_of_rows_without_a_preloaded_lib
     rows = [made_row("demo", rate, 0, [0.7, 0.9]) for rate in LEARNING_RATES]
     rows[1] |= {"preload": "mkl_avx512.so", "cpu_seconds": 100}
     rows += [made_row("demo", 1e-3, 1, [0.7, 0.9]) | {"machine": "another machine", "cpu_seconds": 100}]
+    busier = [row | {"machine": "a third machine"} for row in (*rows, *rows) if not row.get("preload")]
+    assert recipe_results.timed_rows(rows + busier, "demo") == busier
+    other = made_row("dpo", 1e-3, 0, [0.7, 0.8])  # the machine with the fewest rows has the most recipes now
+    assert recipe_results.timed_rows([*rows, other, *busier], "demo") == [rows[0], *rows[2:-1]]
+    assert recipe_results.timed_rows([], "demo") == []
     assert recipe_results.cpu_minutes_per_pass(rows, "demo") == pytest.approx(200 / 99 / 60)
     assert recipe_results.cpu_minutes_per_pass(rows[1:2], "demo") is None
     page = tmp_path / "page.md"

@@ -115,7 +115,8 @@ def trainer_for(
     eval_reward_funcs = settings.pop("eval_reward_funcs", None)
     callbacks = settings.pop("callbacks", None)
     columns = settings.pop("columns", {})
-    settings = with_every_step({**SETTINGS, "pipeline_kwargs": rest, **from_config, **settings})
+    settings = {"pipeline_kwargs": tiny_pipelines.of_every_prompt(rest), **from_config, **settings}
+    settings = with_every_step({**SETTINGS, **settings})
     args = DiffusionGRPOConfig(output_dir=str(output_dir), **settings)
     return DiffusionGRPOTrainer(
         model=pipe,

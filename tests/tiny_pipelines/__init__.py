@@ -16,7 +16,17 @@ from diffusers import DiffusionPipeline
 from . import basic, conditioned, glm, large, more, physical, sound
 from .basic import clip_tokenizer, randomize
 
-__all__ = ["EVERY", "PIPELINES", "PROMPTS", "build", "clip_tokenizer", "on_equal_terms", "policy", "randomize"]
+__all__ = [
+    "EVERY",
+    "PIPELINES",
+    "PROMPTS",
+    "build",
+    "clip_tokenizer",
+    "of_every_prompt",
+    "on_equal_terms",
+    "policy",
+    "randomize",
+]
 
 PROMPTS = ['the word "RAIN" in red', "a cat"]  # of different lengths, so that padding plays its part
 PIPELINES = basic.PIPELINES  # the plain ones
@@ -43,6 +53,12 @@ def build(name: str, seed: int = 0) -> tuple[DiffusionPipeline, dict]:
     if "prompt" in inspect.signature(type(pipe).__call__).parameters:
         inputs = {"prompt": list(PROMPTS), **inputs}
     return pipe, inputs
+
+
+def of_every_prompt(inputs: dict) -> dict:
+    """These inputs of a call as `pipeline_kwargs` of a run, which has one negative prompt where a call lists two."""
+    texts = {key: value[0] for key, value in inputs.items() if isinstance(value, list) and isinstance(value[0], str)}
+    return inputs | texts
 
 
 @contextlib.contextmanager
