@@ -22,8 +22,7 @@ logger = logging.getLogger(__name__)
 class PolicyAverage(TrainerCallback):
     """Moving average of the trained parameters, with the given decay or `(1 + n) / (10 + n)` while that is smaller.
 
-    `n` counts updates, as in Flow-GRPO, not averaging steps: a decay of 0.9 is reached after 80 updates. The old
-    policy of algorithms that train on re-noised samples is such an average too, with its own schedule.
+    `n` counts updates, as in Flow-GRPO, not averaging steps: a decay of 0.9 is reached after 80 updates.
 
     `has_moved` tells whether the average may differ from the policy it started from.
 
@@ -34,7 +33,6 @@ class PolicyAverage(TrainerCallback):
         note: function called after each averaging step with two numbers, `(2,)` float32: the squared distance between
             this process's shares of the average and of the policy, and the squared norm of the former; None to measure
             nothing.
-        schedule: returns the decay after a given number of intervals; replaces `decay` and its warm-up.
     """
 
     def __init__(
@@ -43,12 +41,9 @@ class PolicyAverage(TrainerCallback):
         decay: float,
         interval: int,
         note: Callable[[Tensor], None] | None = None,
-        schedule: Callable[[int], float] | None = None,
     ):
         self.weights, self.note = weights, note
         self.average = EMAModel(weights.exact(), decay=decay)
-        if schedule is not None:  # EMAModel counts one step more than there were updates
-            self.average.get_decay = lambda step: schedule((step - 1) // interval)
         self.interval = interval
         self.is_shown, self.has_moved = False, False
 
@@ -110,6 +105,21 @@ class PolicyAverage(TrainerCallback):
             yield
         finally:
             self.show() if was_shown else self.hide()
+
+
+class OldPolicy(PolicyAverage):
+    """The old policy of algorithms that train on re-noised samples: an average that moves once per rollout.
+
+    Args:
+        weights: the trained weights.
+        updates_per_rollout: number of updates between two moves.
+        decay: returns the decay after a given number of moves.
+    """
+
+    def __init__(self, weights: TrainedWeights, updates_per_rollout: int, decay: Callable[[int], float]):
+        super().__init__(weights, 0.0, updates_per_rollout)
+        # EMAModel counts one step more than there were updates
+        self.average.get_decay = lambda step: decay((step - 1) // updates_per_rollout)
 
 
 def find_policy_folder(folder: Path, has_average: bool) -> Path:

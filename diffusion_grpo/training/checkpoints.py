@@ -19,7 +19,7 @@ from ..run.card_data import list_upload_patterns
 from ..run.manifest import ResumeError
 from ..run.resume_point import refuse_unreadable
 from ..run.weights import POLICY_FOLDER, PolicyFiles
-from .average import PolicyAverage, find_policy_folder
+from .average import OldPolicy, PolicyAverage, find_policy_folder
 
 logger = logging.getLogger(__name__)
 REFERENCE_FOLDER, OLD_POLICY_FOLDER = "reference", "old_policy"
@@ -50,7 +50,7 @@ class Checkpointer:
         files: PolicyFiles,
         weights: TrainedWeights,
         average: PolicyAverage | None,
-        old_policy: PolicyAverage | None,
+        old_policy: OldPolicy | None,
         reference: CopiedReference | None,
         values: ValueModel | None,
         feed: RolloutFeed,

@@ -16,7 +16,7 @@ from ..distributed.weights import TrainedWeights
 from ..policy.base import Policy
 from ..rollout.reference import AdapterReference, CopiedReference
 from ..rollout.value_model import ValueModel
-from .average import PolicyAverage
+from .average import OldPolicy, PolicyAverage
 from .metrics import Metrics
 from .offload import FrozenOffload, place_pipeline
 from .trained_networks import check_processes
@@ -42,7 +42,7 @@ class Learner:
     reference: AdapterReference | CopiedReference | None
     values: ValueModel | None
     average: PolicyAverage | None
-    old_policy: PolicyAverage | None
+    old_policy: OldPolicy | None
     offload: FrozenOffload | None
     run_passes: NetworkPasses
 
@@ -184,8 +184,8 @@ def make_average(
     return PolicyAverage(weights, args.ema_decay, args.ema_update_interval, note)
 
 
-def make_old_policy(args: DiffusionGRPOConfig, weights: TrainedWeights, algorithm: Algorithm) -> PolicyAverage | None:
+def make_old_policy(args: DiffusionGRPOConfig, weights: TrainedWeights, algorithm: Algorithm) -> OldPolicy | None:
     """Make the algorithm's old policy, which moves once per rollout; return None if it has none."""
     if algorithm.old_decay is None:
         return None
-    return PolicyAverage(weights, 0.0, args.batch_sizes.updates_per_rollout, schedule=algorithm.old_decay)
+    return OldPolicy(weights, args.batch_sizes.updates_per_rollout, algorithm.old_decay)
