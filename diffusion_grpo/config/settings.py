@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import logging
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,12 +28,19 @@ from .run import RunSettings
 from .sampling import SamplingSettings
 from .update import UpdateSettings
 
+logger = logging.getLogger(__name__)
 WATCHING_SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # schedules that depend on evaluations
 
 
 def computes_in_bf16() -> bool:
     """Return whether there is a GPU that supports bfloat16 natively; older ones emulate it, slowly."""
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def has_apple_gpu() -> bool:
+    """Return whether the accelerator is Apple's (MPS), which has no float64: ratios and losses are computed in it."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator is not None and accelerator.type == "mps"
 
 
 @dataclass
@@ -152,8 +160,16 @@ class DiffusionGRPOConfig(
             self.num_train_epochs = 0.0
         if count_launched_processes() > 1 and not torch.accelerator.is_available():
             self.use_cpu = True  # otherwise each process would be a run of its own
+        if not self.use_cpu and has_apple_gpu():
+            logger.warning("Apple's GPU has no float64, which training needs; the run uses the CPU.")
+            self.use_cpu = True
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu and computes_in_bf16()
+            if not (self.bf16 or self.fp16 or self.use_cpu) and torch.cuda.is_available():
+                logger.warning(
+                    "This GPU does not compute in bfloat16, so the run uses float32, which needs twice the memory; "
+                    "fp16=True trains in half precision."
+                )
         watches = getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type) in WATCHING_SCHEDULES
         if self.metric_for_best_model is None and (
             watches or self.load_best_model_at_end or self.save_strategy == "best"

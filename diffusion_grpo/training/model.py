@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .. import tiny
 from ..config.quantization import asks_for_quantization
-from ..config.settings import DiffusionGRPOConfig
+from ..config.settings import DiffusionGRPOConfig, has_apple_gpu
 from ..distributed import late_weights
 from ..distributed.backend import DistributedBackend
 from ..pipelines import family_of
@@ -215,7 +215,10 @@ def load_encoder(
 
 
 def choose_dtype(args: DiffusionGRPOConfig, is_full_training: bool) -> torch.dtype | dict[str, torch.dtype] | None:
-    """Return the `dtype` that `load_pipeline` requests; None to leave it to diffusers.
+    """Return the `dtype` that `load_pipeline` requests; None if `model_init_kwargs` leaves it to diffusers.
+
+    diffusers without a dtype would load its own parts in float32, but text encoders as they were saved, often in half
+    precision, and a pipeline of both fails.
 
     Raises:
         ValueError: `model_init_kwargs` names no dtype of torch.
@@ -225,7 +228,7 @@ def choose_dtype(args: DiffusionGRPOConfig, is_full_training: bool) -> torch.dty
         if key in kwargs:
             return None if kwargs[key] is None else _read_dtype(key, kwargs[key])
     if not (args.bf16 or args.fp16):
-        return None
+        return torch.float32
     half = torch.bfloat16 if args.bf16 else torch.float16
     return {**dict.fromkeys(name_networks(args), torch.float32), "default": half} if is_full_training else half
 
@@ -279,7 +282,7 @@ def load_plain_pipeline(model: str, dtype: str | None = None, device: str | None
         model: Hub id or folder of the pipeline, or "tiny".
         dtype: name of the weights' dtype; by default bfloat16 on an accelerator, where float32 often does not fit in
             memory, and float32 on a CPU.
-        device: device to move it to; by default the accelerator if there is one.
+        device: device to move it to; by default the accelerator if there is one that can train.
 
     Raises:
         ValueError: torch has no such dtype, or no such device.
@@ -288,7 +291,7 @@ def load_plain_pipeline(model: str, dtype: str | None = None, device: str | None
     if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ValueError(f"--dtype {dtype} is not a torch dtype; use float32, bfloat16 or float16.")
     if device is None:
-        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+        device = (None if has_apple_gpu() else torch.accelerator.current_accelerator(check_available=True)) or "cpu"
     try:
         device = torch.device(device)
     except RuntimeError as error:

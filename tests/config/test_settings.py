@@ -15,9 +15,11 @@ from diffusion_grpo.config.settings import (
     computes_in_bf16,
     count_launched_processes,
     find_backends_with_cpu,
+    has_apple_gpu,
     offloads_shards,
 )
 from diffusion_grpo.tiny import default_settings
+from diffusion_grpo.training.model import load_plain_pipeline
 
 
 def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
@@ -75,6 +77,39 @@ def test_emulated_bf16_is_no_default(monkeypatch, is_there, is_its_own, expected
     supported = lambda including_emulation=True: including_emulation or is_its_own  # noqa: E731
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
     assert computes_in_bf16() == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "warns"), [({}, True), ({"fp16": True}, False), ({"bf16": False}, False), ({"use_cpu": True}, False)]
+)
+def test_a_gpu_without_bf16_trains_in_float32_and_says_so(monkeypatch, caplog, tmp_path, given, warns):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    seen = []
+
+    def meet(self):
+        seen.append(self.bf16)
+        raise InterruptedError
+
+    monkeypatch.setattr(TrainingArguments, "__post_init__", meet)
+    with pytest.raises(InterruptedError):
+        DiffusionGRPOConfig(str(tmp_path), **given)
+    assert seen == [False]
+    assert ("fp16=True trains in half precision" in caplog.text) == warns
+
+
+def test_a_mac_trains_on_its_cpu(monkeypatch, caplog, tmp_path):
+    assert not has_apple_gpu()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("mps"))
+    assert has_apple_gpu()
+    args = DiffusionGRPOConfig(str(tmp_path))
+    assert args.use_cpu and args.device.type == "cpu" and "Apple's GPU has no float64" in caplog.text
+    caplog.clear()
+    assert DiffusionGRPOConfig(str(tmp_path), use_cpu=True).device.type == "cpu" and caplog.text == ""
+    assert load_plain_pipeline("tiny").device.type == "cpu"
 
 
 def test_a_setting_of_older_versions_is_explained():

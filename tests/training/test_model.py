@@ -130,7 +130,9 @@ NETWORKS = [f"{name}{number}" for name in ("transformer", "unet", "prior", "deco
 @pytest.mark.parametrize(
     ("settings", "is_full", "expected"),
     [
-        ({}, False, None),
+        ({}, False, torch.float32),
+        ({}, True, torch.float32),
+        ({"model_init_kwargs": {"dtype": None}}, False, None),
         ({"bf16": True}, False, torch.bfloat16),
         ({"bf16": True, "train_component": "unet"}, True, {"unet": torch.float32, "default": torch.bfloat16}),
         ({"bf16": True}, True, dict.fromkeys(NETWORKS, torch.float32) | {"default": torch.bfloat16}),
@@ -152,6 +154,19 @@ def test_both_names_of_a_dtype_load_without_a_warning(name, tmp_path):
     assert load_pipeline(str(tmp_path), args, is_full_training=False).transformer.dtype == torch.float32
     args = make_config(bf16=True)
     assert load_pipeline(str(tmp_path), args, is_full_training=False).transformer.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("cached", ["off", "memory"])
+def test_weights_saved_in_half_precision_train_in_float32(cached, tmp_path):
+    """transformers would load the text encoders as they were saved, and the network takes float32."""
+    tiny_pipelines.build("sd3")[0].to(torch.float16).save_pretrained(tmp_path / "model")
+    trainer = trainer_for(
+        tmp_path / "run", model=str(tmp_path / "model"), bf16=False, max_steps=1, cache_prompt_embeds=cached
+    )
+    before = trained_weights(trainer)
+    trainer.train()
+    assert any(not torch.equal(value, before[name]) for name, value in trained_weights(trainer).items())
+    assert trainer.pipe.transformer.dtype == trainer.pipe.vae.dtype == trainer.pipe.text_encoder.dtype == torch.float32
 
 
 @pytest.mark.parametrize("value", ["bfloat61", "auto", 16, {"transformer": "half precision"}])
