@@ -40,7 +40,7 @@ from .training.learner import make_learner
 from .training.loading import load_policy
 from .training.metrics import Metrics
 from .training.model import check_own_optimizer
-from .training.out_of_memory import MicroBatchSearch, count_updates, explain_out_of_memory, weigh_run
+from .training.out_of_memory import MicroBatchSearch, count_updates, explain_loading, explain_out_of_memory, weigh_run
 from .training.progress import UpdateProgress
 from .training.update import Place
 
@@ -73,6 +73,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
 
     Raises:
         ValueError: an argument or setting cannot work; raised before a model is loaded where possible.
+        NotEnoughMemoryError: the model does not fit into memory; the message says what to change.
 
     Examples:
         >>> from peft import LoraConfig
@@ -117,25 +118,26 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         self.rewards, self.backend, self.run = given.rewards, given.backend, given.record
         kinds = (RewardError, RatioError, NonFiniteError)
         self.monitor = ProcessGroupMonitor(given.args.distributed_state, given.args.ddp_timeout, kinds)
-        loaded = load_policy(given, peft_config, self.monitor)
-        check_own_optimizer(*optimizers, loaded.model)
-        self.policy, self.inputs, self.embeds = loaded.policy, loaded.inputs, loaded.embeds
-        super().__init__(
-            backend=self.backend,
-            networks=self.policy.networks,
-            model=loaded.model,
-            args=given.args,
-            data_collator=list,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            callbacks=callbacks,
-            optimizers=optimizers,
-        )
-        if self.embeds is not None:
-            self.embeds.share(self.accelerator)
-        self.metrics, self.progress = Metrics(), UpdateProgress()
-        self._noted_settings = start.note_settings(self.args)
-        self._make_collaborators(given.is_full_training)
+        with explain_loading(given.args, given.is_full_training):
+            loaded = load_policy(given, peft_config, self.monitor)
+            check_own_optimizer(*optimizers, loaded.model)
+            self.policy, self.inputs, self.embeds = loaded.policy, loaded.inputs, loaded.embeds
+            super().__init__(
+                backend=self.backend,
+                networks=self.policy.networks,
+                model=loaded.model,
+                args=given.args,
+                data_collator=list,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                callbacks=callbacks,
+                optimizers=optimizers,
+            )
+            if self.embeds is not None:
+                self.embeds.share(self.accelerator)
+            self.metrics, self.progress = Metrics(), UpdateProgress()
+            self._noted_settings = start.note_settings(self.args)
+            self._make_collaborators(given.is_full_training)
 
     def _make_collaborators(self, is_full_training: bool) -> None:
         """Create the objects that train, then those that sample and score, then those that save the run."""
@@ -235,7 +237,8 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             UntrainedStepError: a trained step uses none of the trained networks.
             NonFiniteError: a loss or gradient is not finite.
             RewardError: a reward function failed.
-            torch.OutOfMemoryError: memory ran out; the message says what uses how much, and what to change.
+            NotEnoughMemoryError: memory ran out; the message says what uses how much, and what to change. It is a
+                torch.OutOfMemoryError.
         """
         start.refuse_changed_settings(self._noted_settings, self.args)
         self.feed.reset()  # a second call to `train` starts with a new rollout
@@ -251,14 +254,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             self.learner.show_policy()  # a second call to `train` continues from the policy
             held.enter_context(explain_interrupt(folder, lambda: self.state.global_step))
             held.enter_context(self.monitor.propagate_errors())
-            held.enter_context(
-                explain_out_of_memory(
-                    self.args,
-                    lambda: weigh_run(self.model, self.pipe, self.optimizer, self.feed),
-                    self.progress,
-                    lambda: self.state.global_step,
-                )
-            )
+            held.enter_context(self._explain_out_of_memory())
             done = count_updates(point)
             search = MicroBatchSearch(self.args, lambda: self.state.global_step - done, self._resize)
             output = search.run(lambda: super(DiffusionGRPOTrainer, self).train(point, **kwargs))
@@ -272,6 +268,15 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         self.feed.resize(self.args.batch_sizes)
         self._noted_settings = start.note_settings(self.args)
         self.metrics.reset()
+
+    def _explain_out_of_memory(self, is_evaluating: bool = False) -> contextlib.AbstractContextManager[None]:
+        return explain_out_of_memory(
+            self.args,
+            lambda: weigh_run(self.model, self.pipe, self.optimizer, self.feed),
+            self.progress,
+            lambda: self.state.global_step,
+            is_evaluating,
+        )
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the optimizer as in `Trainer`, with a parameter group for the value model."""
@@ -365,6 +370,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             ValueError: `pipeline_kwargs` or a column sets an argument that the trainer controls, or the pipeline does
                 not take one of `pipeline_kwargs`; or the dataset does not exist, is empty, or lacks a column that a
                 reward needs.
+            NotEnoughMemoryError: memory ran out; the message says what to change.
         """
         self.inputs.check_overrides(pipeline_kwargs or {})
         datasets = choose_evaluated(eval_dataset, self.eval_dataset)
@@ -373,9 +379,10 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             self.inputs.check_columns(part, name)
         self.model.eval()
         if self.embeds is not None:
-            self.embeds.prepare(self.accelerator, list(datasets.values()), [], **(pipeline_kwargs or {}))
+            with self._explain_out_of_memory(is_evaluating=True):
+                self.embeds.prepare(self.accelerator, list(datasets.values()), [], **(pipeline_kwargs or {}))
         try:
-            with self.monitor.propagate_errors():
+            with self.monitor.propagate_errors(), self._explain_out_of_memory(is_evaluating=True):
                 metrics = self.evaluator.evaluate(
                     datasets, metric_key_prefix, pipeline_kwargs or {}, self.state.global_step, self.state.log_history
                 )
@@ -390,7 +397,8 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
     def _write_validation(self) -> Path:
         """Sample `validation_prompts` with the weights that evaluations use."""
         self.model.eval()
-        return self.evaluator.write_validation(self.args.validation_prompts, self.state.global_step)
+        with self._explain_out_of_memory(is_evaluating=True):
+            return self.evaluator.write_validation(self.args.validation_prompts, self.state.global_step)
 
     # Log
 

@@ -11,8 +11,9 @@ def is_explained(error: RuntimeError) -> bool:
     from ..distributed.failure import RankError
     from ..rewards.answers import RewardError
     from ..training.finite import NonFiniteError
+    from ..training.out_of_memory import NotEnoughMemoryError
 
-    return isinstance(error, (NonFiniteError, RankError, RatioError, RewardError))
+    return isinstance(error, (NonFiniteError, NotEnoughMemoryError, RankError, RatioError, RewardError))
 
 
 def print_failure(error: RuntimeError) -> None:
@@ -20,7 +21,9 @@ def print_failure(error: RuntimeError) -> None:
 
     If a reward raised it, the traceback comes first, starting at the reward's own code: its author needs it.
     """
-    if (cause := error.__cause__) is not None:
+    from ..training.out_of_memory import NotEnoughMemoryError
+
+    if (cause := error.__cause__) is not None and not isinstance(error, NotEnoughMemoryError):
         traceback.print_exception(cause.with_traceback(skip_own_frames(cause)))
     print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
 

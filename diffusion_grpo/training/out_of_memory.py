@@ -13,6 +13,7 @@ from torch import nn
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
+from ..config.quantization import asks_for_quantization
 from ..config.settings import DiffusionGRPOConfig
 from ..rollout.feed import RolloutFeed
 from .memory import count_bytes, format_size
@@ -23,6 +24,10 @@ Result = TypeVar("Result")
 # Errors from outside torch's allocator: library handles, pinned memory, buffers of collectives
 OTHER_WORDS = ("CUDA error: out of memory", "_STATUS_ALLOC_FAILED")
 PLACES = {"rollout": "in the rollout", "rewards": "in the rewards", "training": "in the update"}
+
+
+class NotEnoughMemoryError(torch.OutOfMemoryError):
+    """Memory ran out; the message says where, and what to change."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -62,15 +67,21 @@ def weigh_run(model: nn.Module, pipe: DiffusionPipeline, optimizer: Any, feed: R
     return dict(sorted(counts.items(), key=lambda item: -item[1]))
 
 
-def advise(args: DiffusionGRPOConfig, counts: dict[str, int]) -> list[str]:
+def advise(args: DiffusionGRPOConfig, counts: dict[str, int], is_evaluating: bool) -> list[str]:
     """Return suggestions for settings to change, starting with those that cost the least time.
 
     Args:
         args: configuration of the run.
         counts: result of `weigh_run`.
+        is_evaluating: whether memory ran out in an evaluation, where nothing is trained.
     """
     found = []
-    if (factor := shrink_factor(args)) > 1:
+    if is_evaluating:
+        if args.eval_batch_size > 1:
+            found.append(
+                f"per_device_eval_batch_size: {args.eval_batch_size // smallest_divisor(args.eval_batch_size)}"
+            )
+    elif (factor := shrink_factor(args)) > 1:
         found.append(
             f"per_device_train_batch_size: {args.per_device_train_batch_size // factor} with "
             f"gradient_accumulation_steps: {args.gradient_accumulation_steps * factor} and steps_per_generation: "
@@ -78,9 +89,7 @@ def advise(args: DiffusionGRPOConfig, counts: dict[str, int]) -> list[str]:
         )
     elif (args.rollout_batch_size or 1) > 1:
         found.append("rollout_batch_size: 1")
-    if args.eval_batch_size > args.rollout_call_size:
-        found.append(f"per_device_eval_batch_size: {args.rollout_call_size}, if it happened in an evaluation")
-    if not args.activation_checkpointing:
+    if not args.activation_checkpointing and not is_evaluating:
         found.append("gradient_checkpointing: true")
     if not args.offload_trajectories and counts.get("trajectory", 0) > sum(counts.values()) / 20:
         found.append(f"offload_trajectories: true (frees {format_size(counts['trajectory'])})")
@@ -90,6 +99,30 @@ def advise(args: DiffusionGRPOConfig, counts: dict[str, int]) -> list[str]:
         found.append("decode_batch_size: 1, if it happened while samples were decoded")
     if args.group_offload is None and counts["parameters"] > 20 * counts["gradients"] > 0:
         found.append(f"group_offload: block_level (frees most of {format_size(counts['parameters'])})")
+    return found
+
+
+def advise_loading(args: DiffusionGRPOConfig, is_full_training: bool) -> list[str]:
+    """Return suggestions for settings with which a model takes less memory, starting with the simplest.
+
+    Args:
+        args: configuration of the run.
+        is_full_training: whether all weights of the network are trained, without a LoRA.
+    """
+    found = []
+    if args.cache_prompt_embeds == "off":
+        found.append("cache_prompt_embeds: memory (frees the text encoders before the run begins)")
+    if args.offload_frozen is None:
+        found.append("offload_frozen: cpu (keeps the text encoders and the VAE in CPU memory between their uses)")
+    if not (args.bf16 or args.fp16 or args.use_cpu):
+        found.append("bf16: true, or fp16: true on older GPUs (half the memory of float32)")
+    if is_full_training:
+        found.append("a LoRA (peft_config) instead of training all weights")
+        return found
+    if args.group_offload is None:
+        found.append("group_offload: block_level (keeps most blocks of the network in CPU memory)")
+    if not asks_for_quantization(args):
+        found.append("load_in_4bit: true (needs bitsandbytes)")
     return found
 
 
@@ -121,6 +154,7 @@ def explain_out_of_memory(
     measure: Callable[[], dict[str, int]],
     progress: UpdateProgress,
     updates: Callable[[], int],
+    is_evaluating: bool = False,
 ) -> Iterator[None]:
     """Turn an out-of-memory error inside this context into one message: what uses how much, and what to change.
 
@@ -129,25 +163,58 @@ def explain_out_of_memory(
         measure: returns the bytes by kind; see [`weigh_run`].
         progress: progress of the run, which knows whether it makes a rollout or an update.
         updates: returns the number of updates made so far.
+        is_evaluating: whether an evaluation runs inside this context.
 
     Raises:
-        torch.OutOfMemoryError: memory ran out; the error has this message.
+        NotEnoughMemoryError: memory ran out; the error has this message.
     """
     try:
         yield
     except Exception as error:
-        if not is_out_of_memory(error):
+        if isinstance(error, NotEnoughMemoryError) or not is_out_of_memory(error):
             raise
-        counts = measure()
+        counts, done = measure(), updates()
         sizes = ", ".join(f"{name} {format_size(count)}" for name, count in counts.items() if count)
-        changes = "; ".join(advise(args, counts)) or "use a card with more memory, or more processes with zero3"
-        count, reason = updates(), next(iter(str(error).strip().splitlines()), "")
-        place = f"{PLACES.get(progress.stage, 'in the run')} after {count} update{'' if count == 1 else 's'}"
-        raise torch.OutOfMemoryError(
-            f"Out of memory {place}: {reason} Always in memory: {sizes}; the rest comes "
-            f"and goes with each pass. Try one of these, the cheapest first: {changes}. `diffusion-grpo plan CONFIG "
-            f"--fit {describe_accelerator(args.device)}` says which of them are needed."
+        where = "in an evaluation" if is_evaluating else PLACES.get(progress.stage, "in the run")
+        raise NotEnoughMemoryError(
+            f"Out of memory {where} after {done} update{'' if done == 1 else 's'}: {_first_line(error)} Always in "
+            f"memory: {sizes}; the rest comes and goes with each pass. "
+            + _suggest(advise(args, counts, is_evaluating), args.device)
         ) from error
+
+
+@contextlib.contextmanager
+def explain_loading(args: DiffusionGRPOConfig, is_full_training: bool) -> Iterator[None]:
+    """Turn an out-of-memory error while a model is loaded or prompts are encoded into one message: what to change.
+
+    Args:
+        args: configuration of the run.
+        is_full_training: whether all weights of the network are trained, without a LoRA.
+
+    Raises:
+        NotEnoughMemoryError: memory ran out; the error has this message.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, NotEnoughMemoryError) or not is_out_of_memory(error):
+            raise
+        raise NotEnoughMemoryError(
+            f"Out of memory while the model was loaded: {_first_line(error)} "
+            + _suggest(advise_loading(args, is_full_training), args.device)
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "")
+
+
+def _suggest(changes: list[str], device: torch.device) -> str:
+    listed = "; ".join(changes) or "use a card with more memory, or more processes with zero3"
+    return (
+        f"Try one of these, the cheapest first: {listed}. `diffusion-grpo plan CONFIG --fit "
+        f"{describe_accelerator(device)}` says which of them are needed."
+    )
 
 
 def count_updates(checkpoint: str | Path | None) -> int:

@@ -1,6 +1,7 @@
 """Errors that stop a run: one line, after the traceback of a reward's own code."""
 
 import pytest
+import torch
 from command_line import SIZE
 
 from diffusion_grpo import cli
@@ -52,3 +53,15 @@ def test_a_message_is_one_line(capsys):
     assert is_explained(error)
     print_failure(error)
     assert capsys.readouterr().err == "error: Process 1 of 2 failed with ValueError: first second\n"
+
+
+def test_memory_that_runs_out_is_one_line(config_file, model, capsys, monkeypatch):
+    def fail(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr("diffusion_grpo.training.learner.place_pipeline", fail)
+    settings = {"model": model, "reward_funcs": ["brightness"], "max_steps": 1, "disable_tqdm": True} | SIZE
+    assert cli.main(["train", config_file(**settings)]) == 1
+    printed = capsys.readouterr().err
+    assert "Traceback" not in printed
+    assert printed.splitlines()[-1].startswith("error: Out of memory while the model was loaded: CUDA out of memory.")

@@ -2,13 +2,21 @@
 
 import pytest
 import torch
+from command_line import make_config
 from tiny_runs import logged, trained_weights, trainer_for
 from transformers import TrainerState
 
 from diffusion_grpo.config.checks import check_settings
 from diffusion_grpo.config.early_checks import EarlySettings
 from diffusion_grpo.training.memory import format_size
-from diffusion_grpo.training.out_of_memory import count_updates, is_out_of_memory, smallest_divisor, weigh_run
+from diffusion_grpo.training.out_of_memory import (
+    NotEnoughMemoryError,
+    advise_loading,
+    count_updates,
+    is_out_of_memory,
+    smallest_divisor,
+    weigh_run,
+)
 
 RUN = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4, "max_steps": 2}
 MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB."
@@ -101,8 +109,55 @@ def test_an_evaluation_is_as_large_as_a_rollouts_call_unless_it_has_a_size_of_it
     assert max(seen) == 8 and (own.args.eval_batch_size, own.args.per_device_train_batch_size) == (4, 2)
     refused = trainer_for(tmp_path / "refused", per_device_eval_batch_size=8, **evaluated)
     run_out(refused, largest=8)
-    with pytest.raises(torch.OutOfMemoryError, match="per_device_eval_batch_size: 4, if it happened in an evaluation"):
+    with pytest.raises(NotEnoughMemoryError) as raised:
         refused.train()
+    message = str(raised.value)
+    assert message.startswith(f"Out of memory in an evaluation after 0 updates: {MESSAGE} Always in memory: ")
+    assert "the cheapest first: per_device_eval_batch_size: 4; " in message and "train_batch_size" not in message
+    assert message.count("Out of memory") == 1
+
+
+def test_an_evaluation_outside_training_says_what_to_change(tmp_path):
+    trainer = trainer_for(tmp_path, gradient_checkpointing=False, **RUN)
+    run_out(trainer, largest=0)
+    with pytest.raises(
+        NotEnoughMemoryError, match="Out of memory in an evaluation after 0 updates: .*eval_batch_size: 2"
+    ):
+        trainer.evaluate()
+
+
+@pytest.mark.parametrize("part", ["encoding", "placing"])
+def test_a_model_that_does_not_fit_says_what_to_change(tmp_path, monkeypatch, part):
+    def fail(*args, **kwargs):
+        raise torch.OutOfMemoryError(MESSAGE + "\nGPU 0 has a total capacity")
+
+    where = "training.prompt_embeds.PromptEmbeds._call" if part == "encoding" else "training.learner.place_pipeline"
+    monkeypatch.setattr(f"diffusion_grpo.{where}", fail)
+    cached = "memory" if part == "encoding" else "off"
+    with pytest.raises(NotEnoughMemoryError) as raised:
+        trainer_for(tmp_path, cache_prompt_embeds=cached, **RUN)
+    message = str(raised.value)
+    assert (
+        message.startswith(f"Out of memory while the model was loaded: {MESSAGE} Try one of these")
+        and "\n" not in message
+    )
+    assert ("cache_prompt_embeds: memory" in message) == (part == "placing")
+    assert "offload_frozen: cpu" in message and "`diffusion-grpo plan CONFIG --fit 24GiB`" in message
+
+
+def test_what_makes_a_model_smaller():
+    def names(is_full_training=False, **settings):
+        return [
+            change.split(" ")[0].rstrip(":,") for change in advise_loading(make_config(**settings), is_full_training)
+        ]
+
+    assert names() == ["cache_prompt_embeds", "offload_frozen", "group_offload", "load_in_4bit"]
+    assert names(True) == ["cache_prompt_embeds", "offload_frozen", "a"]
+    small = {"cache_prompt_embeds": "memory", "offload_frozen": "cpu", "group_offload": "block_level"}
+    assert names(**small) == ["load_in_4bit"] and names(**small, load_in_4bit=True) == []
+    on_gpu = make_config()
+    on_gpu.use_cpu = False
+    assert "bf16: true, or fp16: true on older GPUs (half the memory of float32)" in advise_loading(on_gpu, False)
 
 
 def test_losses_that_compare_the_samples_of_a_prompt_keep_them_in_one_micro_batch(tmp_path):
