@@ -1,7 +1,8 @@
 """Text encoders that are released once all prompts are encoded, and loaded again when something calls them.
 
 The pipeline holds a `StandIn` in place of each. It has the encoder's class, configuration, dtype and device, which
-pipelines ask for, but no weights. Calling it, or one of its methods (`save_pretrained`), loads the encoder again.
+pipelines ask for, but no weights. Calling it, or one of its methods, loads the encoder again; `save_pretrained` only
+for as long as it writes the files, in CPU memory.
 """
 
 import contextlib
@@ -51,6 +52,7 @@ class StandIn(nn.Module):
         config: configuration of the encoder.
         dtype, device: those of the encoder.
         wake: loads the encoder back into the pipeline and returns it.
+        save: the encoder's `save_pretrained`, which leaves the stand-in in the pipeline.
     """
 
     def __init__(
@@ -60,9 +62,11 @@ class StandIn(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str,
         wake: Callable[[], nn.Module],
+        save: Callable[..., Any],
     ):
         super().__init__()
-        self.__dict__.update(_kind=kind, _wake=wake, made_as=dtype)
+        self.__dict__.update(_kind=kind, made_as=dtype)
+        self.connect(wake, save)
         self.register_buffer("_place", torch.empty(0, dtype=dtype, device=device), persistent=False)
         self.__dict__.update(config=config, __module__=kind.__module__)
 
@@ -84,6 +88,21 @@ class StandIn(nn.Module):
     def is_cast(self) -> bool:
         """Whether the dtype was changed since creation, e.g. by the pipeline's `to`."""
         return self.dtype != self.made_as
+
+    @property
+    def save_pretrained(self) -> Callable[..., Any]:
+        """The encoder's own method, which loads the encoder only while it is saved."""
+        save = self._save
+
+        @functools.wraps(self._kind.save_pretrained)  # diffusers looks at the signature
+        def save_pretrained(*args: Any, **kwargs: Any) -> Any:
+            return save(*args, **kwargs)
+
+        return save_pretrained
+
+    def connect(self, wake: Callable[[], nn.Module], save: Callable[..., Any]) -> None:
+        """Set the functions that load and save the encoder."""
+        self.__dict__.update(_wake=wake, _save=save)
 
     def wake(self) -> nn.Module:
         """Load the encoder again and return it."""
@@ -124,13 +143,14 @@ class TextEncoders:
         self._pipe, self._reload, self._folder, self._device = pipe, reload, folder, device
         self.names = [name for name in list_text_encoders(pipe.components) if isinstance(self._get(name), nn.Module)]
         self.loads = 0
-        self._is_working, self._is_encoding = False, False
+        self._is_working, self._is_encoding, self._is_saving = False, False, False
         self._used_elsewhere: set[str] = set()  # also called outside encode_prompt
         self._hooks: list[Any] = []
         self._forwards: dict[str, Callable | None] = {}  # original forwards while working
         self._spilled: tempfile.TemporaryDirectory | None = None
         for name in self.released if reload is not None else []:
-            self._get(name).to(device).__dict__["_wake"] = functools.partial(self._load_again, name)
+            wake, save = functools.partial(self._load_again, name), functools.partial(self._save, name)
+            self._get(name).to(device).connect(wake, save)
 
     @property
     def released(self) -> list[str]:
@@ -218,7 +238,8 @@ class TextEncoders:
                 name,
             )
             return
-        self._put(name, StandIn(type(part), part.config, part.dtype, self._device, wake))
+        save = functools.partial(self._save, name)
+        self._put(name, StandIn(type(part), part.config, part.dtype, self._device, wake, save))
 
     def _spill(self, name: str, part: nn.Module) -> Callable[[], nn.Module]:
         """Write the weights of an encoder to a file and free them; return a function that reads them back."""
@@ -247,7 +268,9 @@ class TextEncoders:
         return self._wake(name, part)
 
     def _wake(self, name: str, part: nn.Module) -> nn.Module:
-        logger.info("%s is loaded again, because something calls it.", name)
+        logger.info(
+            "%s is loaded again, %s.", name, "to be saved" if self._is_saving else "because something calls it"
+        )
         self.loads += 1
         stand_in = self._get(name)
         if stand_in.is_cast:
@@ -256,9 +279,23 @@ class TextEncoders:
         self._put(name, part)
         if self._is_working:
             self._begin_work(name)
-        elif is_plain(part) and not _is_fetched(part):
+        elif not self._is_saving and is_plain(part) and not _is_fetched(part):
             part.to(device)
         return part
+
+    def _save(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Load an encoder into CPU memory, call its `save_pretrained`, and release it again."""
+        stand_in, self._is_saving = self._get(name), True
+        try:
+            part = stand_in.wake()
+        finally:
+            self._is_saving = False
+        try:
+            return part.save_pretrained(*args, **kwargs)
+        finally:
+            if self._reload is None:
+                self._spill(name, part)
+            self._put(name, stand_in)
 
     def _put(self, name: str, part: nn.Module) -> None:
         """Replace a part of the pipeline; the new one takes over the hook by which `offload_frozen` fetches it."""
@@ -407,7 +444,7 @@ def make_stand_ins(
         kind = getattr(transformers, kind)
         config = kind.config_class.from_pretrained(source, subfolder=name, **kwargs)
         dtype = dtypes.get(name, dtypes.get("default")) if isinstance(dtypes, dict) else dtypes
-        made[name] = StandIn(kind, config, dtype or torch.float32, "cpu", lambda: None)
+        made[name] = StandIn(kind, config, dtype or torch.float32, "cpu", lambda: None, lambda: None)
     return made
 
 

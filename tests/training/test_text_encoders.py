@@ -38,7 +38,7 @@ def test_what_stands_in_has_no_weights_and_looks_the_same():
     pipe, _ = tiny_pipelines.build("sd3")
     assert list_text_encoders(pipe.components) == NAMES
     config = pipe.text_encoder.config
-    part = StandIn(CLIPTextModelWithProjection, config, torch.bfloat16, "cpu", lambda: pytest.fail("was woken"))
+    part = StandIn(CLIPTextModelWithProjection, config, torch.bfloat16, "cpu", *[lambda: pytest.fail("was woken")] * 2)
     assert isinstance(part, PreTrainedModel) and part.__class__ is CLIPTextModelWithProjection
     assert part.config is config and part.dtype == torch.bfloat16 and part.device == torch.device("cpu")
     pipe.text_encoder = part
@@ -67,8 +67,10 @@ def test_a_given_pipeline_gets_its_own_encoders_back(tmp_path):
         now = getattr(pipe, name).state_dict()
         assert now.keys() == weights[name].keys() and all(torch.equal(now[k], v) for k, v in weights[name].items())
     encoders.release()
+    encoders.release()
     pipe.save_pretrained(tmp_path / "saved")
-    assert encoders.released == []
+    assert encoders.released == NAMES and all(weight.numel() == 0 for weight in parts[NAMES[0]].parameters())
+    wake_encoders(pipe)
     saved = diffusers.StableDiffusion3Pipeline.from_pretrained(tmp_path / "saved")
     assert all(torch.equal(a, b) for a, b in zip(saved.text_encoder.parameters(), pipe.text_encoder.parameters()))
 
@@ -125,6 +127,28 @@ def test_encoders_come_back_in_the_dtype_that_the_pipeline_was_cast_to(tmp_path,
         assert {weight.dtype for name in NAMES for weight in getattr(pipe, name).parameters()} == {dtype}
     with torch.no_grad():
         assert pipe.encode_prompt("a cat", "a cat", "a cat")[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_encoders_are_saved_without_the_accelerator(tmp_path, is_named):
+    """Saving all of them there would need the memory that releasing them has freed."""
+    fresh = lambda name: getattr(tiny_pipelines.build("sd3")[0], name)  # noqa: E731
+    pipe, _ = tiny_pipelines.build("sd3")
+    encoders = held(pipe, tmp_path, reload=fresh if is_named else None)
+    encoders.release()
+    stand_ins = [getattr(pipe, name).to("meta") for name in NAMES]  # weights that are moved there are lost
+    pipe.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
+    assert [getattr(pipe, name) for name in NAMES] == stand_ins and encoders.released == NAMES
+    assert {part.device.type for part in stand_ins} == {"meta"}
+    assert len(list((tmp_path / "saved/text_encoder").glob("*.safetensors"))) > 1
+    saved = diffusers.StableDiffusion3Pipeline.from_pretrained(tmp_path / "saved")
+    for name in NAMES:
+        written, expected = getattr(saved, name).state_dict(), fresh(name).state_dict()
+        assert written.keys() == expected.keys() and all(torch.equal(written[k], v) for k, v in expected.items())
+        getattr(pipe, name).to_empty(device="cpu")
+    with torch.no_grad():
+        found, expected = (made.encode_prompt("a cat", "a cat", "a cat") for made in (pipe, saved))
+    assert all(map(torch.equal, found[:1], expected[:1])) and encoders.released == []
 
 
 def test_encoders_are_freed_at_once_although_hooks_refer_to_them(tmp_path):
