@@ -4,7 +4,7 @@ import argparse
 
 from ..config.early_checks import check_prompts_file, check_reward_names
 from ..sampling import settings as sample_settings
-from .inputs import call_or_refuse, check_model_name, hide_loading_bars, load_checked
+from .inputs import Refusal, call_or_refuse, check_model_name, hide_loading_bars, load_checked
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -32,12 +32,22 @@ def run(arguments: argparse.Namespace) -> int:
 
     from ..run.folder import format_measured
     from ..sampling.sample import check_folder, check_inputs, load_pipeline_to_sample, write_samples
+    from ..training.out_of_memory import is_out_of_memory
 
     call_or_refuse(check_inputs, settings, dataset, rewards + eval_rewards)
     call_or_refuse(check_folder, settings, dataset)
     hide_loading_bars(settings.model)
-    pipe = call_or_refuse(load_pipeline_to_sample, settings)
-    summary = call_or_refuse(write_samples, pipe, dataset, rewards, eval_rewards, settings)
+    try:
+        pipe = call_or_refuse(load_pipeline_to_sample, settings)
+        summary = call_or_refuse(write_samples, pipe, dataset, rewards, eval_rewards, settings)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        offload = "" if settings.offload_frozen else "--offload_frozen cpu, "
+        raise Refusal(
+            f"{settings.model} and {settings.batch_size} samples at a time do not fit into memory; set {offload}a "
+            "smaller --batch_size, or a smaller --height and --width. Samples that are already in the table are kept."
+        ) from error
     for name, (mean, error) in summary.items():
         print(f"{name:<16} {format_measured(mean, error)}")
     made = len(dataset) * settings.num_generations

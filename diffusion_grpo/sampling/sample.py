@@ -30,8 +30,9 @@ from ..run import records
 from ..run.adapters import load_lora
 from ..run.standard_error import measure_mean
 from ..run.weights import load_weights
-from ..training.model import load_pipeline, load_plain_pipeline, plan_quantization
+from ..training.model import choose_device, load_pipeline, load_plain_pipeline, make_block_swap, plan_quantization
 from ..training.model_index import check_packages, pipeline_class, plain_pipeline_class
+from ..training.offload import FrozenOffload
 from ..training.setup import make_sampling_plan
 from .settings import SampleSettings
 
@@ -94,7 +95,7 @@ def check_inputs(settings: SampleSettings, dataset: Dataset, rewards: list[Rewar
 
 
 def load_pipeline_to_sample(settings: SampleSettings) -> "DiffusionPipeline":
-    """Load the pipeline with its LoRA or trained weights.
+    """Load the pipeline with its LoRA or trained weights, and place it as [`place`] does.
 
     With the settings of a run, and unless `settings.dtype` is set, the pipeline is loaded as training does.
 
@@ -102,16 +103,50 @@ def load_pipeline_to_sample(settings: SampleSettings) -> "DiffusionPipeline":
         ValueError: the model, the LoRA or the weights cannot be loaded.
         ImportError: the model, or its quantization, needs a package that is not installed.
     """
-    if settings.train is None or settings.dtype is not None:
-        pipe = load_plain_pipeline(settings.model, settings.dtype, settings.device)
+    train = settings.train
+    device = choose_device(settings.device or (None if train is None else str(train.device)))
+    if train is None or settings.dtype is not None:
+        pipe = load_plain_pipeline(settings.model, settings.dtype, str(device), is_placed=False)
     else:
-        check_packages(settings.model, settings.train)
-        quantized = plan_quantization(settings.model, settings.train, is_full_training=False)
-        pipe = load_pipeline(settings.model, settings.train, is_full_training=False, quantized=quantized)
-        pipe = pipe.to(settings.device or settings.train.device)
+        check_packages(settings.model, train)
+        quantized = plan_quantization(settings.model, train, is_full_training=False)
+        pipe = load_pipeline(settings.model, train, is_full_training=False, quantized=quantized)
     if settings.lora is not None:
         load_adapter(pipe, settings)
+    place(pipe, settings, device)
     return pipe
+
+
+def place(pipe: "DiffusionPipeline", settings: SampleSettings, device: torch.device) -> None:
+    """Move a pipeline to a device, except for what the settings keep in CPU memory until it is needed.
+
+    As in training, `offload_frozen` keeps all but the network there, and `group_offload` most of the network. A run
+    with `cache_prompt_embeds` frees its text encoders; here they are offloaded with the other parts.
+
+    Raises:
+        ValueError: the pipeline does not support `offload_frozen` or `group_offload`.
+    """
+    train, offload = settings.train, settings.offload_frozen
+    if offload is None and train is not None and train.cache_prompt_embeds != "off" and pipe.model_cpu_offload_seq:
+        offload = "cpu"
+    swaps_blocks = train is not None and train.group_offload is not None
+    if offload is None and not swaps_blocks:
+        pipe.to(device)
+        return
+    component = policy_component(pipe, None if train is None else train.train_component)
+    networks = [getattr(pipe, name) for name in component]
+    for network in networks:
+        network.requires_grad_(False)
+        if swaps_blocks:
+            make_block_swap(train, device).install(network)
+        else:
+            network.to(device)
+    if offload is not None:
+        FrozenOffload(pipe, networks, device)
+        return
+    for part in pipe.components.values():
+        if isinstance(part, torch.nn.Module) and not any(part is network for network in networks):
+            part.to(device)
 
 
 def load_adapter(pipe: "DiffusionPipeline", settings: SampleSettings) -> None:

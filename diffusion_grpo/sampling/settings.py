@@ -28,7 +28,8 @@ OPTIONS = (
     "num_inference_steps",
     "sde_type",
 )
-OPTIONS += ("noise_level", "seed", "fps", "dtype", "device", "guidance_scale", "height", "width", "num_frames")
+OPTIONS += ("noise_level", "seed", "fps", "dtype", "device", "offload_frozen")
+OPTIONS += ("guidance_scale", "height", "width", "num_frames")
 WINDOW = ("sde_window", "sde_window_size", "deterministic_outside_window", "branches")
 OF_THE_RUN = ("scheduler_kwargs", *WINDOW, "noise_in_last_step", "train_component", "temperature", "top_k", "top_p")
 OF_THE_RUN += ("bf16", "fp16", "load_in_4bit", "load_in_8bit", "quantization")
@@ -46,6 +47,7 @@ class SampleSettings:
         num_generations: samples per prompt.
         noise_level: noise level of the stochastic process (None: its default); 0 keeps the pipeline's own scheduler.
         guidance_scale, height, width, num_frames, pipeline_kwargs: arguments of the pipeline's call.
+        offload_frozen: "cpu" to keep all but the network in CPU memory until it is needed, as in training.
         sigmas: noise levels of a run's rollouts; None for the pipeline's own spacing.
         train: settings of the run that the job was read from; None if there is no run.
     """
@@ -69,6 +71,7 @@ class SampleSettings:
     fps: float | None = None
     dtype: str | None = None
     device: str | None = None
+    offload_frozen: str | None = None
     guidance_scale: float | None = None
     height: int | None = None
     width: int | None = None
@@ -171,6 +174,11 @@ def add_sample_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--sde_type", help="stochastic process of the noise; default: auto, or the YAML file's")
     command.add_argument("--batch_size", type=int, help="samples per pipeline call; default: 4, or the YAML file's")
     command.add_argument("--fps", type=float, help="frames per second of videos; default: the pipeline's, or 16")
+    command.add_argument(
+        "--offload_frozen",
+        choices=["cpu"],
+        help="keep all parts but the network in CPU memory until they are needed; default: no, or as in the YAML file",
+    )
     command.add_argument("--output_dir", default="samples", help="folder to write to; default: %(default)s")
     add_call_options(command, steps_default=None)
     command.epilog = (
@@ -261,6 +269,7 @@ def _read_yaml(arguments: argparse.Namespace, overrides: list[str], given: dict[
         "eval_reward_funcs": script.eval_reward_funcs,
         "same_initial_noise": train.shares_initial_noise,
         "batch_size": train.rollout_call_size,
+        "offload_frozen": train.offload_frozen,
         "train": train,
     }
     if train.traits.is_renoised:  # the rollouts of the run draw no noise

@@ -275,14 +275,32 @@ def name_networks(args: DiffusionGRPOConfig) -> tuple[str, ...]:
     return (*POLICY_COMPONENTS, *(f"{name}_2" for name in POLICY_COMPONENTS))
 
 
-def load_plain_pipeline(model: str, dtype: str | None = None, device: str | None = None) -> DiffusionPipeline:
-    """Load a Hub id, a folder or `tiny` unchanged, on the accelerator if there is one.
+def choose_device(name: str | None) -> torch.device:
+    """Return the device of this name; by default the accelerator if there is one that can train, else the CPU.
+
+    Raises:
+        ValueError: torch has no such device.
+    """
+    if name is None:
+        found = None if has_apple_gpu() else torch.accelerator.current_accelerator(check_available=True)
+        return found or torch.device("cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"--device {name} is not a torch device; use, for example, cpu, cuda or cuda:1.") from error
+
+
+def load_plain_pipeline(
+    model: str, dtype: str | None = None, device: str | None = None, is_placed: bool = True
+) -> DiffusionPipeline:
+    """Load a Hub id, a folder or `tiny` unchanged.
 
     Args:
         model: Hub id or folder of the pipeline, or "tiny".
         dtype: name of the weights' dtype; by default bfloat16 on an accelerator, where float32 often does not fit in
             memory, and float32 on a CPU.
-        device: device to move it to; by default the accelerator if there is one that can train.
+        device: device it is for; see [`choose_device`].
+        is_placed: whether to move it there.
 
     Raises:
         ValueError: torch has no such dtype, or no such device.
@@ -290,16 +308,12 @@ def load_plain_pipeline(model: str, dtype: str | None = None, device: str | None
     """
     if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ValueError(f"--dtype {dtype} is not a torch dtype; use float32, bfloat16 or float16.")
-    if device is None:
-        device = (None if has_apple_gpu() else torch.accelerator.current_accelerator(check_available=True)) or "cpu"
-    try:
-        device = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"--device {device} is not a torch device; use, for example, cpu, cuda or cuda:1.") from error
+    place = choose_device(device)
     source = tiny.PATH if model == "tiny" else model
     check_processors(DiffusionPipeline.load_config(source))
-    dtype = dtype or ("float32" if device.type == "cpu" else "bfloat16")
-    return DiffusionPipeline.from_pretrained(source, dtype=getattr(torch, dtype)).to(device)
+    dtype = dtype or ("float32" if place.type == "cpu" else "bfloat16")
+    pipe = DiffusionPipeline.from_pretrained(source, dtype=getattr(torch, dtype))
+    return pipe.to(place) if is_placed else pipe
 
 
 def set_scheduler(pipe: DiffusionPipeline, settings: dict[str, Any] | None) -> DiffusionPipeline:
@@ -416,11 +430,16 @@ def _prepare_network(
     return model
 
 
-def make_block_swap(args: DiffusionGRPOConfig) -> BlockSwap | None:
-    """Make the block swap that keeps a network's frozen weights in CPU memory; return None without `group_offload`."""
+def make_block_swap(args: DiffusionGRPOConfig, device: torch.device | None = None) -> BlockSwap | None:
+    """Make the block swap that keeps a network's frozen weights in CPU memory; return None without `group_offload`.
+
+    Args:
+        args: configuration of the run.
+        device: device on which the network runs; by default the run's.
+    """
     if args.group_offload is None:
         return None
-    return BlockSwap(args.device, args.group_offload, args.group_offload_blocks, args.group_offload_stream)
+    return BlockSwap(device or args.device, args.group_offload, args.group_offload_blocks, args.group_offload_stream)
 
 
 def _require_float32_weights(network: nn.Module, args: DiffusionGRPOConfig) -> None:

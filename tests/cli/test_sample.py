@@ -4,6 +4,7 @@ import json
 
 import pyarrow.parquet
 import pytest
+import torch
 from command_line import SIZE, flags, refusal
 
 from diffusion_grpo import cli
@@ -37,6 +38,21 @@ def test_sample_refuses_what_it_cannot_use(model, tmp_path, capsys, no_model):
     assert "float33" in refusal(capsys, "sample", model, *prompts, "--dtype", "float33")
     assert "not a torch device" in refusal(capsys, "sample", model, *prompts, "--device", "cdua")
     assert "model_index.json" in refusal(capsys, "sample", str(tmp_path), *prompts)
+
+
+@pytest.mark.parametrize("part", ["load_pipeline_to_sample", "write_samples"])
+def test_memory_that_runs_out_is_a_sentence(model, tmp_path, capsys, monkeypatch, part):
+    def run_out(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    (tmp_path / "prompts.txt").write_text("a red fox\n")
+    monkeypatch.setattr(f"diffusion_grpo.sampling.sample.{part}", run_out)
+    words = ["sample", model, "--prompts", str(tmp_path / "prompts.txt"), "--output_dir", str(tmp_path / "out")]
+    for option in ([], ["--offload_frozen", "cpu"]):
+        assert cli.main([*words, *option]) == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert line.startswith("error: ") and "and 4 samples at a time do not fit into memory" in line
+        assert ("set --offload_frozen cpu, a smaller --batch_size" in line) == (option == [])
 
 
 def test_files_of_the_prompts_are_checked_before_the_model_is_loaded(tmp_path, capsys, no_model):

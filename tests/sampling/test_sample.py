@@ -22,6 +22,7 @@ from diffusion_grpo.media.files import read_video
 from diffusion_grpo.run.adapters import list_adapters
 from diffusion_grpo.sampling import sample
 from diffusion_grpo.sampling.settings import SampleSettings, read_settings
+from diffusion_grpo.training.block_swap import find_hook
 from diffusion_grpo.training.quantization import describe_quantization
 from diffusion_grpo.training.setup import make_sampling_plan
 
@@ -189,6 +190,43 @@ def test_a_run_on_a_quantised_base_is_sampled_with_it(training, tmp_path):
     arguments, others = cli.build_parser().parse_known_args(["sample", str(training)])
     pipe = sample.load_pipeline_to_sample(read_settings(arguments, others))
     assert describe_quantization(pipe) == dict.fromkeys(INT8, "torchao")
+
+
+def test_parts_that_wait_in_cpu_memory_change_no_sample(models, prompts, tmp_path, monkeypatch):
+    placed, place = [], sample.place
+    monkeypatch.setattr(sample, "place", lambda pipe, *args: (place(pipe, *args), placed.append(pipe)))
+    words = [models / "sd3", "--prompts", prompts, *SIZE, "--max_prompts", 2]
+    run(*words, "--output_dir", tmp_path / "plain")
+    run(*words, "--output_dir", tmp_path / "offloaded", "--offload_frozen", "cpu")
+    plain, offloaded = placed
+    assert not hasattr(plain.vae, "_hf_hook") and not hasattr(offloaded.transformer, "_hf_hook")
+    assert (
+        offloaded.vae._hf_hook.is_present and not offloaded.text_encoder._hf_hook.is_present
+    )  # the last to be called
+    for row in table_of(tmp_path / "plain"):
+        assert (pixels(tmp_path / "plain", row) == pixels(tmp_path / "offloaded", row)).all()
+
+
+@pytest.mark.parametrize(
+    ("added", "offloads", "swaps"),
+    [
+        ({"offload_frozen": "cpu"}, True, False),
+        ({"cache_prompt_embeds": "memory"}, True, False),
+        ({"group_offload": "block_level", "use_peft": True}, False, True),
+        ({"group_offload": "block_level", "use_peft": True, "offload_frozen": "cpu"}, True, True),
+    ],
+    ids=str,
+)
+def test_a_run_that_saves_memory_is_sampled_with_as_little(training, tmp_path, added, offloads, swaps):
+    run(training, "--output_dir", tmp_path / "plain", "--max_prompts", 1)
+    training.write_text(yaml.safe_dump(yaml.safe_load(training.read_text()) | added))
+    arguments, others = cli.build_parser().parse_known_args(["sample", str(training)])
+    pipe = sample.load_pipeline_to_sample(read_settings(arguments, others))
+    assert hasattr(pipe.vae, "_hf_hook") == offloads
+    assert (find_hook(pipe.transformer.blocks[0]) is not None) == swaps
+    run(training, "--output_dir", tmp_path / "saving", "--max_prompts", 1)
+    for one, other in zip(table_of(tmp_path / "plain"), table_of(tmp_path / "saving"), strict=True):
+        assert one["brightness"] == other["brightness"] and one["motion"] == other["motion"]
 
 
 def test_a_rate_that_replaces_a_column_of_rates_is_accepted(tmp_path):
