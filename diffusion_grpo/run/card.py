@@ -57,6 +57,8 @@ def write_model_card(
     pairs = [] if results is None else write_card_samples(results)
     method, papers = name_method(run)
     trained = f"its {run['component']} trained with {markdown.escape(method)} by diffusion-grpo ({run['trains_by']})"
+    is_whole = (folder / "model_index.json").is_file()  # a checkpoint of full training holds networks only
+    usage = write_usage(run, source, pairs[0].prompt if pairs else None, repository is not None, is_whole)
     parts = [
         f"---\n{_make_metadata(run, lora, pairs, details).to_yaml()}\n---",
         f"# {markdown.escape(details.title or source.split('/')[-1])}",
@@ -65,7 +67,7 @@ def write_model_card(
         *details.describe_datasets(),
         "## Use",
         *([] if repository else [_local_note(source)]),
-        f"```python\n{write_usage(run, source, pairs[0].prompt if pairs else None, repository is not None)}\n```",
+        f"```python\n{usage}\n```",
         *_describe_weights(run, best, last),
         "## Rewards",
         _reward_table(run, history),

@@ -10,7 +10,7 @@ from .weights import LORA_WEIGHTS
 WIDEST = 119  # characters per line; a longer call gets a line per argument
 
 
-def write_usage(run: dict[str, Any], source: str, prompt: str | None, is_on_hub: bool) -> str:
+def write_usage(run: dict[str, Any], source: str, prompt: str | None, is_on_hub: bool, is_whole: bool = True) -> str:
     """Return Python code that loads the weights and makes a sample.
 
     Args:
@@ -18,16 +18,21 @@ def write_usage(run: dict[str, Any], source: str, prompt: str | None, is_on_hub:
         source: a repository on the Hub, or the name of the run's folder.
         prompt: an example prompt; None if no sample was kept.
         is_on_hub: whether `source` is a repository.
+        is_whole: after full training, whether it holds a whole pipeline, or the trained networks alone, as while the
+            run goes on.
     """
+    is_full_training, is_embedded = run["trains_by"] == "full", run["model"] == "tiny"
     dtype = _find_half(run)
+    if dtype is None and not is_embedded and not (is_full_training and is_whole):
+        dtype = "float32"  # without it, text encoders are loaded as they were saved, often in half precision
     lines = ["import torch"] if dtype else []
     lines += ["from diffusers import DiffusionPipeline"]
     how = f", dtype=torch.{dtype}" if dtype else ""
-    if run["trains_by"] == "full":
+    if is_full_training and is_whole:
         lines += ["", f"pipe = DiffusionPipeline.from_pretrained({json.dumps(source)}{how})"]
     else:
         lines += _load_base(run, how)
-        lines += _load_lora(run, source, is_on_hub)
+        lines += _load_networks(run, source, how) if is_full_training else _load_lora(run, source, is_on_hub)
         lines += _set_scheduler(run["settings"].get("scheduler_kwargs"))
     return "\n".join([*lines, *_call(run.get("evaluation_call"), prompt)])
 
@@ -38,7 +43,7 @@ def names_hub_model(model: str) -> bool:
 
 
 def _load_base(run: dict[str, Any], how: str) -> list[str]:
-    """Return the lines that load the base model of a LoRA, after the imports that they need."""
+    """Return the lines that load the base model, after the imports that they need."""
     is_embedded = run["model"] == "tiny"  # it has no name on the Hub
     base = "tiny.PATH" if is_embedded else json.dumps(run["model"])
     lines = ["from diffusion_grpo import tiny"] if is_embedded else []
@@ -48,6 +53,14 @@ def _load_base(run: dict[str, Any], how: str) -> list[str]:
     given = run["settings"].get("model_init_kwargs") or {}
     which = "".join(f", {name}={_write(given[name])}" for name in ("revision", "variant") if given.get(name))
     return [*lines, "", f"pipe = DiffusionPipeline.from_pretrained({base}{which}{how}){note}"]
+
+
+def _load_networks(run: dict[str, Any], source: str, how: str) -> list[str]:
+    """Return a line for each network that was trained in full."""
+    return [
+        f'pipe.{name} = pipe.{name}.from_pretrained({json.dumps(source)}, subfolder="{name}"{how})'
+        for name in split_component(run["component"])
+    ]
 
 
 def _load_lora(run: dict[str, Any], source: str, is_on_hub: bool) -> list[str]:
@@ -101,10 +114,7 @@ def _write(value: Any) -> str:
 
 
 def _find_half(run: dict[str, Any]) -> str | None:
-    """Return the half-precision dtype in which to load the pipeline; None if it was float32.
-
-    Without a dtype, diffusers loads its own networks in float32, but transformers loads text encoders as stored.
-    """
+    """Return the half-precision dtype in which to load the pipeline; None if it was float32."""
     settings = run["settings"]
     given = "bfloat16" if settings.get("bf16") else "float16" if settings.get("fp16") else None
     return run.get("dtype", given)

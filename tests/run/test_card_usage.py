@@ -7,7 +7,7 @@ from datasets import Dataset
 from diffusers import DiffusionPipeline
 from peft import LoraConfig
 from PIL import Image
-from tiny_runs import LORA, SETTINGS, brightness
+from tiny_runs import LORA, SETTINGS, brightness, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.run.card_usage import write_usage
@@ -65,6 +65,27 @@ def test_the_code_of_a_half_precision_run_loads_it_and_samples_as_the_evaluation
     assert len(pipe.scheduler.timesteps) == 3 and pipe.guidance_scale == 1.5
 
 
+def test_the_code_of_a_full_run_that_is_still_going_on_loads_its_checkpoint(tmp_path, monkeypatch):
+    """Each save is pushed with its card, but only the last one holds the whole pipeline."""
+    tiny_pipelines.build("sd3")[0].to(torch.float16).save_pretrained(tmp_path / "base")
+    own = {"max_steps": 1, "save_steps": 1, "save_strategy": "steps", "scheduler_kwargs": {"shift": 5.0}}
+    trainer = trainer_for(tmp_path / "run", model=str(tmp_path / "base"), lora=False, **own)
+    trainer.train()
+    trainer.checkpointer.copy_weights(tmp_path / "run/checkpoint-1", tmp_path / "run")
+    trainer.create_model_card()
+    names, code = run_usage(tmp_path / "run", monkeypatch)
+    assert (
+        'pipe.transformer = pipe.transformer.from_pretrained("run", subfolder="transformer", dtype=torch.float32)'
+        in code
+    )
+    loaded, trained = names["pipe"].transformer.state_dict(), trainer.pipe.transformer.state_dict()
+    assert loaded.keys() == trained.keys() and all(torch.equal(loaded[name], trained[name]) for name in trained)
+    assert isinstance(names["sample"], Image.Image) and names["pipe"].scheduler.config.shift == 5.0
+    trainer.save_model()
+    code = run_usage(tmp_path / "run", monkeypatch)[1]
+    assert 'pipe = DiffusionPipeline.from_pretrained("run")\n' in code and "subfolder" not in code
+
+
 def test_what_a_dataset_gives_beside_prompts_stands_as_dots():
     call = {"inputs": ["image", "prompt"], "arguments": {"num_inference_steps": 4, "negative_prompt": 'a "x"'}}
     lines = write_usage(RUN | {"evaluation_call": call}, "me/run", "ein Löwe", is_on_hub=True).splitlines()
@@ -86,9 +107,10 @@ def test_what_a_dataset_gives_beside_prompts_stands_as_dots():
 def test_a_run_that_did_not_note_its_calls_has_code_that_loads_it():
     run = {name: value for name, value in RUN.items() if name != "evaluation_call"}
     assert write_usage(run, "me/run", "a", is_on_hub=True).splitlines() == [
+        "import torch",
         "from diffusers import DiffusionPipeline",
         "",
-        'pipe = DiffusionPipeline.from_pretrained("a/b")',
+        'pipe = DiffusionPipeline.from_pretrained("a/b", dtype=torch.float32)',
         'pipe.load_lora_weights("me/run")',
     ]
 
@@ -113,10 +135,12 @@ def test_the_dtype_in_which_the_code_loads():
     def write(**changes):
         return write_usage(RUN | changes, "me/run", None, is_on_hub=True)
 
-    assert "dtype=" not in write() and "import torch" not in write()
+    assert 'from_pretrained("a/b", dtype=torch.float32)' in write()  # its text encoders may be saved in half precision
+    for same in ({"model": "tiny"}, {"trains_by": "full"}):
+        assert "dtype=" not in write(**same) and "import torch" not in write(**same)
     assert 'from_pretrained("a/b", dtype=torch.float16)' in write(settings={"fp16": True})
     assert 'from_pretrained("a/b", dtype=torch.bfloat16)' in write(dtype="bfloat16")  # where bf16 is the default
-    assert "dtype=" not in write(dtype=None)
+    assert "dtype=torch.float32" in write(dtype=None)
     assert name_half_dtype(tiny_pipelines.build("sd3")[0]) is None
 
 
