@@ -256,6 +256,9 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             held.enter_context(self.monitor.propagate_errors())
             held.enter_context(self._explain_out_of_memory())
             done = count_updates(point)
+            if done > 0:  # `eval_on_start` measures the model before its first update
+                held.callback(setattr, self.args, "eval_on_start", self.args.eval_on_start)
+                self.args.eval_on_start = False
             search = MicroBatchSearch(self.args, lambda: self.state.global_step - done, self._resize)
             output = search.run(lambda: super(DiffusionGRPOTrainer, self).train(point, **kwargs))
         self.learner.show_average()

@@ -457,6 +457,16 @@ def test_evaluation_before_and_during_training(tmp_path):
     assert (tmp_path / "report.html").is_file() and (tmp_path / "summary.json").is_file()
 
 
+def test_a_resumed_run_is_not_evaluated_again_at_its_start(tmp_path):
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, "save_strategy": "steps"}
+    settings |= {"save_steps": 1, "max_steps": 2}
+    trainer_for(tmp_path, **settings).train()
+    resumed = trainer_for(tmp_path, **settings | {"max_steps": 3, "resume_from_checkpoint": True})
+    resumed.train()
+    evaluated = [entry["step"] for entry in resumed.state.log_history if "eval_reward" in entry]
+    assert evaluated == [0, 1, 2, 3] and resumed.args.eval_on_start
+
+
 def test_the_whole_dataset_is_seen_each_epoch_in_another_order(tmp_path):
     trainer = trainer_for(tmp_path, max_steps=4)
     trainer.train()
