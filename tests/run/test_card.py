@@ -57,7 +57,7 @@ def test_the_card_of_a_local_base_model_names_no_folder_of_this_machine(tmp_path
     trainer.train()
     trainer.save_model()
     card = ModelCard.load(tmp_path / "run" / "README.md")
-    line = 'DiffusionPipeline.from_pretrained("my-model", dtype=torch.float32)  # a folder on the machine that trained it'
+    line = 'from_pretrained("my-model", dtype=torch.float32)  # a folder on the machine that trained it'
     assert line in card.content and card.data.license == "mit" and card.data.base_model is None
     assert "| reward | weight | after 1 update |" in card.content  # one evaluation, one number
     for file in ("README.md", "run.json", "summary.json"):
