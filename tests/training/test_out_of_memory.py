@@ -131,7 +131,9 @@ def test_a_model_that_does_not_fit_says_what_to_change(tmp_path, monkeypatch, pa
     def fail(*args, **kwargs):
         raise torch.OutOfMemoryError(MESSAGE + "\nGPU 0 has a total capacity")
 
-    where = "policy.denoising.DenoisingPolicy.encode_prompts" if part == "encoding" else "training.learner.place_pipeline"
+    where = (
+        "policy.denoising.DenoisingPolicy.encode_prompts" if part == "encoding" else "training.learner.place_pipeline"
+    )
     monkeypatch.setattr(f"diffusion_grpo.{where}", fail)
     cached = "memory" if part == "encoding" else "off"
     with pytest.raises(NotEnoughMemoryError) as raised:
