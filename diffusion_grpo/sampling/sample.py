@@ -139,7 +139,7 @@ def place(pipe: "DiffusionPipeline", settings: SampleSettings, device: torch.dev
         network.requires_grad_(False)
         if swaps_blocks:
             make_block_swap(train, device).install(network)
-        else:
+        elif not getattr(network, "is_loaded_in_8bit", False):  # bitsandbytes has placed it, and it refuses to move
             network.to(device)
     if offload is not None:
         FrozenOffload(pipe, networks, device)
