@@ -32,8 +32,8 @@ class Advantages:
     Attributes:
         advantages: `(samples,)` float32, never NaN. With `"loss_per_reward"`, the weighted sum before the clip, by
             which `best_of_n` chooses.
-        rewards: `(samples,)` float32, weighted sum (or minimum, or product) of the functions; NaN if none of them
-            scored the sample.
+        rewards: `(samples,)` float32, weighted sum (or minimum, or product) of the functions, with a mean in place of
+            what is missing in a sum; NaN if none of them scored the sample.
         group_std: `(samples,)` float32, standard deviation of `rewards` in the sample's group (or in its batch, if
             rewards are compared within the batch or no group has a second sample); 0 if all rewards there are equal.
         frac_reward_zero_std: share of the samples whose `group_std` is 0.
@@ -74,7 +74,9 @@ def compute_advantages(
 
     Args:
         rewards: `(samples, functions)` float32; NaN where a function leaves the sample out. The sample then takes no
-            part in that function's statistics and gets 0 from it; a sample left out by all has the advantage 0.
+            part in that function's statistics, and the function neither helps nor harms it: where the functions are
+            summed first, it gets the mean of the samples that it is compared with (TRL gives it 0). A sample left out
+            by all has the advantage 0.
         groups: `(samples,)` int64, the group of each sample; any numbers, in any order, at least two samples per
             group.
         weights: `(functions,)`, weight of each function.
@@ -119,7 +121,8 @@ def compute_advantages(
     has_groups = len(group.unique()) < len(group)  # an advantage_fn may be given one sample per prompt
     compared = group if reward_baseline == "group" and has_groups else batch
     scaled = {"group": compared, "batch": batch, "none": None}[scale_rewards]
-    total = combine(rewards, weights, multi_objective_aggregation)
+    is_summed = multi_objective_aggregation in ("sum_then_normalize", *ONE_BY_ONE)
+    total = combine(fill(rewards, compared) if is_summed else rewards, weights, multi_objective_aggregation)
     std = group_statistics(total, compared)[1]
     one_by_one = multi_objective_aggregation in ONE_BY_ONE
     columns = rewards if one_by_one or advantage_fn is not None else total[:, None]
@@ -209,6 +212,24 @@ def combine(columns: torch.Tensor, weights: torch.Tensor, aggregation: str) -> t
     else:
         return sum_weighted(columns, weights)
     return total.masked_fill(is_missing.all(1), torch.nan)
+
+
+def fill(columns: torch.Tensor, compared: torch.Tensor) -> torch.Tensor:
+    """Replace missing values by the mean of the same function over the samples that they are compared with.
+
+    Args:
+        columns: `(samples, functions)`, NaN where a function left the sample out.
+        compared: `(samples,)` int64; samples with equal numbers are compared with each other.
+
+    Returns:
+        `(samples, functions)`, NaN for samples without any value, and where a function scored none of those compared.
+    """
+    is_missing = columns.isnan()
+    is_filled = is_missing & ~is_missing.all(1, keepdim=True)
+    if not is_filled.any():
+        return columns
+    means = torch.stack([group_statistics(column, compared)[0] for column in columns.unbind(1)], 1)
+    return torch.where(is_filled, means, columns)
 
 
 def sum_weighted(columns: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

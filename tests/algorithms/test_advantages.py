@@ -126,12 +126,29 @@ def test_sample_that_no_function_scores_has_no_part(aggregation):
 def test_function_that_leaves_a_sample_out_contributes_nothing_to_it():
     first, second = [1.0, 2.0, 6.0, 3.0], [5.0, NAN, 7.0, NAN]
     summed = compute([first, second])
-    assert_close(summed.rewards, [6.0, 2.0, 13.0, 3.0])
-    assert_close(summed.advantages, z_scores([6.0, 2.0, 13.0, 3.0]))
+    assert_close(summed.rewards, [6.0, 8.0, 13.0, 9.0])  # 6 is the mean of the second function
+    assert_close(summed.advantages, z_scores([6.0, 8.0, 13.0, 9.0]))
     apart = compute([first, second], multi_objective_aggregation="normalize_then_sum")
     expected = z_scores(first)
     expected[[0, 2]] += z_scores([5.0, 7.0])
     assert_close(apart.advantages, expected)
+
+
+def test_what_is_missing_is_the_mean_of_the_samples_compared():
+    """A judge that failed to answer says nothing about the sample."""
+    judged, plain, groups = (
+        [0.9, NAN, 0.7, NAN, NAN, NAN, NAN, 0.5],
+        [0.0] * 4 + [0.0, 1.0, 0.0, 0.0],
+        [0, 0, 0] + [1] * 5,
+    )
+    result = compute([judged, plain], groups, weights=[2.0, 1.0])
+    assert_close(result.rewards, [1.8, 1.6, 1.4, 1.0, 1.0, 2.0, 1.0, 1.0])
+    assert result.advantages[1].abs() < 1e-6 and result.advantages[3] == result.advantages[7]
+    result = compute([judged, plain], groups, weights=[2.0, 1.0], reward_baseline="batch", scale_rewards="batch")
+    assert_close(result.rewards, [1.8, 1.4, 1.4, 1.4, 1.4, 2.4, 1.4, 1.0])
+    none = compute([[NAN] * 4, [1.0, 2.0, 3.0, NAN]])  # a function for other prompts
+    assert_close(none.rewards, [1.0, 2.0, 3.0, NAN])
+    assert none.advantages[3] == 0
 
 
 @pytest.mark.parametrize("aggregation", ORDERS)
