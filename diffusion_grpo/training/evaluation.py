@@ -362,7 +362,10 @@ class Evaluator:
         return self._scorer.gather_at(local if is_counted else local[:0], positions if is_counted else [], total)
 
     def _combine(self, rewards: Tensor) -> Tensor:
-        """Return (samples,) combined trained rewards, as in training; NaN where no reward scored the sample."""
+        """Return (samples,) combined trained rewards; NaN where no reward scored the sample.
+
+        What one reward left out counts as 0 in a sum: the samples of an evaluation are not compared with each other.
+        """
         return combine(rewards[:, : len(self._weights)], self._weights, self._settings.aggregation)
 
     def _keep(self, parts: dict[str, _Part], step: int) -> None:
