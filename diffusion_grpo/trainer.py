@@ -359,7 +359,8 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             ignore_keys: unused, for `Trainer`'s signature.
             metric_key_prefix: prefix of the metrics' names. If it starts with "eval", the metrics are logged and
                 passed to the callbacks; otherwise they are only returned. With "eval" itself, images are kept in the
-                output folder.
+                output folder, for the report and the model card. This is not done for another dataset than the
+                trainer's, with `pipeline_kwargs`, or once the weights of an earlier evaluation have been loaded.
             pipeline_kwargs: pipeline arguments that override those of training, e.g. `{"guidance_scale": 4.0}`.
 
         Returns:
@@ -376,6 +377,9 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             NotEnoughMemoryError: memory ran out; the message says what to change.
         """
         self.inputs.check_overrides(pipeline_kwargs or {})
+        is_other = eval_dataset is not None and self.eval_dataset is not None and eval_dataset is not self.eval_dataset
+        is_earlier = self.run.get("published_after", self.state.global_step) != self.state.global_step
+        is_kept = not (is_other or is_earlier or pipeline_kwargs)
         datasets = choose_evaluated(eval_dataset, self.eval_dataset)
         for name, part in datasets.items():
             check_columns(self.rewards.all, list_given(part), name)
@@ -387,13 +391,22 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         try:
             with self.monitor.propagate_errors(), self._explain_out_of_memory(is_evaluating=True):
                 metrics = self.evaluator.evaluate(
-                    datasets, metric_key_prefix, pipeline_kwargs or {}, self.state.global_step, self.state.log_history
+                    datasets,
+                    metric_key_prefix,
+                    pipeline_kwargs or {},
+                    self.state.global_step,
+                    self.state.log_history,
+                    is_kept,
                 )
         except RewardError:
             self._save_before_stopping()
             raise
         if metric_key_prefix.startswith("eval"):
             self.log(dict(metrics))
+            if (
+                metric_key_prefix == "eval" and not is_kept
+            ):  # the report and the card compare evaluations of the same prompts
+                self.state.log_history.pop()
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 

@@ -17,7 +17,7 @@ class StopWhenLearned(TrainerCallback):
         self.reward = reward
 
     def on_evaluate(self, args, state, control, metrics, **kwargs):
-        if metrics["eval_reward"] >= self.reward:
+        if metrics.get("eval_reward", 0.0) >= self.reward:
             control.should_save = control.should_training_stop = True
 
 

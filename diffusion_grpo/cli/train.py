@@ -239,7 +239,7 @@ def measure_baselines(
 
 def finish_run(run_dir: Path, experiment: str | None) -> None:
     """Add the earlier experiment to the report, write the summary, and print where the results are."""
-    from ..run.folder import describe_change, format_updates, read_run
+    from ..run.folder import describe_change, read_run
     from ..run.report import missing_packages, write_report, write_summary
 
     if experiment is not None and not missing_packages():
@@ -250,8 +250,6 @@ def finish_run(run_dir: Path, experiment: str | None) -> None:
         line = describe_change(run, name)
         if line is not None:
             print(f"  {name:<16} {line}")
-    if run.published_after not in (None, run.updates):
-        print(f"The weights are those of the best evaluation, {format_updates(run.published_after)}.")
     for what, where in (
         ("Weights", run_dir),
         ("Summary", run_dir / "summary.json"),

@@ -77,7 +77,10 @@ class DiffusionGRPOConfig(
         "quantization",
     ]
 
-    # TrainingArguments with other defaults
+    # TrainingArguments with other defaults or descriptions
+    max_steps: int = field(
+        default=-1, metadata={"help": "Number of updates. -1 makes as many as num_train_epochs needs."}
+    )
     learning_rate: float | None = field(
         default=None, metadata={"help": "Learning rate. By default 3e-4 for LoRA and 1e-5 for full training."}
     )

@@ -1,6 +1,7 @@
 """Find out whether evaluation prompts are also trained on, and what reports may call them."""
 
 import logging
+from collections.abc import Collection
 from typing import Any
 
 from datasets import Dataset
@@ -10,8 +11,18 @@ from .prompts import read_prompts
 logger = logging.getLogger(__name__)
 
 
-def count_prompts(train: Dataset | None, evaluation: Dataset | dict[str, Dataset] | None) -> dict[str, int | None]:
+MEDIA = ("image", "video", "mask", "audio")  # parts of the names of pipeline arguments
+
+
+def count_prompts(
+    train: Dataset | None, evaluation: Dataset | dict[str, Dataset] | None, accepted: Collection[str] = ()
+) -> dict[str, int | None]:
     """Count the prompts for `run.json`.
+
+    Args:
+        train, evaluation: the datasets.
+        accepted: names of columns that the pipeline takes. If there are images or videos among them, prompts are not
+            compared: the same instruction for another image was not trained on.
 
     Returns:
         `train` and `eval`, the numbers of rows; and `eval_in_train`, the number of evaluation rows whose prompt is
@@ -21,7 +32,9 @@ def count_prompts(train: Dataset | None, evaluation: Dataset | dict[str, Dataset
     parts = [part for part in evaluations if part is not None]
     counts = {"train": 0 if train is None else len(train), "eval": sum(map(len, parts)), "eval_in_train": None}
     datasets = [*parts, *([] if train is None else [train])]
-    if parts and all("prompt" in dataset.column_names for dataset in datasets):
+    given = {name for dataset in datasets for name in dataset.column_names if name in accepted}
+    has_media = any(word in name for name in given for word in MEDIA)
+    if parts and not has_media and all("prompt" in dataset.column_names for dataset in datasets):
         trained = set() if train is None else set(map(_strip, read_prompts(train)))
         counts["eval_in_train"] = sum(_strip(prompt) in trained for part in parts for prompt in read_prompts(part))
     return counts

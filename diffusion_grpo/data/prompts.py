@@ -15,7 +15,7 @@ from .embeddings import EMBEDDED, is_embedding
 
 TO_DATASET = {  # what to do about other types
     "str": "read it with diffusion_grpo.data.prompts.load_prompts",
-    "IterableDataset": "load it without streaming=True",
+    "IterableDataset": "load it without streaming=True, or make one with Dataset.from_generator",
     "DatasetDict": "choose one of its splits",
     "list": "make one with Dataset.from_list",
 }

@@ -44,6 +44,8 @@ def names_hub_model(model: str) -> bool:
 
 def _load_base(run: dict[str, Any], how: str) -> list[str]:
     """Return the lines that load the base model, after the imports that they need."""
+    if run["model"] == run.get("pipeline"):  # a pipeline that was built in memory has no other name
+        return ["", "pipe = ...  # the pipeline that was trained"]
     is_embedded = run["model"] == "tiny"  # it has no name on the Hub
     base = "tiny.PATH" if is_embedded else json.dumps(run["model"])
     lines = ["from diffusion_grpo import tiny"] if is_embedded else []

@@ -14,7 +14,7 @@ import yaml
 
 from ..config.arguments import read_experiment
 from ..data.held_out import describe_prompts, name_prompts
-from .folder import Run, count_updates, name_method, read_run, summarise
+from .folder import Run, count_updates, format_updates, name_method, read_run, summarise
 from .gallery import make_film, make_gallery, show_rollouts
 from .watch import find_collapse
 
@@ -217,6 +217,8 @@ def list_findings(run: Run) -> list[str]:
             f"The evaluations are on {describe_prompts(run.prompts)}: they do not say how well the model does on new "
             "prompts."
         )
+    if run.published_after not in (None, run.updates):
+        found.append(f"The weights are those of the best evaluation, {format_updates(run.published_after)}.")
     if len(run.evaluations) < 2:
         found.append("There are fewer than two evaluations, so nothing can be said about what was learned.")
         return found

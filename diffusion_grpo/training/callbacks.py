@@ -204,7 +204,7 @@ class ReportCallback(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         if not state.is_world_process_zero:
             return
-        from ..run.folder import describe_change, read_run
+        from ..run.folder import describe_change, format_updates, read_run
         from ..run.report import missing_packages, write_report, write_summary
 
         state.save_to_json(str(Path(args.output_dir) / "trainer_state.json"))
@@ -213,6 +213,8 @@ class ReportCallback(TrainerCallback):
         change = describe_change(run, "reward")
         if change is not None:
             print(f"Reward {change}, on {describe_prompts(run.prompts)}.")
+        if run.published_after not in (None, run.updates):
+            print(f"The weights are those of the best evaluation, {format_updates(run.published_after)}.")
         if missing:  # the weights are what matters, the page can be written later
             print(
                 f"No report: {' and '.join(missing)} not installed. After pip install 'diffusion-grpo[report]': "

@@ -154,19 +154,21 @@ class Evaluator:
         pipeline_kwargs: dict[str, Any],
         step: int,
         history: list[dict[str, Any]],
+        is_kept: bool = True,
     ) -> dict[str, float]:
         """Measure each dataset, and all of them together, with the averaged weights if there are any.
 
         Args:
             datasets: datasets by name.
-            prefix: prefix of the metrics' names; images and a table are kept for "eval".
+            prefix: prefix of the metrics' names.
             pipeline_kwargs: pipeline arguments that override those of training.
             step: number of updates made so far.
             history: entries of the log so far.
+            is_kept: whether images and a table are kept; only if the prefix is "eval".
         """
         with self._averaged_weights():
             distance = self._distance_to_reference() if prefix.startswith("eval") else {}
-            metrics = self._evaluate(datasets, prefix, pipeline_kwargs, step, history)
+            metrics = self._evaluate(datasets, prefix, pipeline_kwargs, step, history, is_kept)
         return metrics | {f"{prefix}_{name}": value for name, value in distance.items()}
 
     def _evaluate(
@@ -176,6 +178,7 @@ class Evaluator:
         pipeline_kwargs: dict[str, Any],
         step: int,
         history: list[dict[str, Any]],
+        is_kept: bool,
     ) -> dict[str, float]:
         start = time.perf_counter()
         own_metrics: dict[str, list[float]] = defaultdict(list)  # kept apart from those of training
@@ -194,7 +197,7 @@ class Evaluator:
         metrics[f"{prefix}_runtime"] = time.perf_counter() - start
         if prefix == "eval":
             metrics |= {f"eval_{name}": value for name, value in summarise_rollouts(history).items()}
-            if self._backend.groups.is_first:
+            if is_kept and self._backend.groups.is_first:
                 self._keep(parts, step)
             self._backend.accelerator.wait_for_everyone()
         return metrics

@@ -186,7 +186,7 @@ def describe_model(
     found = {
         "pipeline": type(pipe).__name__,
         "component": ", ".join(component),
-        "prompts": count_prompts(train_dataset, eval_dataset),
+        "prompts": count_prompts(train_dataset, eval_dataset, inputs.accepted),
         "loads_by": lora_loader(pipe, component[0]),
         "pipeline_tag": pipeline_tag(type(pipe), given),
         "evaluation_call": describe_call(inputs, eval_dataset or train_dataset),

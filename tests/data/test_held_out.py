@@ -42,3 +42,10 @@ def test_a_trainer_says_so_at_the_start(tmp_path, caplog, monkeypatch):
     trainer = trainer_for(tmp_path)
     assert trainer.run["prompts"] == {"train": 5, "eval": 2, "eval_in_train": 1}
     assert "1 of the 2 prompts of eval_dataset are in train_dataset too" in caplog.text
+
+
+def test_the_same_instruction_for_another_image_is_not_compared():
+    train, evaluation = (Dataset.from_dict({"prompt": ["brighter"], "image": [name]}) for name in ("a.png", "b.png"))
+    assert count_prompts(train, evaluation)["eval_in_train"] == 1
+    assert count_prompts(train, evaluation, {"prompt", "image"})["eval_in_train"] is None
+    assert count_prompts(train, evaluation, {"prompt", "guidance_scale"})["eval_in_train"] == 1

@@ -115,6 +115,11 @@ def test_a_run_that_did_not_note_its_calls_has_code_that_loads_it():
     ]
 
 
+def test_a_pipeline_that_was_built_in_memory_is_not_given_a_name():
+    code = write_usage(RUN | {"model": "WanPipeline", "pipeline": "WanPipeline"}, "me/run", "a", is_on_hub=True)
+    assert "pipe = ...  # the pipeline that was trained\n" in code and "DiffusionPipeline.from_pretrained" not in code
+
+
 def test_a_scheduler_is_changed_for_a_lora_only():
     settings = {"settings": {"scheduler_kwargs": {"shift": 3.0, "use_dynamic_shifting": False}}}
     code = write_usage(RUN | settings, "me/run", "a", is_on_hub=True)

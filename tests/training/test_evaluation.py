@@ -90,7 +90,7 @@ def test_an_evaluation_under_another_prefix_keeps_no_samples(tmp_path, prefix, i
             seen.append(sorted(metrics))
 
     trainer, dataset = trainer_for(tmp_path, max_steps=1, num_inference_steps=2), Dataset.from_dict({"prompt": ["a"]})
-    trainer.evaluate(dataset)
+    trainer.evaluate()
     trainer.train()
     trainer.add_callback(Watch())
     metrics = trainer.evaluate(dataset, metric_key_prefix=prefix)
@@ -317,3 +317,31 @@ def test_evaluations_draw_no_noise_in_their_steps(tmp_path, monkeypatch):
     monkeypatch.setattr("diffusion_grpo.training.evaluation.rollout", watched)
     shade_and_constant(tmp_path / "watched")
     assert levels and set(levels) == {0.0}
+
+
+def test_what_is_evaluated_besides_is_no_part_of_the_report(tmp_path):
+    """The report and the card compare evaluations of the same prompts with the same settings."""
+    trainer = trainer_for(tmp_path, **EVALUATED, max_steps=2)
+    trainer.train()
+    table, log = (tmp_path / "evaluations/step-000002.parquet").read_bytes(), list(trainer.state.log_history)
+    other = Dataset.from_dict({"prompt": ["something else", "and more", "a third"]})
+    assert trainer.evaluate(other)["eval_reward"] != log[-2].get("eval_reward")
+    trainer.evaluate(pipeline_kwargs={"guidance_scale": 3.0})
+    assert trainer.state.log_history == log
+    assert (tmp_path / "evaluations/step-000002.parquet").read_bytes() == table
+    trainer.evaluate(trainer.eval_dataset)
+    assert len(trainer.state.log_history) == len(log) + 1
+
+
+def test_an_evaluation_of_the_best_weights_does_not_replace_that_of_the_last(tmp_path, capsys):
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "greater_is_better": False}
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    trainer = trainer_for(tmp_path, **settings, **best, max_steps=2, learning_rate=1e-2)
+    trainer.train()
+    assert trainer.run["published_after"] == 1
+    assert "The weights are those of the best evaluation, after 1 update." in capsys.readouterr().out
+    assert "The weights are those of the best evaluation, after 1 update." in (tmp_path / "report.html").read_text()
+    table, log = (tmp_path / "evaluations/step-000002.parquet").read_bytes(), list(trainer.state.log_history)
+    trainer.evaluate()
+    assert trainer.state.log_history == log
+    assert (tmp_path / "evaluations/step-000002.parquet").read_bytes() == table
