@@ -30,8 +30,8 @@ class Advantages:
     """The samples' advantages, and what they were computed from.
 
     Attributes:
-        advantages: `(samples,)` float32, never NaN. With `"loss_per_reward"`, the weighted sum before the clip, by
-            which `best_of_n` chooses.
+        advantages: `(samples,)` float32, never NaN. With `"loss_per_reward"`, the weighted sum before the clip.
+        ranking: `(samples,)` float32, the advantages before the clip, by which `best_of_n` chooses.
         rewards: `(samples,)` float32, weighted sum (or minimum, or product) of the functions, with a mean in place of
             what is missing in a sum; NaN if none of them scored the sample.
         group_std: `(samples,)` float32, standard deviation of `rewards` in the sample's group (or in its batch, if
@@ -49,6 +49,7 @@ class Advantages:
     """
 
     advantages: torch.Tensor
+    ranking: torch.Tensor
     rewards: torch.Tensor
     group_std: torch.Tensor
     frac_reward_zero_std: float
@@ -139,6 +140,7 @@ def compute_advantages(
     is_apart = multi_objective_aggregation == "loss_per_reward"
     return Advantages(
         advantages=(advantages if is_apart else advantages.clamp(-clip, clip)).float().to(device),
+        ranking=advantages.float().to(device),
         rewards=total.float().to(device),
         group_std=std.float().to(device),
         frac_reward_zero_std=(std == 0).double().mean().item(),

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ..policy.log_prob_type import check_log_prob
+from ..policy.log_prob_type import NOISE_UP_TO_1, check_log_prob
 from .call_arguments import check_pipeline_kwargs
 from .defaults import Sizes
 from .quantization import check_quantization
@@ -149,10 +149,18 @@ def _check_combinations(args: Sizes) -> None:
     _check_advantage_fn(args)
     if args.sync_ref_model and not args.needs_reference:
         raise ValueError("sync_ref_model=True has no reference to synchronise while beta=0; set beta above 0.")
-    if args.advantage_estimator == "gae" and args.multi_objective_aggregation == "loss_per_reward":
+    if args.advantage_estimator == "gae" and args.multi_objective_aggregation in (
+        "loss_per_reward",
+        "normalize_then_sum",
+    ):
         raise ValueError(
             "advantage_estimator='gae' has one value for all rewards, so multi_objective_aggregation cannot be "
-            "'loss_per_reward'; use sum_then_normalize."
+            f"{args.multi_objective_aggregation!r}; use sum_then_normalize."
+        )
+    if args.step_weight != "none" and args.log_prob_type != "gaussian":
+        raise ValueError(
+            f"step_weight={args.step_weight!r} balances the gradients of Gaussian log-probabilities; leave "
+            "log_prob_type='squared_error' out, or step_weight."
         )
     if args.selective_checkpointing < 1 and not args.activation_checkpointing:
         raise ValueError(
@@ -318,7 +326,7 @@ def _check_ranges(args: Sizes) -> None:
         raise ValueError(f"reward_weights must be finite numbers, got {args.reward_weights}.")
     if args.ema_decay is not None and not 0 < args.ema_decay < 1:
         raise ValueError(f"ema_decay must lie between 0 and 1, got {args.ema_decay}.")
-    if args.sde_type in ("cps", "ddim", "ancestral") and args.noise_level is not None and args.noise_level > 1:
+    if args.sde_type in NOISE_UP_TO_1 and args.noise_level is not None and args.noise_level > 1:
         raise ValueError(f"noise_level must lie in (0, 1] for sde_type={args.sde_type!r}, got {args.noise_level}.")
 
 

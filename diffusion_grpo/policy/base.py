@@ -84,6 +84,14 @@ class Policy(ABC):
         """The usual noise level of the process; None for a policy without a process."""
 
     @abstractmethod
+    def check_noise_level(self, noise_level: float | None) -> None:
+        """Refuse a noise level that the process does not have.
+
+        Raises:
+            ValueError: at this level, a step would draw more noise than its latent may hold.
+        """
+
+    @abstractmethod
     def rollout(
         self, inputs: dict[str, Any], request: RolloutRequest
     ) -> tuple[Any, Trajectory | TokenTrajectory | None]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..media.files import extract_samples
 from .base import POLICY_COMPONENTS, Policy
 from .drivers import Driver, StepScored, UnsupportedPipeline
+from .log_prob_type import NOISE_UP_TO_1
 from .network_gate import NetworkAccess, NetworkGates, replace_attribute
 from .recorders import BranchRecorder, Finisher, PrefixDriver, Recorder, SolverRecorder, join_clean
 from .schedulers import StochasticScheduler, stochastic_scheduler, watch_solver
@@ -71,6 +72,14 @@ class DenoisingPolicy(Policy):
     @property
     def default_noise_level(self) -> float:
         return self.scheduler.process.noise_level
+
+    def check_noise_level(self, noise_level: float | None) -> None:
+        name = self.scheduler.process.name
+        if noise_level is not None and noise_level > 1 and name in NOISE_UP_TO_1:
+            raise ValueError(
+                f"noise_level must lie in (0, 1] for the process {name!r}, which {type(self.pipe).__name__} has by "
+                f"default; got {noise_level}."
+            )
 
     @property
     def loop_length(self) -> int | None:

@@ -1,6 +1,8 @@
-"""Check which form of the log-probability fits which process, without heavy imports."""
+"""Check what a process supports, without heavy imports: noise levels, and forms of the log-probability."""
 
 from collections.abc import Collection
+
+NOISE_UP_TO_1 = ("cps", "ddim", "ancestral")  # processes whose level is a share of the noise in the latent
 
 
 def check_log_prob(log_prob_type: str, process: str, known: Collection[str]) -> None:

@@ -45,6 +45,9 @@ class TokenPolicy(Policy):
     def default_noise_level(self) -> None:
         return None  # the decoder takes the pipeline's own steps
 
+    def check_noise_level(self, noise_level: float | None) -> None:
+        """Accept any level: tokens have no process."""
+
     def check_latents(self) -> None:
         raise UnsupportedPipeline(
             f"A reward takes latents, but {type(self.pipe).__name__} gives none: its policy writes tokens; use "

@@ -276,7 +276,7 @@ class RolloutGenerator:
                 self._metrics.add("diversity", found)
 
     def _buffer(self, rows: Rows, trajectories: Samples, found: Estimate, order: RolloutOrder) -> RolloutBuffer:
-        trained = order.trained(found.result.advantages)
+        trained = order.trained(found.result.ranking)
         positions = order.own(trained)
         kept = invert(order.own(), len(order.made))[positions]
         buffer = RolloutBuffer(

@@ -225,6 +225,7 @@ class Sampler:
         if train or settings.noise_level != 0:
             sampling = train.token_sampling if component is not None and train else None
             self.policy = make_policy(pipe, component, sde_type=settings.sde_type, sampling=sampling)
+            self.policy.check_noise_level(settings.noise_level)
         pipe.set_progress_bar_config(disable=True)
 
     def __call__(self, rows: list[dict[str, Any]], positions: list[int]) -> list[Any]:

@@ -92,8 +92,18 @@ def make_sampling_plan(args: DiffusionGRPOConfig) -> SamplingPlan:
     )
 
 
-def make_credit(args: DiffusionGRPOConfig, rewards: RunRewards, values: ValueModel | None) -> CreditAssigner:
-    """Make the object that turns rewards into advantages."""
+def make_credit(
+    args: DiffusionGRPOConfig, rewards: RunRewards, values: ValueModel | None, chooses_samples: bool = False
+) -> CreditAssigner:
+    """Make the object that turns rewards into advantages.
+
+    Args:
+        args: configuration of the run.
+        rewards: rewards that are trained on.
+        values: value model; None without one.
+        chooses_samples: whether the algorithm chooses samples by their advantages, which are then not clipped: clipped
+            ones are equal.
+    """
     return CreditAssigner(
         rewards.names,
         rewards.weights,
@@ -103,7 +113,7 @@ def make_credit(args: DiffusionGRPOConfig, rewards: RunRewards, values: ValueMod
         scale_rewards=args.scale_rewards,
         reward_baseline=args.reward_baseline,
         multi_objective_aggregation=args.multi_objective_aggregation,
-        advantage_clip=args.advantage_clip,
+        advantage_clip=None if chooses_samples else args.advantage_clip,
         reward_threshold=args.reward_threshold,
         advantage_fn=load_advantage_fn(args.advantage_fn),
         values=values,
@@ -318,7 +328,7 @@ class RunBuilder:
             read_rows=read_rows,
             plan=make_sampling_plan(args),
             scorer=scorer,
-            credit=make_credit(args, rewards, learner.values),
+            credit=make_credit(args, rewards, learner.values, algorithm.chooses_samples),
             replays=replays,
             writer=make_sample_writer(args, rewards, groups, self._inputs.fps, self._sampling_rate),
             unscored=UnscoredRollouts(rewards.names, is_warning=args.process_index == 0),

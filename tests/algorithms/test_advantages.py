@@ -284,3 +284,12 @@ def test_threshold_drops_groups_whatever_they_are_compared_with():
     result = compute([rewards], groups, reward_baseline="batch", reward_threshold=0.9)
     assert_close(result.advantages, [0, 0, *((torch.tensor(rewards[2:]) - 2.75) / torch.tensor(rewards).std())])
     assert result.is_dropped.tolist() == [True, True, False, False]
+
+
+def test_samples_are_ranked_before_the_clip():
+    rewards = [0.0, 20.0, 40.0, 60.0, 80.0, 100.0, 55.0, 45.0]
+    result = compute([rewards], scale_rewards="none", advantage_clip=5.0)
+    assert_close(result.ranking, torch.tensor(rewards) - 50.0)
+    assert result.advantages.abs().max() == 5.0
+    kept = best_of_n(result.ranking, torch.zeros(8, dtype=torch.int64), 2, torch.Generator())
+    assert sorted(kept.tolist()) == [0, 5]

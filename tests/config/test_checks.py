@@ -127,6 +127,14 @@ REFUSED = [
     ({"reward_baseline": "prompt"}, "choose one of group, batch"),
     ({"advantage_estimator": "gea"}, "choose one of group, gae.*Did you mean 'gae'"),
     (
+        {"advantage_estimator": "gae", "multi_objective_aggregation": "normalize_then_sum"},
+        "one value for all rewards, so multi_objective_aggregation cannot be 'normalize_then_sum'",
+    ),
+    (
+        {"step_weight": "velocity", "sde_type": "cps", "log_prob_type": "squared_error"},
+        "step_weight='velocity' balances the gradients of Gaussian log-probabilities",
+    ),
+    (
         {"advantage_estimator": "gae", "multi_objective_aggregation": "loss_per_reward"},
         "one value for all rewards.*use sum_then_normalize",
     ),

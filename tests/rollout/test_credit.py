@@ -330,3 +330,12 @@ def test_explained_variance():
     worse = measure_values(ValueTargets(states, -returns.nan_to_num(), returns))
     assert worse["value/explained_variance"] == pytest.approx(1 - 4)
     assert "value/explained_variance" not in measure_values(ValueTargets(states, returns, torch.ones(4, 1)))
+
+
+def test_advantages_by_which_samples_are_chosen_are_not_clipped():
+    args = settings(scale_rewards="none", advantage_clip=5.0)
+    rewards = RunRewards([SimpleNamespace(name="vq")], [1.0], [])
+    clipped, free = (make_credit(args, rewards, None, chooses) for chooses in (False, True))
+    values = torch.arange(args.num_generations).float()[:, None] * 20
+    assert clipped(values, torch.arange(len(values))).advantages.abs().max() == 5.0
+    assert len(free(values, torch.arange(len(values))).advantages.unique()) == len(values)

@@ -8,7 +8,7 @@ import torch
 from command_line import make_config
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
-from tiny_runs import LORA, PROMPTS, SETTINGS, brightness, latent_mean
+from tiny_runs import LORA, PROMPTS, SETTINGS, brightness, latent_mean, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.distributed.failure import ProcessGroupMonitor
@@ -51,3 +51,13 @@ def test_rewards_that_take_latents_are_refused_where_there_are_none():
     args = make_config()
     with pytest.raises(UnsupportedPipeline, match="A reward takes latents, but SimpleNamespace gives none"):
         check_policy(args, tokens, load_run_rewards([latent_mean], None, args))
+
+
+@pytest.mark.parametrize(("name", "is_refused"), [("sd15", True), ("sd3", False)])
+def test_more_noise_than_the_default_process_has_is_refused(tmp_path, name, is_refused):
+    """`sde_type: auto` is `ddim` for sd15, which takes the step's noise from that of its latent."""
+    if not is_refused:
+        trainer_for(tmp_path, name, noise_level=1.4)
+        return
+    with pytest.raises(ValueError, match="noise_level must lie in .0, 1. for the process 'ddim'.*got 1.4"):
+        trainer_for(tmp_path, name, noise_level=1.4)
