@@ -171,7 +171,7 @@ class RenoisedWithOldPolicy(Renoised):
     """
 
     decay_rate: float = 0.001
-    decay_start: int = 0
+    decay_start: float = 0
     decay_max: float = 0.0
 
     def __post_init__(self):
