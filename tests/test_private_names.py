@@ -30,6 +30,7 @@ USED = {
     "_subclasses": ("torch", "`plan` builds pipelines of fake tensors"),
     "_python_dispatch": ("torch.utils", "`plan` watches the operations on fake tensors"),
     "_pytree": ("torch.utils", "network outputs of any structure are cast, blanked and searched for tensors"),
+    "_last_lr": ("torch.optim.lr_scheduler:LRScheduler", "the first resumed update logs its own learning rate"),
     "_cdata": ("torch:UntypedStorage", "`plan` tells storages without memory apart"),
     "_parameters": ("torch.nn:Module", "FSDP's and ZeRO's sharded parameters are replaced for a while"),
     "_forward_hooks": ("torch.nn:Module", "hooks of wrapped networks are skipped in blank calls"),

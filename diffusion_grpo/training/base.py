@@ -28,6 +28,34 @@ from ..run.records import check_same_run, clear_started_run, refuse_ended_run, r
 from .checkpoints import Checkpointer, replace_folder
 
 logger = logging.getLogger(__name__)
+OF_SETTINGS = ("initial_lr", "weight_decay", "betas", "eps")  # entries of an optimizer's groups that settings give
+
+
+def apply_settings(optimizer: torch.optim.Optimizer, schedule: Any, settings: list[dict[str, Any]]) -> None:
+    """Give an optimizer that was read from a checkpoint the settings of this run, which may differ from those of then.
+
+    A schedule that depends on evaluations keeps its learning rate.
+
+    Args:
+        optimizer: the optimizer, as it was read.
+        schedule: the learning-rate schedule, as it was read.
+        settings: the entries `OF_SETTINGS` of each of its groups, as they were before.
+    """
+    groups = optimizer.param_groups
+    if len(groups) != len(settings):
+        return
+    for number, (group, own) in enumerate(zip(groups, settings, strict=True)):
+        group.update({name: value for name, value in own.items() if name != "initial_lr"})
+        rate = own.get("initial_lr")
+        if rate is None or not isinstance(schedule, LambdaLR) or group.get("initial_lr") == rate:
+            continue
+        group["initial_lr"] = schedule.base_lrs[number] = rate
+        now = rate * schedule.lr_lambdas[number](schedule.last_epoch)
+        if torch.is_tensor(group["lr"]):
+            group["lr"].fill_(now)
+        else:
+            group["lr"] = now
+        schedule._last_lr[number] = now  # which the log shows
 
 
 class DiffusersTrainer(Trainer):
@@ -289,11 +317,13 @@ class DiffusersTrainer(Trainer):
                     schedule.step()
 
     def _read_optimizer_and_scheduler(self, folder: Path) -> None:
+        settings = [{key: group[key] for key in OF_SETTINGS if key in group} for group in self.optimizer.param_groups]
         with resume_point.refuse_unreadable(folder):
             if self._backend.load_optimizer(folder, self.model, self.optimizer):
                 self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
             else:
                 super()._load_optimizer_and_scheduler(str(folder))
+        apply_settings(self.optimizer, getattr(self.lr_scheduler, "scheduler", self.lr_scheduler), settings)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         with resume_point.refuse_unreadable(Path(checkpoint or "")):

@@ -168,3 +168,17 @@ def test_the_loss_scale_is_restored_where_the_engine_comes_after_the_weights(tmp
         monkeypatch.setattr(trainer, name, lambda checkpoint: None)
     assert trainer._prepare_for_training(1, None, str(tmp_path)) == ("model", "data")
     assert not has_scaler or scaler.state_dict()["scale"] == 512.0
+
+
+def test_a_resumed_run_has_its_own_learning_rate(tmp_path):
+    """run.json and the card name the one of the settings."""
+    settings = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1, "lr_scheduler_type": "linear"}
+    trainer_for(tmp_path, **settings, max_steps=2, learning_rate=1e-3, weight_decay=0.1).train()
+    resumed = trainer_for(
+        tmp_path, **settings, max_steps=4, learning_rate=1e-2, weight_decay=0.2, resume_from_checkpoint=True
+    )
+    resumed.train()
+    rates = [entry["learning_rate"] for entry in resumed.state.log_history if "learning_rate" in entry]
+    assert rates[2:] == pytest.approx([0.5e-2, 0.25e-2]) and max(rates[:2]) <= 1e-3
+    (group,) = [group for group in resumed.optimizer.param_groups if group["weight_decay"]]
+    assert group["weight_decay"] == 0.2 and group["initial_lr"] == 1e-2
