@@ -403,10 +403,8 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             raise
         if metric_key_prefix.startswith("eval"):
             self.log(dict(metrics))
-            if (
-                metric_key_prefix == "eval" and not is_kept
-            ):  # the report and the card compare evaluations of the same prompts
-                self.state.log_history.pop()
+            if metric_key_prefix == "eval" and not is_kept:
+                self.state.log_history.pop()  # the report and the card read it, and compare the same prompts
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 

@@ -122,8 +122,7 @@ def compute_advantages(
     has_groups = len(group.unique()) < len(group)  # an advantage_fn may be given one sample per prompt
     compared = group if reward_baseline == "group" and has_groups else batch
     scaled = {"group": compared, "batch": batch, "none": None}[scale_rewards]
-    is_summed = multi_objective_aggregation in ("sum_then_normalize", *ONE_BY_ONE)
-    total = combine(fill(rewards, compared) if is_summed else rewards, weights, multi_objective_aggregation)
+    total = combine(rewards, weights, multi_objective_aggregation, compared)
     std = group_statistics(total, compared)[1]
     one_by_one = multi_objective_aggregation in ONE_BY_ONE
     columns = rewards if one_by_one or advantage_fn is not None else total[:, None]
@@ -185,7 +184,9 @@ def check_inputs(
         )
 
 
-def combine(columns: torch.Tensor, weights: torch.Tensor, aggregation: str) -> torch.Tensor:
+def combine(
+    columns: torch.Tensor, weights: torch.Tensor, aggregation: str, compared: torch.Tensor | None = None
+) -> torch.Tensor:
     """Combine the rewards of several functions into one number per sample; NaN does not count.
 
     Args:
@@ -193,6 +194,8 @@ def combine(columns: torch.Tensor, weights: torch.Tensor, aggregation: str) -> t
         weights: `(functions,)`, weight of each function.
         aggregation: the weighted sum, the smallest of the weighted values (`"min_then_normalize"`), or the product of
             the values, each to the power of its weight (`"product_then_normalize"`).
+        compared: `(samples,)` int64; in a sum, NaN counts as the function's mean over the samples of equal numbers.
+            Without it, NaN counts as 0.
 
     Returns:
         `(samples,)`, NaN where every function is NaN.
@@ -212,7 +215,7 @@ def combine(columns: torch.Tensor, weights: torch.Tensor, aggregation: str) -> t
             )
         total = factors.prod(1)
     else:
-        return sum_weighted(columns, weights)
+        return sum_weighted(columns if compared is None else fill(columns, compared), weights)
     return total.masked_fill(is_missing.all(1), torch.nan)
 
 

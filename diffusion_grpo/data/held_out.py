@@ -9,8 +9,6 @@ from datasets import Dataset
 from .prompts import read_prompts
 
 logger = logging.getLogger(__name__)
-
-
 MEDIA = ("image", "video", "mask", "audio")  # parts of the names of pipeline arguments
 
 

@@ -77,8 +77,8 @@ class DenoisingPolicy(Policy):
         name = self.scheduler.process.name
         if noise_level is not None and noise_level > 1 and name in NOISE_UP_TO_1:
             raise ValueError(
-                f"noise_level must lie in (0, 1] for the process {name!r}, which {type(self.pipe).__name__} has by "
-                f"default; got {noise_level}."
+                f"noise_level must lie in (0, 1] for the process {name!r} of {type(self.pipe).__name__}, got "
+                f"{noise_level}."
             )
 
     @property
@@ -94,6 +94,7 @@ class DenoisingPolicy(Policy):
         """
         if request.keeps_clean:
             return self._roll_out_clean(inputs, request)
+        self.check_noise_level(request.noise_level)
         noise_level = self.default_noise_level if request.noise_level is None else request.noise_level
         steps = None
         if request.steps is not None:

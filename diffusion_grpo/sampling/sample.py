@@ -32,7 +32,7 @@ from ..run.standard_error import measure_mean
 from ..run.weights import load_weights
 from ..training.model import choose_device, load_pipeline, load_plain_pipeline, make_block_swap, plan_quantization
 from ..training.model_index import check_packages, pipeline_class, plain_pipeline_class
-from ..training.offload import FrozenOffload
+from ..training.offload import place_frozen_parts
 from ..training.setup import make_sampling_plan
 from .settings import SampleSettings
 
@@ -139,14 +139,9 @@ def place(pipe: "DiffusionPipeline", settings: SampleSettings, device: torch.dev
         network.requires_grad_(False)
         if swaps_blocks:
             make_block_swap(train, device).install(network)
-        elif not getattr(network, "is_loaded_in_8bit", False):  # bitsandbytes has placed it, and it refuses to move
+        else:
             network.to(device)
-    if offload is not None:
-        FrozenOffload(pipe, networks, device)
-        return
-    for part in pipe.components.values():
-        if isinstance(part, torch.nn.Module) and not any(part is network for network in networks):
-            part.to(device)
+    place_frozen_parts(pipe, networks, device, offload)
 
 
 def load_adapter(pipe: "DiffusionPipeline", settings: SampleSettings) -> None:
@@ -225,7 +220,6 @@ class Sampler:
         if train or settings.noise_level != 0:
             sampling = train.token_sampling if component is not None and train else None
             self.policy = make_policy(pipe, component, sde_type=settings.sde_type, sampling=sampling)
-            self.policy.check_noise_level(settings.noise_level)
         pipe.set_progress_bar_config(disable=True)
 
     def __call__(self, rows: list[dict[str, Any]], positions: list[int]) -> list[Any]:

@@ -41,11 +41,18 @@ def place_pipeline(
     """
     if swaps_blocks:
         backend.leave_frozen_weights(model)
-    if offload_frozen is not None:
-        return FrozenOffload(pipe, networks, device)
-    if not swaps_blocks and not backend.leaves_networks_in_place:
+    if offload_frozen is None and not swaps_blocks and not backend.leaves_networks_in_place:
         pipe.to(device)
         return None
+    return place_frozen_parts(pipe, networks, device, offload_frozen)
+
+
+def place_frozen_parts(
+    pipe: DiffusionPipeline, networks: list[nn.Module], device: torch.device, offload_frozen: str | None
+) -> "FrozenOffload | None":
+    """Move all parts of a pipeline but the networks to a device, or offload them; see [`place_pipeline`]."""
+    if offload_frozen is not None:
+        return FrozenOffload(pipe, networks, device)
     for part in pipe.components.values():
         if isinstance(part, nn.Module) and not any(part is network for network in networks):
             part.to(device)

@@ -193,3 +193,16 @@ def test_latents_that_a_callback_edits_between_steps_replay_exactly():
     _, trajectory = rollout(policy, inputs, seeds=SEEDS, num_inference_steps=4)
     assert not torch.equal(trajectory.next_latents[:, 1], plain.next_latents[:, 1])
     assert ratio_error(policy, inputs, trajectory) == 0.0
+
+
+@pytest.mark.parametrize(("name", "is_refused"), [("sd15", True), ("sdxl", True), ("sd3", False)])
+def test_a_step_cannot_draw_more_noise_than_its_latent_holds(name, is_refused):
+    """`ddim` and `ancestral` take the step's noise from that of the latent."""
+    pipe, inputs = tiny_pipelines.build(name)
+    policy = DenoisingPolicy(pipe)
+    call = {"seeds": SEEDS, "num_inference_steps": 4, "noise_level": 1.4}
+    if not is_refused:
+        assert rollout(policy, inputs, **call)[1].steps.numel()
+        return
+    with pytest.raises(ValueError, match="noise_level must lie in .0, 1. for the process"):
+        rollout(policy, inputs, **call)

@@ -207,6 +207,16 @@ def test_parts_that_wait_in_cpu_memory_change_no_sample(models, prompts, tmp_pat
         assert (pixels(tmp_path / "plain", row) == pixels(tmp_path / "offloaded", row)).all()
 
 
+@pytest.mark.parametrize(("offload", "waiting"), [(None, set()), ("cpu", {"text_encoder", "text_encoder_3", "vae"})])
+def test_only_the_network_is_placed_at_once_where_the_rest_is_offloaded(tmp_path, offload, waiting):
+    pipe, _ = tiny_pipelines.build("sd3")
+    sample.place(pipe, SampleSettings("x", "y", "test", tmp_path, offload_frozen=offload), torch.device("meta"))
+    found = {
+        name: getattr(pipe, name).device.type for name in ("transformer", "text_encoder", "text_encoder_3", "vae")
+    }
+    assert {name for name, kind in found.items() if kind == "cpu"} == waiting and found["transformer"] == "meta"
+
+
 @pytest.mark.parametrize(
     ("added", "offloads", "swaps"),
     [

@@ -174,10 +174,16 @@ def test_a_resumed_run_has_its_own_learning_rate(tmp_path):
     """run.json and the card name the one of the settings."""
     settings = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1, "lr_scheduler_type": "linear"}
     trainer_for(tmp_path, **settings, max_steps=2, learning_rate=1e-3, weight_decay=0.1).train()
-    resumed = trainer_for(
-        tmp_path, **settings, max_steps=4, learning_rate=1e-2, weight_decay=0.2, resume_from_checkpoint=True
-    )
+    used = []
+
+    class Watch(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, optimizer, **kwargs):
+            used.append(optimizer.param_groups[0]["lr"])
+
+    own = {"max_steps": 4, "learning_rate": 1e-2, "weight_decay": 0.2, "callbacks": [Watch()]}
+    resumed = trainer_for(tmp_path, **settings, **own, resume_from_checkpoint=True)
     resumed.train()
+    assert used == pytest.approx([0.5e-2, 0.25e-2])
     rates = [entry["learning_rate"] for entry in resumed.state.log_history if "learning_rate" in entry]
     assert rates[2:] == pytest.approx([0.5e-2, 0.25e-2]) and max(rates[:2]) <= 1e-3
     (group,) = [group for group in resumed.optimizer.param_groups if group["weight_decay"]]

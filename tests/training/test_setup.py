@@ -5,6 +5,7 @@ import torch
 from command_line import make_config
 from datasets import Dataset
 from diffusers import StableDiffusion3Pipeline
+from tiny_runs import logged, trainer_for
 
 from diffusion_grpo.data.inputs import PipelineInputs
 from diffusion_grpo.training.setup import describe_call, make_sampling_plan
@@ -57,3 +58,11 @@ def test_the_call_of_evaluations_has_plain_arguments_and_names_inputs():
         "max_sequence_length": 8,
     }
     assert describe_call(inputs, {"held out": dataset}) == found
+
+
+@pytest.mark.parametrize("loss", ["dpo", "nft"])
+def test_advantages_are_not_clipped_where_the_loss_chooses_samples_by_them(tmp_path, loss):
+    trainer = trainer_for(tmp_path, loss_type=loss, guidance_scale=1.0, advantage_clip=1e-6, max_steps=1)
+    trainer.train()
+    assert logged(trainer, "frac_advantage_clipped") == ([] if loss == "dpo" else [1.0])
+    assert (max(map(abs, logged(trainer, "spread/advantage_max"))) > 1e-5) == (loss == "dpo")
