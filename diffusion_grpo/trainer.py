@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 from .algorithms.base import RatioError
 from .algorithms.batch import MicroBatch
 from .config.settings import DiffusionGRPOConfig
-from .data.columns import list_given
+from .data.columns import RowError, list_given
 from .data.held_out import warn_of_trained_prompts
 from .data.prompts import choose_evaluated
 from .data.sampler import GroupSampler
@@ -116,7 +116,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             peft_config,
         )
         self.rewards, self.backend, self.run = given.rewards, given.backend, given.record
-        kinds = (RewardError, RatioError, NonFiniteError)
+        kinds = (RewardError, RowError, RatioError, NonFiniteError)
         self.monitor = ProcessGroupMonitor(given.args.distributed_state, given.args.ddp_timeout, kinds)
         with explain_loading(given.args, given.is_full_training):
             loaded = load_policy(given, peft_config, self.monitor)
@@ -321,10 +321,10 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         return loss
 
     def _next_batch(self, row_indices: list[int]) -> MicroBatch:
-        """Return the next micro-batch; if a reward fails in its rollout, save a checkpoint first."""
+        """Return the next micro-batch; if a reward or a row fails in its rollout, save a checkpoint first."""
         try:
             batch = self.feed.next(row_indices, self.state.global_step, self.state.max_steps)
-        except RewardError:
+        except (RewardError, RowError):
             self._save_before_stopping()
             raise
         if self.args.importance_sampling_level == "sequence" and not batch.is_on_policy:  # on policy all ratios are 1
@@ -398,7 +398,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
                     self.state.log_history,
                     is_kept,
                 )
-        except RewardError:
+        except (RewardError, RowError):
             self._save_before_stopping()
             raise
         if metric_key_prefix.startswith("eval"):

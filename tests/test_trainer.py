@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet
@@ -11,9 +12,10 @@ import tiny_pipelines
 import torch
 from datasets import Dataset
 from PIL import Image
-from tiny_runs import OPTIONAL, brightness, first_frame_brightness, logged, trained_weights, trainer_for
+from tiny_runs import OPTIONAL, PROMPTS, brightness, first_frame_brightness, logged, trained_weights, trainer_for
 from transformers import TrainerCallback
 
+from diffusion_grpo.data.columns import RowError
 from diffusion_grpo.policy.base import UntrainedStepError
 from diffusion_grpo.policy.rollout import replay
 from diffusion_grpo.policy.trajectory import Trajectory
@@ -368,6 +370,19 @@ def test_a_failing_reward_names_function_prompt_and_keeps_the_sample(tmp_path):
     with pytest.raises(RewardError, match="picky.*a "):
         trainer.train()
     assert list((tmp_path / "failures").glob("picky*.png"))
+
+
+def test_an_image_that_cannot_be_read_stops_the_run_after_a_checkpoint(tmp_path):
+    paths = [str(tmp_path / f"{number}.png") for number in range(len(PROMPTS))]
+    for path in paths:
+        Image.new("RGB", (32, 32), "red").save(path)
+    settings = {"columns": {"image": paths}, "shuffle_dataset": False, "sde_window": [0, 2], "max_steps": 9}
+    trainer = trainer_for(tmp_path / "run", "sd15_img2img", **settings)
+    Path(paths[-1]).write_bytes(b"no picture")
+    with pytest.raises(RowError, match=f"Row {len(PROMPTS) - 1} .*column 'image': cannot identify image file"):
+        trainer.train()
+    assert trainer.state.global_step > 0
+    assert (tmp_path / "run" / f"checkpoint-{trainer.state.global_step}" / "trainer_state.json").is_file()
 
 
 def test_rewards_get_trls_keywords_and_every_column(tmp_path):

@@ -105,8 +105,8 @@ def trainer_for(
 ) -> DiffusionGRPOTrainer:
     """A trainer of the tiny pipeline `name`: a LoRA by default, held-out prompts where `eval_strategy` is set.
 
-    `columns` go beside the prompts that are trained on; `model` is used in place of a new pipeline, and `peft_config`
-    in place of the usual LoRA.
+    `columns` go beside the prompts that are trained on. `eval_dataset` replaces the held-out prompts, `model` the new
+    pipeline, and `peft_config` the usual LoRA.
     """
     pipe, inputs = tiny_pipelines.build(name, seed)
     pipe, peft_config = settings.pop("model", pipe), settings.pop("peft_config", LoraConfig(**LORA) if lora else None)
@@ -115,6 +115,7 @@ def trainer_for(
     eval_reward_funcs = settings.pop("eval_reward_funcs", None)
     callbacks = settings.pop("callbacks", None)
     columns = settings.pop("columns", {})
+    held_out = settings.pop("eval_dataset", None) or Dataset.from_dict({"prompt": ["held out", "and another"]})
     settings = {"pipeline_kwargs": tiny_pipelines.of_every_prompt(rest), **from_config, **settings}
     settings = with_every_step({**SETTINGS, **settings})
     args = DiffusionGRPOConfig(output_dir=str(output_dir), **settings)
@@ -123,7 +124,7 @@ def trainer_for(
         reward_funcs=rewards,
         args=args,
         train_dataset=Dataset.from_dict({"prompt": PROMPTS, **columns}),
-        eval_dataset=Dataset.from_dict({"prompt": ["held out", "and another"]}),
+        eval_dataset=held_out,
         peft_config=peft_config,
         eval_reward_funcs=eval_reward_funcs,
         callbacks=callbacks,

@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"error: {refusal}", file=sys.stderr)
         return 2
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         if arguments.traceback or not is_explained(error):
             raise
         print_failure(error)

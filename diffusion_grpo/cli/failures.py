@@ -5,25 +5,26 @@ import traceback
 from types import TracebackType
 
 
-def is_explained(error: RuntimeError) -> bool:
+def is_explained(error: Exception) -> bool:
     """Return whether the message of an error explains it, so that the library's own traceback adds nothing."""
     from ..algorithms.base import RatioError
+    from ..data.columns import RowError
     from ..distributed.failure import RankError
     from ..rewards.answers import RewardError
     from ..training.finite import NonFiniteError
     from ..training.out_of_memory import NotEnoughMemoryError
 
-    return isinstance(error, (NonFiniteError, NotEnoughMemoryError, RankError, RatioError, RewardError))
+    return isinstance(error, (NonFiniteError, NotEnoughMemoryError, RankError, RatioError, RewardError, RowError))
 
 
-def print_failure(error: RuntimeError) -> None:
+def print_failure(error: Exception) -> None:
     """Print an error of a run on stderr.
 
     If a reward raised it, the traceback comes first, starting at the reward's own code: its author needs it.
     """
-    from ..training.out_of_memory import NotEnoughMemoryError
+    from ..rewards.answers import RewardError
 
-    if (cause := error.__cause__) is not None and not isinstance(error, NotEnoughMemoryError):
+    if (cause := error.__cause__) is not None and isinstance(error, RewardError):
         traceback.print_exception(cause.with_traceback(skip_own_frames(cause)))
     print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
 

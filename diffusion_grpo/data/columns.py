@@ -2,7 +2,9 @@
 
 The pipeline and the rewards get the same objects, decoded once for all samples of a prompt. The type of a column says
 what it holds; a column of strings is read as files if the pipeline's parameter of that name does not take text.
-Missing files and network addresses are refused before a model is loaded.
+Images for the pipeline are converted to the mode that it takes: some pipelines would take the four channels of an
+RGBA image for latents, and others fail on a grey one. Missing files and network addresses are refused before a model
+is loaded.
 """
 
 import dataclasses
@@ -23,7 +25,6 @@ from ..media import files as media
 from .embeddings import is_embedding
 
 Media = datasets.Image | datasets.Video | datasets.Audio
-KINDS = {"image": datasets.Image(mode="RGB"), "video": datasets.Video(), "audio": datasets.Audio()}
 VIDEOS = {".mp4", ".mov", ".m4v", ".mkv", ".webm", ".avi", ".mpg", ".mpeg"}
 SOUNDS = {".wav", ".flac", ".mp3", ".ogg", ".opus", ".m4a", ".aac"}
 BY_EXTENSION = "by extension"  # how to read the files of a column without a media type
@@ -31,22 +32,34 @@ ARRAYS = ("numpy", "torch", "tensorflow", "jax")  # dataset formats that turn li
 NOT_TEXT = ("Image", "Tensor", "ndarray", "Any")  # parameters annotated with one of these take files
 
 
+class RowError(ValueError):
+    """A row of a dataset cannot be read; the message names the row and, for a file, the column."""
+
+
 class Columns:
     """Reads the rows of one dataset, with images, videos and sound decoded.
 
     Images become PIL images, videos lists of PIL images, and sound float32 tensors (channels, time). The column types
     are those of `datasets`: `Image`, `Video`, `Audio` and lists of them; `{"bytes", "path"}` without a type is an
-    image. Strings are read by the file's extension, and images from such files are converted to RGB. Embeddings of
-    prompts and their masks, which are stored as lists of numbers, become tensors.
+    image. Strings are read by the file's extension. Embeddings of prompts and their masks, which are stored as lists
+    of numbers, become tensors.
+
+    Images that the pipeline takes are converted to `image_mode`. Three kinds keep their own mode: those of a column
+    with a mode of its own (`datasets.Image(mode="L")`), typed columns of masks, and those that only rewards read.
 
     Args:
         dataset: the user's dataset. With a transform (`set_transform`), a row is what the transform returns. With a
             format (`set_format`) of arrays, such as "torch", lists of numbers become such arrays; everything else is
             read as without a format.
         parameters: the parameters of the pipeline's `__call__` that the user may set, by name.
+        image_mode: the mode (of Pillow) of the images that the pipeline takes.
     """
 
-    def __init__(self, dataset: datasets.Dataset, parameters: Mapping[str, inspect.Parameter]):
+    def __init__(
+        self, dataset: datasets.Dataset, parameters: Mapping[str, inspect.Parameter], image_mode: str = "RGB"
+    ):
+        image = datasets.Image(mode=image_mode)
+        self._kinds: dict[str, Media] = {"image": image, "video": datasets.Video(), "audio": datasets.Audio()}
         self.files = {}
         self.tensors: list[str] = []
         self.arrays: datasets.Dataset | None = None  # the columns that the format turns into arrays
@@ -57,6 +70,9 @@ class Columns:
                 found = _media_type(feature)
                 if found is None and name in parameters:
                     found = _file_type(feature, parameters[name])
+                has_no_mode = isinstance(found, datasets.Image) and found.mode is None
+                if has_no_mode and name in parameters and "mask" not in name:
+                    found = image
                 if found is not None:
                     self.files[name] = found
             self.arrays = _select_arrays(dataset, {*self.files, *self.tensors})
@@ -91,23 +107,49 @@ class Columns:
         """Return the rows at `indices`; equal indices give one and the same dict.
 
         Raises:
-            ValueError: a file cannot be decoded; the message names row and column.
+            RowError: a file cannot be decoded, or the dataset's transform failed.
         """
         found = {index: self._row(index) for index in dict.fromkeys(indices)}
         return [found[index] for index in indices]
 
     def _row(self, index: int) -> dict[str, Any]:
-        row = dict(self.dataset[index])
+        try:
+            row = dict(self.dataset[index])
+        except Exception as error:  # of the user's transform
+            if not has_transform(self.dataset):
+                raise
+            cause = f"{type(error).__name__}: {error}"
+            raise RowError(f"Row {index} (the first is row 0): the dataset's transform failed with {cause}") from error
         if self.arrays is not None:
             row |= self.arrays[index]
         for name in self.tensors:
             row[name] = None if row[name] is None else torch.tensor(row[name])
         for name, feature in self.files.items():
             try:
-                row[name] = _read(row[name], feature)
+                row[name] = self._read(row[name], feature)
             except Exception as error:  # decoding libraries may raise any error
-                raise ValueError(f"Row {index} (the first is row 0), column '{name}': {error}") from error
+                raise RowError(f"Row {index} (the first is row 0), column '{name}': {error}") from error
         return row
+
+    def _read(self, value: Any, feature: Media | str) -> Any:
+        """Decode a stored value, or each one in a list; None stays None."""
+        if isinstance(value, list):
+            return [self._read(item, feature) for item in value]
+        if value is None:
+            return None
+        if isinstance(value, str):
+            value = {"bytes": None, "path": value}
+        if value["bytes"] is None and value["path"] is None:
+            return None
+        feature = self._kinds[_kind(value["path"])] if feature == BY_EXTENSION else feature
+        if isinstance(feature, datasets.Image):
+            return dataclasses.replace(feature, decode=True).decode_example(value)
+        source = io.BytesIO(value["bytes"]) if value["bytes"] is not None else xopen(value["path"], "rb")
+        with source:
+            if isinstance(feature, datasets.Video):
+                return media.read_video(source)
+            samples, _ = media.read_sound(source, feature.sampling_rate, feature.num_channels)
+            return torch.from_numpy(samples)
 
     def _paths(self, column: str) -> Iterator[tuple[int, str]]:
         """Yield row and path of every file that is not stored in the dataset itself."""
@@ -265,24 +307,3 @@ def _kind(path: str) -> str | None:
     extension = Path(path).suffix.lower()
     kind = "video" if extension in VIDEOS else "audio" if extension in SOUNDS else None
     return kind or ("image" if extension in Image.registered_extensions() else None)
-
-
-def _read(value: Any, feature: Media | str) -> Any:
-    """Decode a stored value, or each one in a list; None stays None."""
-    if isinstance(value, list):
-        return [_read(item, feature) for item in value]
-    if value is None:
-        return None
-    if isinstance(value, str):
-        value = {"bytes": None, "path": value}
-    if value["bytes"] is None and value["path"] is None:
-        return None
-    feature = KINDS[_kind(value["path"])] if feature == BY_EXTENSION else feature
-    if isinstance(feature, datasets.Image):
-        return dataclasses.replace(feature, decode=True).decode_example(value)
-    source = io.BytesIO(value["bytes"]) if value["bytes"] is not None else xopen(value["path"], "rb")
-    with source:
-        if isinstance(feature, datasets.Video):
-            return media.read_video(source)
-        samples, _ = media.read_sound(source, feature.sampling_rate, feature.num_channels)
-        return torch.from_numpy(samples)

@@ -79,6 +79,7 @@ class PipelineInputs:
                 f"{', '.join(sorted(self.accepted))}."
             )
         self.fps = self._find_fps()
+        self._image_mode = find_image_mode(pipe)
         self._columns: dict[int, tuple[Dataset, Columns]] = {}
         self.forms: dict[frozenset[str], Form] = {}  # by the names of the columns that a row has
         self.draws_globally = False  # whether the trial calls drew from torch's global generator
@@ -139,7 +140,7 @@ class PipelineInputs:
     def columns(self, dataset: Dataset) -> Columns:
         """Return the reader of a dataset's rows."""
         if id(dataset) not in self._columns:
-            self._columns[id(dataset)] = dataset, Columns(dataset, self.parameters)
+            self._columns[id(dataset)] = dataset, Columns(dataset, self.parameters, self._image_mode)
         return self._columns[id(dataset)][1]
 
     def rows(self, dataset: Dataset, indices: list[int]) -> list[dict[str, Any]]:
@@ -446,6 +447,12 @@ def _gather_asked(
                 packet = pack_samples([own[given]], None) if process == accelerator.process_index else None
                 (found[given],), _ = unpack_samples(broadcast_bytes(accelerator, packet, process), torch.device("cpu"))
     return found
+
+
+def find_image_mode(pipe: DiffusionPipeline | type[DiffusionPipeline]) -> str:
+    """Return the mode of the images that a pipeline takes: RGBA if its VAE encodes four channels, as for layers."""
+    config = getattr(getattr(pipe, "vae", None), "config", {})
+    return "RGBA" if config.get("input_channels", config.get("in_channels")) == 4 else "RGB"
 
 
 def prepare_inputs(

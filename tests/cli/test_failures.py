@@ -6,6 +6,7 @@ from command_line import SIZE
 
 from diffusion_grpo import cli
 from diffusion_grpo.cli.failures import is_explained, print_failure
+from diffusion_grpo.data.columns import RowError
 from diffusion_grpo.distributed.failure import RankError
 from diffusion_grpo.rewards import RewardError
 
@@ -46,6 +47,18 @@ def test_other_errors_keep_their_traceback(monkeypatch):
     with pytest.raises(RuntimeError, match="a bug"):
         cli.main(["report", "run"])
     assert not is_explained(RuntimeError("a bug"))
+
+
+def test_a_row_that_cannot_be_read_is_one_line(monkeypatch, capsys):
+    def fail(arguments) -> int:
+        try:
+            raise OSError("cannot identify image file")
+        except OSError as error:
+            raise RowError("Row 3 (the first is row 0), column 'image': cannot identify image file") from error
+
+    monkeypatch.setattr("diffusion_grpo.cli.report.run", fail)
+    assert cli.main(["report", "run"]) == 1
+    assert capsys.readouterr().err == "error: Row 3 (the first is row 0), column 'image': cannot identify image file\n"
 
 
 def test_a_message_is_one_line(capsys):

@@ -7,10 +7,10 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from diffusers import FluxKontextPipeline, StableAudioPipeline, WanVACEPipeline
+from diffusers import FluxKontextInpaintPipeline, FluxKontextPipeline, StableAudioPipeline, WanVACEPipeline
 from PIL import Image, ImageChops
 
-from diffusion_grpo.data.columns import Columns
+from diffusion_grpo.data.columns import Columns, RowError
 from diffusion_grpo.data.prompts import load_prompts
 from diffusion_grpo.media.files import write_sound, write_video
 
@@ -214,5 +214,37 @@ def test_other_files_and_broken_ones_are_refused(folder):
     dataset = datasets.Dataset.from_dict({"image": [str(folder / "red.png"), str(folder / "broken.png")]})
     columns = Columns(dataset, parameters())
     columns.check("train_dataset")
-    with pytest.raises(ValueError, match="Row 1 .*column 'image': cannot identify image file"):
+    with pytest.raises(RowError, match="Row 1 .*column 'image': cannot identify image file"):
         columns.rows([0, 1])
+
+
+def test_the_pipeline_gets_images_in_its_mode(folder):
+    """Four channels would be taken for latents by some pipelines, and one channel stops others in mid-run."""
+    for mode in ("RGBA", "L"):
+        picture = Image.new(mode, (16, 8), 77)
+        picture.save(folder / f"{mode}.png")
+        path = [str(folder / f"{mode}.png")]
+        for image in (datasets.Dataset.from_dict({"image": path}), datasets.Dataset.from_dict({"image": [picture]})):
+            image = image.add_column("mask_image", path).cast_column("mask_image", IMAGE)
+            image = image.add_column("target", path).cast_column("target", IMAGE)
+            taken = inspect.signature(FluxKontextInpaintPipeline.__call__).parameters
+            (row,) = Columns(image, taken).rows([0])
+            assert [row[name].mode for name in ("image", "mask_image", "target")] == ["RGB", mode, mode]
+            assert Columns(image, taken, "RGBA").rows([0])[0]["image"].mode == "RGBA"
+            typed = image.cast_column("image", datasets.Image(mode="L"))
+            assert Columns(typed, taken).rows([0])[0]["image"].mode == "L"
+        lists = datasets.Dataset.from_dict({"reference_images": [[picture, picture]]})
+        (row,) = Columns(lists, parameters(WanVACEPipeline)).rows([0])
+        assert [image.mode for image in row["reference_images"]] == ["RGB", "RGB"]
+
+
+def test_a_transform_that_fails_names_the_row(folder):
+    def read(batch):
+        return {"image": [Image.open(path) for path in batch["image"]]}
+
+    (folder / "broken.png").write_bytes(b"no picture")
+    paths = [str(folder / "red.png"), str(folder / "broken.png")]
+    columns = Columns(datasets.Dataset.from_dict({"image": paths}).with_transform(read), parameters())
+    assert columns.rows([0])[0]["image"].size == (16, 8)
+    with pytest.raises(RowError, match="Row 1 .*transform failed with UnidentifiedImageError: cannot identify"):
+        columns.rows([1])

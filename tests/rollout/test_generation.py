@@ -37,7 +37,9 @@ def test_each_call_of_an_evaluation_has_the_columns_of_its_own_samples(tmp_path)
     others = texts | {"prompt": ["the sea", "a dog", "a cat", "a tree"]}
     for size, columns in ((1, texts), (4, texts), (4, others)):
         folder = tmp_path / str(len(rewards))
-        trainer_for(folder, per_device_eval_batch_size=size, **SETTINGS).evaluate(Dataset.from_dict(columns))
+        trainer_for(
+            folder, per_device_eval_batch_size=size, eval_dataset=Dataset.from_dict(columns), **SETTINGS
+        ).evaluate()
         table = pyarrow.parquet.read_table(next((folder / "evaluations").glob("*.parquet"))).to_pydict()
         assert table["prompt"] == columns["prompt"]
         rewards.append(table["brightness"])
