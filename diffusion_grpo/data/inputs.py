@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from diffusers import DiffusionPipeline
+from PIL import Image
 
 from ..config.call_arguments import RESERVED, SAMPLE_COUNTS, check_pipeline_kwargs, explain_reserved
 from ..config.settings import DiffusionGRPOConfig
@@ -146,6 +147,15 @@ class PipelineInputs:
     def rows(self, dataset: Dataset, indices: list[int]) -> list[dict[str, Any]]:
         """Return rows of the dataset with their files decoded; see [`~diffusion_grpo.data.columns.Columns.rows`]."""
         return self.columns(dataset).rows(indices)
+
+    def find_image(self, row: dict[str, Any]) -> Image.Image | None:
+        """Return the first image of a row that the pipeline takes, masks aside; of a list or video, its first item."""
+        for name in self.parameters:
+            value = row.get(name)
+            value = value[0] if isinstance(value, list) and value else value
+            if isinstance(value, Image.Image) and "mask" not in name:
+                return value
+        return None
 
     def check(self, dataset: Dataset, name: str) -> None:
         """Refuse a dataset whose files cannot be read; warn of images, videos and sound that nothing takes.

@@ -18,7 +18,7 @@ from ..config.names import check_name
 PROVIDED: tuple[str, ...] = ("prompts", "completions", "images", "videos", "latents", "fps", "sampling_rate")
 PROVIDED += ("trainer_state", "log_metric", "log_extra")
 # columns of the tables of samples, which a reward of that name would overwrite
-TAKEN = ("prompt", "step", "seed", "reward", "advantage", "value", "kl", "image", "file", "dataset")
+TAKEN = ("prompt", "step", "seed", "reward", "advantage", "value", "kl", "image", "file", "dataset", "row", "input")
 # metrics of a run (docs/metrics.md), which a reward's number logged under the same name would change or replace
 METRICS: tuple[str, ...] = ("reward", "reward_std", "reward_std_error", "loss", "grad_norm", "learning_rate", "epoch")
 METRICS += ("step", "kl", "diversity", "denoising_error", "samples_per_second", "runtime", "frac_reward_zero_std")

@@ -163,7 +163,7 @@ class RolloutGenerator:
             self._metrics.add_all(found.metrics)
             self._note_diversity(samples, order)
             seeds = torch.cat([trajectory.seeds for trajectory in trajectories]).tolist()
-            columns = found.columns | {"seed": seeds} | extra
+            columns = found.columns | {"seed": seeds, "row": [row_indices[at] for at in positions.tolist()]} | extra
             self._writer.write(step, last_step, rows, samples, positions, local, columns)
             return self._buffer(rows, trajectories, found, order)
 

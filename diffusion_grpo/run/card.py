@@ -70,7 +70,7 @@ def write_model_card(
         f"```python\n{usage}\n```",
         *_describe_weights(run, best, last),
         "## Rewards",
-        _reward_table(run, history),
+        _reward_table(run, history, [] if results is None else results.datasets),
         *_show_samples(results, pairs),
         *[f"![{title}]({file})" for title, file in _list_images(folder)],
         "## Reproduce",
@@ -185,7 +185,7 @@ def _quantization_note(run: dict[str, Any]) -> list[str]:
     ]
 
 
-def _reward_table(run: dict[str, Any], history: list[dict[str, Any]]) -> str:
+def _reward_table(run: dict[str, Any], history: list[dict[str, Any]], datasets: list[str]) -> str:
     evaluations = [entry for entry in history if "eval_reward" in entry]
     weights = dict(zip(run["reward_funcs"], run["reward_weights"], strict=True))
     shown = evaluations[:1] + evaluations[-1:] if len(evaluations) > 1 else evaluations
@@ -195,6 +195,10 @@ def _reward_table(run: dict[str, Any], history: list[dict[str, Any]]) -> str:
         key = f"eval_rewards/{name}/mean"
         values = [f"{entry[key]:.3f}" if key in entry else "–" for entry in shown]
         lines.append(f"| {' | '.join([markdown.escape(name), str(weights.get(name, 'only evaluated')), *values])} |")
+    for dataset in datasets:
+        key = f"eval_{dataset}_reward"
+        values = [f"{entry[key]:.3f}" if key in entry else "–" for entry in shown]
+        lines.append(f"| {' | '.join([f'all, on {markdown.escape(dataset)}', '', *values])} |")
     if shown:
         lines += ["", f"Means over {describe_prompts(run.get('prompts', {}))}."]
     return "\n".join(lines)

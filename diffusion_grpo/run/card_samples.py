@@ -15,7 +15,8 @@ from .gallery import find_file, pair_samples
 FOLDER = "images"  # subfolder of the run's folder
 SHOWN = 4
 WIDEST = 512  # pixels
-OWN_FILE = re.compile(r"\d+-(before|after)\.(png|mp4|wav)")  # files that a card wrote; the folder may hold others
+# files that a card wrote; the folder may hold others
+OWN_FILE = re.compile(r"\d+-(before|after|input)\.(png|mp4|wav)")
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,16 @@ class CardSample:
 
 @dataclass(frozen=True)
 class CardPair:
-    """The samples of one prompt and seed in the first and the last evaluation."""
+    """The samples of one prompt and seed in the first and the last evaluation.
+
+    Attributes:
+        input: file of the image that they were made from; None if they were made from text alone.
+    """
 
     prompt: str
     before: CardSample
     after: CardSample
+    input: str | None
 
 
 def write_card_samples(run: Run) -> list[CardPair]:
@@ -55,7 +61,9 @@ def write_card_samples(run: Run) -> list[CardPair]:
             continue
         stems = [f"{len(found)}-{when}" for when in ("before", "after")]
         samples = [_copy(run, row, image, stem) for row, image, stem in zip(rows, images, stems, strict=True)]
-        found.append(CardPair(pair["prompt"], *samples))
+        taken = find_file(run, pair["after"]["input"]) if pair["after"].get("input") else None
+        taken = taken and _copy_image(run, taken, f"{len(found)}-input")
+        found.append(CardPair(pair["prompt"], *samples, taken))
     return found
 
 
@@ -69,18 +77,22 @@ def _remove_samples(folder: Path) -> None:
 
 
 def _copy(run: Run, row: dict, image: Path, stem: str) -> CardSample:
-    folder = run.path / FOLDER
-    folder.mkdir(exist_ok=True)
-    with Image.open(image) as loaded:
-        shown = loaded.convert("RGB")
-    shown.thumbnail((WIDEST, WIDEST))
-    shown.save(folder / f"{stem}.png")
+    shown = file = _copy_image(run, image, stem)
     source = find_file(run, row["file"]) if row.get("file") else None
-    file = f"{FOLDER}/{stem}.png"
     if source is not None and source.suffix in (".mp4", ".wav"):
         file = f"{FOLDER}/{stem}{source.suffix}"
         shutil.copyfile(source, run.path / file)
-    return CardSample(f"{FOLDER}/{stem}.png", file, row["reward"])
+    return CardSample(shown, file, row["reward"])
+
+
+def _copy_image(run: Run, image: Path, stem: str) -> str:
+    """Copy an image, scaled down, into the folder `images`, and return its path in the run's folder."""
+    (run.path / FOLDER).mkdir(exist_ok=True)
+    with Image.open(image) as loaded:
+        small = loaded.convert("RGB")
+    small.thumbnail((WIDEST, WIDEST))
+    small.save(run.path / FOLDER / f"{stem}.png")
+    return f"{FOLDER}/{stem}.png"
 
 
 def make_widget(pairs: list[CardPair]) -> list[dict]:
@@ -95,9 +107,13 @@ def make_widget(pairs: list[CardPair]) -> list[dict]:
 def draw_table(run: Run, pairs: list[CardPair]) -> str:
     """Return a Markdown table of the samples, a row per pair; images of videos and sounds link to the files."""
     names = [format_updates(step) for step in (min(run.samples), max(run.samples))]
-    lines = [f"| prompt | {names[0]} | {names[1]} |", "|---|---|---|"]
+    has_inputs = any(pair.input is not None for pair in pairs)
+    titles = ["prompt", *(["input"] if has_inputs else []), *names]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for pair in pairs:
         cells = [_show(sample, name) for sample, name in zip((pair.before, pair.after), names, strict=True)]
+        if has_inputs:
+            cells.insert(0, f"![input]({pair.input})" if pair.input else "–")
         lines.append(f"| {' | '.join([markdown.escape(pair.prompt), *cells])} |")
     return "\n".join(lines)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow.parquet
 
+from ..data.prompts import UNNAMED
 from .standard_error import measure_mean
 
 # Built-in rewards that cannot exceed 1, so that the share of a possible gain is defined.
@@ -84,6 +85,12 @@ class Run:
         return self.info.get("prompts") or {}
 
     @property
+    def datasets(self) -> list[str]:
+        """Names of the evaluation's datasets, if they have names."""
+        names = dict.fromkeys(row.get("dataset") for rows in self.samples.values() for row in rows)
+        return [name for name in names if name not in (None, UNNAMED)]
+
+    @property
     def times(self) -> list[str]:
         """When the first and the last evaluation took place, in words; one entry if they are the same, or none."""
         return list(dict.fromkeys(format_updates(self.evaluations[at]["step"]) for at in (0, -1) if self.evaluations))
@@ -121,14 +128,17 @@ class Run:
             aggregation, sum(self.weights)
         )
 
-    def held_out(self, name: str, index: int) -> tuple[float | None, float | None]:
-        """Return mean and standard error of `reward` or a reward function in evaluation `index` (0 first, -1 last)."""
+    def held_out(self, name: str, index: int, dataset: str | None = None) -> tuple[float | None, float | None]:
+        """Return mean and standard error of `reward` or a reward function in evaluation `index` (0 first, -1 last).
+
+        With several datasets, these are over all of them, or over the given one.
+        """
         if not self.evaluations:
             return None, None
-        entry = self.evaluations[index]
+        entry, prefix = self.evaluations[index], "eval" if dataset is None else f"eval_{dataset}"
         if name == "reward":
-            return entry.get("eval_reward"), entry.get("eval_reward_std_error")
-        return entry.get(f"eval_rewards/{name}/mean"), entry.get(f"eval_rewards/{name}/std_error")
+            return entry.get(f"{prefix}_reward"), entry.get(f"{prefix}_reward_std_error")
+        return entry.get(f"{prefix}_rewards/{name}/mean"), entry.get(f"{prefix}_rewards/{name}/std_error")
 
     def baseline_cells(self, name: str) -> dict[str, tuple[float | None, float | None]]:
         """Return mean and standard error of `reward` or a reward function in each baseline, by the baseline's name."""
@@ -256,6 +266,10 @@ def summarise(run: Run) -> dict[str, Any]:
         **{f"reward_{when}": total[when] for when in ("before", "first", "after")},
         "standard_error": total["standard_error"],
         "rewards": {name: compare(run, name) for name in run.reward_names},
+        "datasets": {
+            dataset: {name: compare(run, name, dataset) for name in ["reward", *run.reward_names]}
+            for dataset in run.datasets
+        },
         "seconds": run.seconds,
         "samples_per_second": measure_speed(run.train),
         "updates": run.updates,
@@ -271,10 +285,10 @@ def describe_change(run: Run, name: str) -> str | None:
     return ", ".join(f"{format_measured(*value)} {when}" for value, when in zip(values, run.times, strict=True))
 
 
-def compare(run: Run, name: str) -> dict[str, float | None]:
+def compare(run: Run, name: str, dataset: str | None = None) -> dict[str, float | None]:
     """Return `before`, `first`, `after` (see `summarise`) and the standard error of the last evaluation."""
     steps = [entry["step"] for entry in run.evaluations]
-    first, (last, error) = run.held_out(name, 0)[0], run.held_out(name, -1)
+    first, (last, error) = run.held_out(name, 0, dataset)[0], run.held_out(name, -1, dataset)
     return {
         "before": first if steps and steps[0] == 0 else None,
         "first": first if len(steps) > 1 else None,

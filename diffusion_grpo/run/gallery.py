@@ -49,8 +49,9 @@ def make_gallery(run: Run) -> dict[str, Any] | None:
 
     Returns:
         `total` pairs and `counts` of those that got better, stayed the same or got worse; `steps`, the evaluations
-        that can be chosen, each with its `name`; and `cards`, one per prompt: `prompt`, `change` of the reward, and
-        `samples`, one per evaluation.
+        that can be chosen, each with its `name`; and `cards`, one per prompt: `prompt`, its `dataset` if there are
+        several, `input` (the image that the samples were made from, or None), `change` of the reward, and `samples`,
+        one per evaluation.
     """
     pairs = pair_samples(run)
     if not pairs:
@@ -129,7 +130,10 @@ def _make_cards(run: Run, shown: list[tuple[dict[str, Any], float]], steps: list
             samples.append(sample)
             size = 0 if is_end else len(sample["image"]) + len(sample["media"] or "")
             budget = max(0, budget - size)
-        cards.append({"prompt": pair["prompt"], "change": change, "samples": samples})
+        card = {"prompt": pair["prompt"], "change": change, "samples": samples}
+        dataset = pair["after"].get("dataset")
+        card |= {"input": _embed_input(run.path, pair["after"]), "dataset": dataset if run.datasets else None}
+        cards.append(card)
     return cards
 
 
@@ -151,6 +155,12 @@ def _embed(image: Path, file: Path | None) -> dict[str, str | None]:
     return {"image": embed_image(image), "kind": kind, "media": embed_media(file) if kind else None}
 
 
+def _embed_input(folder: Path, row: dict[str, Any]) -> str | None:
+    """Embed the image that a sample was made from, if one was kept."""
+    path = folder / row["input"] if row.get("input") else None
+    return None if path is None or not path.is_file() else embed_image(path)
+
+
 def show_rollouts(run: Run) -> list[dict[str, Any]]:
     """Return samples of the first, the last and a few rollouts in between: prompt, reward, files."""
     folder, steps = run.path / "samples", sorted(run.rollouts)
@@ -161,7 +171,7 @@ def show_rollouts(run: Run) -> list[dict[str, Any]]:
         rows = [row for row in run.rollouts[step] if (folder / row["image"]).is_file()][:ROLLOUT_SAMPLES]
         files = [(folder / row["image"], folder / (row.get("file") or row["image"])) for row in rows]
         cards = [
-            {"prompt": row["prompt"], "reward": row["reward"], **_embed(*own)}
+            {"prompt": row["prompt"], "reward": row["reward"], "input": _embed_input(folder, row), **_embed(*own)}
             for row, own in zip(rows, files, strict=True)
         ]
         found += [{"when": format_updates(step), "cards": cards}] if cards else []

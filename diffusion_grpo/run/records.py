@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 from peft import PeftConfig
+from PIL import Image
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -31,6 +32,7 @@ IDENTITY = ("model", "trains_by", "reward_funcs")
 KNOWN_LATE = {"component": "train_component", "prompts_per_rollout": "prompts_per_rollout"}
 # weights at the top of the folder: from the run's end, from `save_model`, or from a push during the run
 WEIGHTS = ("model_index.json", "adapter_model.safetensors", "pytorch_lora_weights.safetensors")
+INPUT_WIDEST = 512  # pixels, of the copies of images that samples were made from
 SAMPLES = ("evaluations", "samples", "validation")  # folders whose entries have the number of their update
 NOT_SETTINGS = {"output_dir", "logging_dir", "run_name", "hub_token", "push_to_hub_token", "resume_from_checkpoint"}
 NOT_SETTINGS |= {"lora_path"}  # the entry `trains_by` reports it
@@ -237,6 +239,31 @@ def write_samples(path: Path, columns: dict[str, list[Any]]) -> None:
     aside = path.with_name(f"tmp-{path.name}")
     pyarrow.parquet.write_table(pyarrow.table(columns), aside)
     os.replace(aside, path)
+
+
+def write_inputs(images: Iterable[Image.Image | None], stems: Iterable[Path | None], root: Path) -> dict[str, list]:
+    """Write small copies of the images that the samples were made from, to be shown beside them.
+
+    Args:
+        images: one per sample; None for a sample that was made from text alone.
+        stems: path of each image's file, without its suffix; None for a sample that is not kept.
+        root: folder to which the paths in the table are relative.
+
+    Returns:
+        a column of a table, `input`; no column without images.
+    """
+    found: list[str | None] = []
+    for image, stem in zip(images, stems, strict=True):
+        if image is None or stem is None:
+            found.append(None)
+            continue
+        path = stem.with_name(f"{stem.name}.png")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        small = image.convert("RGB")
+        small.thumbnail((INPUT_WIDEST, INPUT_WIDEST))
+        small.save(path)
+        found.append(str(path.relative_to(root)))
+    return {"input": found} if any(found) else {}
 
 
 def write_files(

@@ -168,16 +168,23 @@ def has_changed(run: Run, name: str) -> bool | None:
 
 
 def make_results_table(run: Run) -> list[dict[str, Any]]:
-    """Return the rows of the results table: untrained, baselines, trained; each cell is (mean, standard error)."""
+    """Return the rows of the results table: untrained, baselines, trained, then the same of each dataset.
+
+    Each cell is (mean, standard error). With a single evaluation dataset, its rows are the only ones.
+    """
     names = ["reward", *run.reward_names]
     if not run.evaluations:
         return []
     rows = [{"name": run.times[0], "cells": [run.held_out(name, 0) for name in names]}]
-    for line in run.baseline_cells("reward"):
+    for line in run.baseline_cells("reward"):  # measured on all datasets
         cells = [run.baseline_cells(name)[line] for name in names]
         rows.append({"name": f"before training, {line}", "cells": cells})
     if len(run.evaluations) > 1:
         rows.append({"name": run.times[-1], "cells": [run.held_out(name, -1) for name in names], "trained": True})
+    for dataset in run.datasets:
+        for at, when in zip((0, -1)[-len(run.times) :], run.times, strict=True):
+            cells = [run.held_out(name, at, dataset) for name in names]
+            rows.append({"name": f"{dataset}, {when}", "cells": cells, "trained": at == -1 and len(run.times) > 1})
     return rows
 
 

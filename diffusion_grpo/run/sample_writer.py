@@ -1,11 +1,14 @@
 """Write tables and files of the samples of rollouts."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from PIL import Image
 from torch import Tensor
 
-from .records import write_files, write_samples
+from .records import write_files, write_inputs, write_samples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +58,7 @@ class SampleWriter:
         part: suffix of the names of this process's tables; empty if there is one process.
         is_active: whether this process writes at all.
         writes_tables: whether every rollout leaves a table.
+        find_image: returns the image that the pipeline takes from a row, or None.
     """
 
     def __init__(
@@ -68,10 +72,11 @@ class SampleWriter:
         part: str,
         is_active: bool,
         writes_tables: bool,
+        find_image: Callable[[dict[str, Any]], Image.Image | None],
     ):
         self._folder, self._reward_names, self.kept = folder, reward_names, kept
         self._fps, self._rate, self._part = fps, sampling_rate, part
-        self._is_active, self._writes_tables = is_active, writes_tables
+        self._is_active, self._writes_tables, self._find_image = is_active, writes_tables, find_image
 
     def write(
         self,
@@ -90,22 +95,29 @@ class SampleWriter:
             last_step: number of updates in the whole run.
             rows, samples, positions: one value per sample of this process.
             rewards: (samples, functions) rewards.
-            columns: further columns of the table.
+            columns: further columns of the table; `row` is the index of each sample's row in the dataset.
         """
         if not self._is_active:
             return
-        files = self._write_files(step, last_step, samples, positions)
+        files = self._write_files(step, last_step, rows, samples, positions, columns["row"])
         if not (self._writes_tables or files):
             return
         table = {"step": [step] * len(rows), "prompt": [row.get("prompt", "") for row in rows]}
         table |= dict(zip(self._reward_names, rewards.T.tolist(), strict=True))
         write_samples(self._folder / f"step-{step:06d}{self._part}.parquet", columns | files | table)
 
-    def _write_files(self, step: int, last_step: int, samples: list, positions: Tensor) -> dict[str, list]:
-        """Write the kept samples, and return columns that name the files; none if no sample is kept."""
+    def _write_files(
+        self, step: int, last_step: int, rows: list[dict], samples: list, positions: Tensor, indices: list[int]
+    ) -> dict[str, list]:
+        """Write the kept samples and what they were made from; return columns that name the files, if any is kept."""
         number = self.kept.number(step, last_step)
         if number == 0 or samples[0] is None:  # None: rewards see only latents
             return {}
         names = [f"{position:04d}" if position < number else None for position in positions.tolist()]
         stems = [None if name is None else self._folder / f"step-{step:06d}" / name for name in names]
-        return write_files(samples, stems, self._folder, self._fps, self._rate)
+        inputs = [
+            None if name is None else self._folder / "inputs" / f"{index:06d}"
+            for name, index in zip(names, indices, strict=True)
+        ]
+        taken = write_inputs(map(self._find_image, rows), inputs, self._folder)
+        return write_files(samples, stems, self._folder, self._fps, self._rate) | taken

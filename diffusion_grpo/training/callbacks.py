@@ -14,6 +14,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 from ..data.held_out import describe_prompts
 from ..distributed.weights import TrainedWeights
+from ..run.gallery import choose_steps
 from ..run.watch import find_collapse
 from .trackers import draw_grid, log_files, log_image
 
@@ -64,7 +65,9 @@ class SyncRefModelCallback(TrainerCallback):
 class SampleGridCallback(TrainerCallback):
     """Callback that draws a grid of samples after each evaluation, with a row per evaluation and a column per prompt.
 
-    The grid also goes to the trackers, along with videos and sound.
+    In a long run, the grid shows eight evaluations, evenly spaced, including the first and the last. If the samples
+    were made from images, these are the first row. The newest row also goes to the trackers, along with videos and
+    sound.
 
     Args:
         handler: handler of the trainer's callbacks, which include the active trackers.
@@ -127,17 +130,19 @@ class ValidationCallback(TrainerCallback):
 
 
 def _show(handler: CallbackHandler, run: Path, folder: str, file: str, name: str, step: int) -> None:
-    """Draw a grid of all steps in a folder, and send it to the trackers with the videos and sounds of this step.
+    """Draw a grid of the steps in a folder; send the row of this step to the trackers, with its videos and sounds.
 
     Do nothing if this step left no samples: an evaluation with a prefix other than "eval" keeps none.
     """
     newest = run / folder / f"step-{step:06d}"
     if not newest.is_dir():
         return
-    folders = sorted(path for path in (run / folder).glob("step-*") if path.is_dir())
-    grid = draw_grid({f"step {int(path.name[5:])}": sorted(path.glob("*.png")) for path in folders})
-    grid.save(run / file)
-    log_image(handler.callbacks, name, grid, step)
+    steps = choose_steps(sorted(int(path.name[5:]) for path in (run / folder).glob("step-*") if path.is_dir()))
+    rows = {f"step {number}": sorted((run / folder / f"step-{number:06d}").glob("*.png")) for number in steps}
+    inputs = sorted((run / folder / "inputs").glob("*.png"))
+    first = {"input": inputs} if inputs else {}
+    draw_grid(first | rows).save(run / file)
+    log_image(handler.callbacks, name, draw_grid(first | {f"step {step}": rows[f"step {step}"]}), step)
     files = [path for path in sorted(newest.iterdir()) if path.suffix in (".mp4", ".wav")]
     log_files(handler.callbacks, name, files, step)
 

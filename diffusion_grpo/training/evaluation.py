@@ -41,7 +41,7 @@ from ..rollout.feed import RolloutFeed
 from ..rollout.generation import RolloutGenerator
 from ..rollout.replays import Replays
 from ..rollout.scoring import RewardScorer, takes_only_latents
-from ..run.records import write_files, write_samples
+from ..run.records import write_files, write_inputs, write_samples
 from ..run.standard_error import measure_mean
 from ..run.watch import summarise_rollouts
 from .average import PolicyAverage
@@ -389,9 +389,12 @@ class Evaluator:
                 for position in part.positions
             ]
             files = write_files(part.samples, stems, folder.parent, settings.fps, settings.sampling_rate)
+            stems = [stem and folder / "inputs" / stem.name for stem in stems]
+            files |= write_inputs(map(self._inputs.find_image, part.rows), stems, folder.parent)
             table = {
                 "step": [step] * count,
                 "dataset": [dataset] * count,
+                "row": [position // settings.num_generations for position in part.positions],
                 "prompt": [row.get("prompt", "") for row in part.rows],
                 "seed": [sample_seed(settings.seed, "evaluation", position) for position in part.positions],
                 **files,

@@ -123,7 +123,11 @@ def make_credit(
 
 
 def make_sample_writer(
-    args: DiffusionGRPOConfig, rewards: RunRewards, groups: ContextGroups, fps: float, sampling_rate: int | None
+    args: DiffusionGRPOConfig,
+    rewards: RunRewards,
+    groups: ContextGroups,
+    inputs: PipelineInputs,
+    sampling_rate: int | None,
 ) -> SampleWriter:
     """Make the writer of sample tables and files."""
     sizes = args.batch_sizes
@@ -137,11 +141,12 @@ def make_sample_writer(
             args.log_samples_steps if args.log_completions else None,
             args.num_completions_to_log,
         ),
-        fps=fps,
+        fps=inputs.fps,
         sampling_rate=sampling_rate,
         part=f"-rank{groups.index}" if groups.count > 1 else "",
         is_active=groups.is_first,
         writes_tables=args.log_completions,
+        find_image=inputs.find_image,
     )
 
 
@@ -330,7 +335,7 @@ class RunBuilder:
             scorer=scorer,
             credit=make_credit(args, rewards, learner.values, algorithm.chooses_samples),
             replays=replays,
-            writer=make_sample_writer(args, rewards, groups, self._inputs.fps, self._sampling_rate),
+            writer=make_sample_writer(args, rewards, groups, self._inputs, self._sampling_rate),
             unscored=UnscoredRollouts(rewards.names, is_warning=args.process_index == 0),
             backend=self._backend,
             monitor=self._monitor,

@@ -45,6 +45,7 @@ def test_summary_has_the_promised_keys_and_the_first_and_last_evaluation(tmp_pat
             }
             for name in ["text", "color", "tesseract"]
         },
+        "datasets": {},
         "seconds": 123.0,
         "samples_per_second": pytest.approx(40.0),
         "updates": 20,

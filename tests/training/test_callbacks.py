@@ -6,10 +6,11 @@ import numpy as np
 import torch
 from PIL import Image
 from tiny_runs import first_frame_brightness, trained_weights, trainer_for
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
+from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.distributed.weights import TrainedWeights
-from diffusion_grpo.training.callbacks import SyncRefModelCallback
+from diffusion_grpo.training.callbacks import SampleGridCallback, SyncRefModelCallback
 
 VIDEO = {"name": "wan", "rewards": first_frame_brightness, "num_inference_steps": 3, "fps": 8.0}
 
@@ -54,6 +55,33 @@ def logged(run, kind):
     [folder] = (run / "runs").iterdir()
     events = EventAccumulator(str(folder)).Reload()
     return events.Tags()[kind]
+
+
+def show_evaluation(folder, step, handler):
+    """Call the callback after an evaluation that left two samples, each with its input."""
+    for name, color in (("inputs", "blue"), (f"step-{step:06d}", (step % 256, 0, 0))):
+        (folder / "evaluations" / name).mkdir(parents=True, exist_ok=True)
+        for number in range(2):
+            Image.new("RGB", (64, 64), color).save(folder / "evaluations" / name / f"{number:04d}.png")
+    state = TrainerState(global_step=step, is_world_process_zero=True)
+    SampleGridCallback(handler).on_evaluate(DiffusionGRPOConfig(str(folder), use_cpu=True), state, None)
+
+
+def test_a_grid_stays_small_and_trackers_get_its_newest_row(tmp_path, monkeypatch):
+    sent = []
+    monkeypatch.setattr(
+        "diffusion_grpo.training.callbacks.log_image", lambda _, name, image, step: sent.append((name, image, step))
+    )
+    for step in range(0, 200, 10):
+        show_evaluation(tmp_path, step, SimpleNamespace(callbacks=[]))
+    with Image.open(tmp_path / "grid.png") as grid:
+        cells = [grid.getpixel((80, 68 * row + 32)) for row in range(grid.height // 68)]
+    assert cells[0] == (0, 0, 255)  # the inputs
+    assert cells[1:] == [(step, 0, 0) for step in (0, 30, 50, 80, 110, 140, 160, 190)]
+    assert [step for _, _, step in sent] == list(range(0, 200, 10))
+    name, image, step = sent[-1]
+    assert name == "samples" and image.height == 2 * 68
+    assert [image.getpixel((80, y)) for y in (32, 100)] == [(0, 0, 255), (step, 0, 0)]
 
 
 SHORT = {"num_inference_steps": 2, "gradient_accumulation_steps": 1}

@@ -9,6 +9,7 @@ import pytest
 from datasets import Dataset
 from fresh import load_again
 from peft import LoraConfig
+from PIL import Image
 from tiny_pipelines import build
 from tiny_runs import LORA, brightness, logged, trained_weights, trainer_for
 from transformers import TrainerCallback
@@ -18,6 +19,7 @@ from diffusion_grpo.data.prompts import load_prompts
 from diffusion_grpo.policy.rollout import rollout
 from diffusion_grpo.rewards import batchwise
 from diffusion_grpo.run.folder import read_run
+from diffusion_grpo.run.gallery import make_gallery, show_rollouts
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
 
@@ -64,6 +66,44 @@ def test_several_datasets_are_measured_each_and_together(tmp_path):
     assert table["dataset"] == ["cats", "cats", "dogs"] and table["prompt"] == ["a cat", "two cats", "a dog"]
     images = sorted(path.name for path in (tmp_path / "evaluations" / "step-000002").iterdir())
     assert images == ["cats-0000.png", "dogs-0000.png"] and (tmp_path / "grid.png").is_file()
+    assert table["row"] == [0, 1, 0]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["reward_after"] == both
+    assert {name: found["reward"]["after"] for name, found in summary["datasets"].items()} == {
+        "cats": cats,
+        "dogs": dogs,
+    }
+    trainer.create_model_card()
+    card, page = (tmp_path / "README.md").read_text(), (tmp_path / "report.html").read_text()
+    for name, reward in (("cats", cats), ("dogs", dogs)):
+        first = logged(trainer, f"eval_{name}_reward")[0]
+        assert f"| all, on {name} |  | {first:.3f} | {reward:.3f} |" in card
+        assert f"<td>{name}, after 2 updates</td><td>{reward:.3f}" in page
+
+
+def test_the_images_that_samples_were_made_from_are_shown_beside_them(tmp_path):
+    sources = [Image.new("RGBA", (32, 32), color) for color in ("red", "blue")]
+    data = Dataset.from_dict({"prompt": ["make it darker"] * 2, "image": sources})
+    settings = {"columns": {"image": sources * 2}, "eval_dataset": data, "sde_window": [0, 2], "log_samples_steps": 1}
+    trainer = trainer_for(tmp_path, "sd15_img2img", **settings, **EVALUATED)
+    trainer.train()
+    trainer.create_model_card()
+    table = table_of(tmp_path, 2)
+    assert table["row"] == [0, 1] and table["input"] == [f"evaluations/inputs/000{row}.png" for row in range(2)]
+    for path, source in zip(table["input"], sources, strict=True):
+        with Image.open(tmp_path / path) as shown:
+            assert shown.getpixel((5, 5)) == source.getpixel((5, 5))[:3]
+    rollout = pyarrow.parquet.read_table(tmp_path / "samples" / "step-000000.parquet").to_pylist()
+    kept = [row for row in rollout if row["image"]]
+    assert kept and all((tmp_path / "samples" / row["input"]).is_file() for row in kept)
+    assert {row["input"] for row in kept} == {f"inputs/{row['row']:06d}.png" for row in kept}
+    assert (
+        "| make it darker | ![input](images/0-input.png) | ![before training]" in (tmp_path / "README.md").read_text()
+    )
+    shown = read_run(tmp_path)
+    cards = make_gallery(shown)["cards"] + [card for rollout in show_rollouts(shown) for card in rollout["cards"]]
+    assert len(cards) > 2 and all(card["input"].startswith("data:image/png") for card in cards)
+    assert (tmp_path / "report.html").read_text().count('class="input"') == len(cards)
     assert json.loads((tmp_path / "summary.json").read_text())["reward_after"] == pytest.approx(both)
 
 
