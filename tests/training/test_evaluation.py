@@ -69,10 +69,8 @@ def test_several_datasets_are_measured_each_and_together(tmp_path):
     assert table["row"] == [0, 1, 0]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["reward_after"] == both
-    assert {name: found["reward"]["after"] for name, found in summary["datasets"].items()} == {
-        "cats": cats,
-        "dogs": dogs,
-    }
+    found = {name: rewards["reward"]["after"] for name, rewards in summary["datasets"].items()}
+    assert found == {"cats": cats, "dogs": dogs}
     trainer.create_model_card()
     card, page = (tmp_path / "README.md").read_text(), (tmp_path / "report.html").read_text()
     for name, reward in (("cats", cats), ("dogs", dogs)):
@@ -97,14 +95,12 @@ def test_the_images_that_samples_were_made_from_are_shown_beside_them(tmp_path):
     kept = [row for row in rollout if row["image"]]
     assert kept and all((tmp_path / "samples" / row["input"]).is_file() for row in kept)
     assert {row["input"] for row in kept} == {f"inputs/{row['row']:06d}.png" for row in kept}
-    assert (
-        "| make it darker | ![input](images/0-input.png) | ![before training]" in (tmp_path / "README.md").read_text()
-    )
+    card = (tmp_path / "README.md").read_text()
+    assert "| make it darker | ![input](images/0-input.png) | ![before training]" in card
     shown = read_run(tmp_path)
     cards = make_gallery(shown)["cards"] + [card for rollout in show_rollouts(shown) for card in rollout["cards"]]
     assert len(cards) > 2 and all(card["input"].startswith("data:image/png") for card in cards)
     assert (tmp_path / "report.html").read_text().count('class="input"') == len(cards)
-    assert json.loads((tmp_path / "summary.json").read_text())["reward_after"] == pytest.approx(both)
 
 
 def test_diversity_is_a_mean_over_the_prompts_of_all_datasets(tmp_path):
