@@ -3,7 +3,17 @@
 import difflib
 from typing import Any
 
-RENAMED = {"warmup_ratio": "write it as `warmup_steps`, below 1 a share of all updates"}
+# what to write instead of settings that TRL or transformers has and this package has not
+RENAMED = {
+    "warmup_ratio": "write it as `warmup_steps`, below 1 a share of all updates",
+    "generation_batch_size": "set `steps_per_generation`, or `rollout_batch_size` for one pipeline call",
+    "generation_kwargs": "write arguments of the pipeline's call into `pipeline_kwargs`",
+    "max_completion_length": "samples are not texts; set `height`, `width` or `num_frames`",
+    "max_prompt_length": "set `max_sequence_length` in `pipeline_kwargs` if the pipeline takes it",
+    "num_completions_to_print": "no samples are printed; `num_completions_to_log` is the number of saved ones",
+    "disable_dropout": "leave it out, there is no dropout in training",
+    "use_vllm": "leave it out, the diffusers pipeline makes the samples",
+}
 LONGEST = 150  # bytes; a file name has at most 255 and holds more than this name
 
 
@@ -34,9 +44,17 @@ def check_name(name: Any, what: str, remedy: str) -> None:
         raise ValueError(f"{what} {shown} {wrong}, but it is used in file names and metrics; {remedy}.")
 
 
+def explain_unknown(name: str, known: list[str]) -> str:
+    """Return what to write instead of a setting that does not exist; empty if no known one is near."""
+    if name.startswith("vllm_"):
+        name = "use_vllm"
+    near = difflib.get_close_matches(name, known, n=1)
+    return RENAMED.get(name) or (f"did you mean `{near[0]}`?" if near else "")
+
+
 def refuse_unknown(values: dict[str, Any], known: list[str]) -> None:
-    """Raise ValueError for the first key that is not known, and name the nearest known one."""
+    """Raise ValueError for the first key that is not known, and say what to write instead."""
     for key in values:
         if key not in known:
-            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
-            raise ValueError(f"unknown setting `{key}`; {RENAMED.get(key, f'the nearest known one is `{nearest}`')}.")
+            advice = explain_unknown(key, known) or "`diffusion-grpo train --list-settings` lists those that there are"
+            raise ValueError(f"unknown setting `{key}`; {advice}{'' if advice.endswith('?') else '.'}")

@@ -5,7 +5,6 @@ Settings that cannot work are refused here in one sentence, before any model is 
 """
 
 import dataclasses
-import difflib
 import functools
 import json
 import logging
@@ -22,7 +21,7 @@ from ..algorithms.choose import check_loss_kwargs, check_run_settings, find_algo
 from .algorithm_traits import AlgorithmTraits, find_traits
 from .checks import check_settings, check_types
 from .defaults import Sizes
-from .names import RENAMED
+from .names import explain_unknown
 from .quantization import QuantizationSettings
 from .run import RunSettings
 from .sampling import SamplingSettings
@@ -330,9 +329,8 @@ def _suggest_names(init):
         known = [setting.name for setting in dataclasses.fields(DiffusionGRPOConfig) if setting.init]
         for name in kwargs:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-                hint = RENAMED.get(name, f"did you mean {near!r}?")
-                raise TypeError(f"DiffusionGRPOConfig has no setting {name!r}; {hint}")
+                advice = explain_unknown(name, known) or "docs/config.md lists those that there are"
+                raise TypeError(f"DiffusionGRPOConfig has no setting {name!r}; {advice}")
         if not set(known) <= kwargs.keys():  # parsers and `dataclasses.replace` pass all of them
             self.given = frozenset(kwargs)  # the settings that the user chose
         init(self, *args, **kwargs)

@@ -56,7 +56,8 @@ def make_launch_settings(arguments: LaunchArguments) -> dict[str, Any]:
         ValueError: settings contradict each other, or there are several machines but no address of the first one.
     """
     settings = read_settings(arguments)
-    settings.setdefault("num_processes", settings["num_machines"] * max(1, count_accelerators()))
+    if "num_processes" not in settings:
+        settings["num_processes"] = settings["num_machines"] * max(1, count_accelerators())
     check_processes(settings)
     _check_machine(settings)
     return settings

@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 import pyarrow
 import torch
-from PIL import Image
 from torch import Tensor
 
+from ..media.files import write_sample
 from ..media.samples import as_images, as_tensor
 from .contract import TAKEN, Reward, is_run_metric
 
+FPS = 8.0  # of a saved video, where the frames per second are unknown
 LESS_MEMORY = (
     "its network shares the memory with the policy and the samples being made: set overlap_rewards: false, or the "
     "reward's offload: true or a smaller batch_size, or reward_processes so that few processes hold it"
@@ -185,19 +186,13 @@ class Failure:
         return RewardError(f"The reward {self.name!r} {what} (prompt {self.batch.prompt(index)!r}).{saved}")
 
     def _save(self, what: str, index: int) -> Path:
-        folder = Path(self.folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        sample, stem = self.batch.samples[index], f"{self.name}-{self.batch.indices[index]}"
-        path = folder / f"{stem}.png"
-        if isinstance(sample, Image.Image):
-            sample.save(path)
-        else:
-            path = folder / f"{stem}.npy"
-            frames = sample.cpu() if torch.is_tensor(sample) else np.stack([np.asarray(frame) for frame in sample])
-            np.save(path, np.asarray(frames))
+        stem = Path(self.folder) / f"{self.name}-{self.batch.indices[index]}"
+        rate = self.batch.sampling_rate
+        _, path = write_sample(self.batch.samples[index], stem, self.batch.fps or FPS, rate)
         number, prompt = self.batch.indices[index], self.batch.prompt(index)
         record = {"reward": self.name, "index": number, "prompt": prompt, "error": what}
-        (folder / f"{stem}.json").write_text(json.dumps(record, indent=2, ensure_ascii=False), encoding="utf-8")
+        text = json.dumps(record, indent=2, ensure_ascii=False)
+        stem.with_name(f"{stem.name}.json").write_text(text, encoding="utf-8")
         return path
 
 

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import inspect
+import logging
 import sys
 from typing import Any
 
@@ -12,6 +13,7 @@ from diffusers import DiffusionPipeline
 from peft import PeftConfig
 
 from ..config.checks import check_settings
+from ..config.idle import list_idle
 from ..config.optimizers import check_optimizer
 from ..config.sampling import SamplingSettings
 from ..config.settings import DiffusionGRPOConfig, describe
@@ -59,6 +61,7 @@ from .trackers import check_trackers
 from .trained_networks import check_trained_networks
 from .watched_rewards import load_watched_rewards
 
+logger = logging.getLogger(__name__)
 # settings that a trainer reads only when it is made
 READ_ONCE = {field.name for part in (SamplingSettings, UpdateSettings) for field in dataclasses.fields(part)}
 READ_ONCE |= {"per_device_train_batch_size", "gradient_accumulation_steps", "seed", "data_seed", "shuffle_dataset"}
@@ -141,6 +144,8 @@ def check_run(
         ImportError: a tracker, quantization backend or processor needs a package that is not installed.
     """
     args = prepare_args(model, args)
+    if (idle := list_idle(args)) and args.should_log:
+        logger.warning("Settings without effect: %s.", ", ".join(idle))
     check_trackers(args.report_to)
     check_given_parts(model, args, name_networks(args))
     check_gradient_range(model, args)

@@ -42,7 +42,7 @@ GOOD = {"model": "tiny", "dataset": "tiny", "reward_funcs": ["text"]}
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"learning_rat": 1}, "unknown setting `learning_rat`; the nearest known one is `learning_rate`"),
+        ({"learning_rat": 1}, "unknown setting `learning_rat`; did you mean `learning_rate`"),
         ({"num_generations": "many"}, "`num_generations`: invalid int value: 'many'"),
         ({"beta": []}, r"`beta` is \[\], expected one float"),
         ({"lora_dropout": 0.5}, "lora_dropout is 0.5; set it to 0"),

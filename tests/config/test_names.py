@@ -29,7 +29,12 @@ def test_names_that_do_not(name, message):
 
 def test_an_unknown_setting_names_the_nearest_and_a_renamed_one_its_new_name():
     refuse_unknown({"beta": 1}, ["beta", "epsilon"])
-    with pytest.raises(ValueError, match="unknown setting `epsilom`; the nearest known one is `epsilon`"):
+    with pytest.raises(ValueError, match="unknown setting `epsilom`; did you mean `epsilon`"):
         refuse_unknown({"beta": 1, "epsilom": 2}, ["beta", "epsilon"])
     with pytest.raises(ValueError, match="`warmup_ratio`; write it as `warmup_steps`"):
         refuse_unknown({"warmup_ratio": 0.1}, ["warmup_steps"])
+    for name in ("use_vllm", "vllm_mode"):
+        with pytest.raises(ValueError, match=f"`{name}`; leave it out, the diffusers pipeline makes the samples.$"):
+            refuse_unknown({name: True}, ["use_cpu", "save_only_model"])
+    with pytest.raises(ValueError, match="`cast_lm_head`; `diffusion-grpo train --list-settings` lists"):
+        refuse_unknown({"cast_lm_head": True}, ["beta", "epsilon"])

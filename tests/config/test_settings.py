@@ -118,7 +118,7 @@ def test_a_setting_of_older_versions_is_explained():
 
 
 def test_an_unknown_setting_names_the_nearest():
-    with pytest.raises(TypeError, match="no setting 'num_generation'; did you mean 'num_generations'"):
+    with pytest.raises(TypeError, match="no setting 'num_generation'; did you mean `num_generations`"):
         make_config(num_generation=8)
 
 

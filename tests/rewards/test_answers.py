@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from plain_images import FOUR, FOUR_PROMPTS, THREE, THREE_PROMPTS
 
+from diffusion_grpo.media.files import read_video
 from diffusion_grpo.rewards import (
     REWARDS,
     Reward,
@@ -75,11 +76,11 @@ def test_an_exception_is_chained(is_async: bool, tmp_path: Path) -> None:
     assert (tmp_path / f"{function.__name__}-0.png").exists()
 
 
-def test_a_failed_video_is_saved_as_an_array(tmp_path: Path) -> None:
-    videos = [[image, image] for image in THREE]
-    with pytest.raises(RewardError, match="broken-1.npy"):
+def test_a_failed_video_is_saved_to_be_watched(tmp_path: Path) -> None:
+    videos = [[image.resize((16, 16))] * 2 for image in THREE]
+    with pytest.raises(RewardError, match="broken-1.mp4"):
         score([partial(_broken)], videos=videos, prompts=THREE_PROMPTS, failure_dir=tmp_path)
-    assert np.load(tmp_path / "broken-1.npy").shape == (2, 8, 8, 3)
+    assert [frame.size for frame in read_video(tmp_path / "broken-1.mp4")] == [(16, 16)] * 2
 
 
 def _broken(videos: list) -> list[float]:

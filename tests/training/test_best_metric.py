@@ -66,6 +66,15 @@ def test_rewards_may_log_any_other_name(reward):
         check("eval_loss", load_rewards([reward]))
 
 
+def test_a_reward_that_takes_any_column_does_not_hide_a_misspelling():
+    rewards = load_rewards([brightness])
+    with pytest.raises(ValueError, match="did you mean 'eval_rewards/brightness/mean'"):
+        check("eval_rewards/brightnes/mean", rewards)
+    with pytest.raises(ValueError, match="did you mean 'eval_reward'"):
+        check("eval_rewar", rewards)
+    check("eval_rewar", load_rewards([logging]))  # it may log a metric of this name
+
+
 def test_the_kind_of_samples_decides_what_auto_watches():
     check("eval_watch/motion/mean", watch_rewards=["auto"])
 
