@@ -1,6 +1,8 @@
 """Datasets of prompts: loaded from a file, a folder or the Hub, and checked before any model is loaded."""
 
 import csv
+import hashlib
+import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -153,6 +155,16 @@ def read_prompts(dataset: datasets.Dataset) -> Iterator[Any]:
         batches = _gather_texts(drop_format(dataset).select_columns(["prompt"])).iter(1000)
     for batch in batches:
         yield from batch["prompt"]
+
+
+def hash_prompts(dataset: datasets.Dataset | None) -> str | None:
+    """Return a hash of the prompts in their order; None without prompts, or if a transform makes them."""
+    if dataset is None or has_transform(dataset) or "prompt" not in dataset.column_names:
+        return None
+    found = hashlib.sha256()
+    for prompt in read_prompts(dataset):
+        found.update(json.dumps(prompt, default=str).encode() + b"\n")
+    return found.hexdigest()
 
 
 def _gather_texts(dataset: datasets.Dataset) -> datasets.Dataset:

@@ -199,6 +199,18 @@ def check_same_run(folder: str | Path, run: dict[str, Any], advice: str = "choos
         raise ValueError(f"{folder} contains another run ({difference}); {advice}.")
 
 
+def warn_of_other_prompts(folder: str | Path, run: dict[str, Any]) -> None:
+    """Warn if a run is resumed on other training prompts, or in another order, than those in its `run.json`."""
+    path = Path(folder) / "run.json"
+    before = json.loads(path.read_text(encoding="utf-8")).get("prompts_hash") if path.is_file() else None
+    if None not in (before, run.get("prompts_hash")) and before != run["prompts_hash"]:
+        logger.warning(
+            "The training prompts, or their order, differ from those of the run in %s so far; it goes on with the new "
+            "ones.",
+            folder,
+        )
+
+
 def _find_difference(other: dict[str, Any], run: dict[str, Any]) -> str | None:
     theirs, ours = ({key: record[key] for key in IDENTITY} | record.get("lora", {}) for record in (other, run))
     for record, found in ((other, theirs), (run, ours)):

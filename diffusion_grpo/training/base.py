@@ -24,7 +24,14 @@ from ..run import resume_point
 from ..run.card_details import CardDetails
 from ..run.lock import lock_folder
 from ..run.manifest import ResumeError, write_manifest
-from ..run.records import check_same_run, clear_started_run, refuse_ended_run, refuse_used_folder, write_json
+from ..run.records import (
+    check_same_run,
+    clear_started_run,
+    refuse_ended_run,
+    refuse_used_folder,
+    warn_of_other_prompts,
+    write_json,
+)
 from .checkpoints import Checkpointer, replace_folder
 
 logger = logging.getLogger(__name__)
@@ -184,12 +191,14 @@ class DiffusersTrainer(Trainer):
             resume_point.check_named(Path(wanted))
             advice = "resume with the settings of that run, or from a checkpoint of this one"
             check_same_run(Path(wanted).resolve().parent, self.run, advice)
+            warn_of_other_prompts(Path(wanted).resolve().parent, self.run)
             return None
         if not wanted and (resume_point.checkpoints(folder) or not self._owns_folder):
             refuse_used_folder(folder, "pass resume_from_checkpoint=True")
         point = resume_point.find_newest_whole(folder) if wanted else None
         if point is not None:
             check_same_run(folder, self.run)  # check again, now that the model is known
+            warn_of_other_prompts(folder, self.run)
         if point is None and not self._owns_folder:
             refuse_ended_run(folder)
             clear_started_run(folder)

@@ -18,6 +18,7 @@ from ..config.settings import DiffusionGRPOConfig
 from ..data.columns import list_given
 from ..data.held_out import count_prompts, name_prompts
 from ..data.inputs import PipelineInputs
+from ..data.prompts import hash_prompts
 from ..data.sampler import GroupSampler
 from ..distributed.backend import DistributedBackend
 from ..distributed.context_parallel import ContextGroups
@@ -206,6 +207,7 @@ def describe_model(
         "pipeline_tag": pipeline_tag(type(pipe), given),
         "evaluation_call": describe_call(inputs, eval_dataset or train_dataset),
     }
+    found |= {"prompts_hash": prompts} if (prompts := hash_prompts(train_dataset)) else {}
     found |= {"dtype": dtype} if (dtype := name_half_dtype(pipe)) else {}
     found |= {"quantized": methods} if (methods := describe_quantization(pipe)) else {}
     kept = list_kept_adapters(pipe, model, component)

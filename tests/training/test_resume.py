@@ -341,3 +341,15 @@ def test_a_checkpoint_of_another_kind_is_refused(tmp_path):
         trainer_for(tmp_path / "lora2", **settings).train(
             resume_from_checkpoint=str(tmp_path / "lora" / "checkpoint-2")
         )
+
+
+def test_other_prompts_are_accepted_with_a_warning(tmp_path, caplog):
+    saved = {"save_strategy": "steps", "save_steps": 2}
+    trainer_for(tmp_path, max_steps=2, **saved).train()
+    others = ["a cat", "a dog", "the sea", "a new one"]
+    for updates, columns, is_told in ((4, {}, False), (6, {"prompt": others}, True)):
+        caplog.clear()
+        trainer = trainer_for(tmp_path, max_steps=updates, columns=columns, resume_from_checkpoint=True, **saved)
+        trainer.train()
+        assert trainer.state.global_step == updates
+        assert ("training prompts, or their order, differ" in caplog.text) == is_told
