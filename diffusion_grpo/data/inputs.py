@@ -81,6 +81,7 @@ class PipelineInputs:
             )
         self.fps = self._find_fps()
         self._image_mode = find_image_mode(pipe)
+        self._is_size_told = False
         self._columns: dict[int, tuple[Dataset, Columns]] = {}
         self.forms: dict[frozenset[str], Form] = {}  # by the names of the columns that a row has
         self.draws_globally = False  # whether the trial calls drew from torch's global generator
@@ -156,6 +157,35 @@ class PipelineInputs:
             if isinstance(value, Image.Image) and "mask" not in name:
                 return value
         return None
+
+    def check_samples(self, samples: Any, rows: list[dict[str, Any]]) -> None:
+        """Refuse the wrong number of samples of a call; warn once if they do not have the size that was asked for.
+
+        Args:
+            samples: output of the call.
+            rows: one row per sample.
+
+        Raises:
+            UnsupportedPipeline: the number of samples is wrong.
+        """
+        name = self.pipeline.__name__
+        if len(samples) != len(rows):
+            raise UnsupportedPipeline(
+                f"{name} returned {len(samples)} samples where {len(rows)} were asked for; it does not read its "
+                "inputs as one value per sample."
+            )
+        made = _measure(samples[0])
+        given = {key: rows[0].get(key) or self.fixed.get(key) for key in made}
+        other = {key: value for key, value in given.items() if value is not None and value != made[key]}
+        if other and not self._is_size_told:
+            self._is_size_told = True
+            logger.warning(
+                "%s makes samples of %s, although %s was asked for%s.",
+                name,
+                ", ".join(f"{key}={value}" for key, value in made.items()),
+                ", ".join(f"{key}={value}" for key, value in other.items()),
+                "; it has max_area (pixels), which goes into pipeline_kwargs" if "max_area" in self.accepted else "",
+            )
 
     def check(self, dataset: Dataset, name: str) -> None:
         """Refuse a dataset whose files cannot be read; warn of images, videos and sound that nothing takes.
@@ -465,6 +495,15 @@ def find_image_mode(pipe: DiffusionPipeline | type[DiffusionPipeline]) -> str:
     return "RGBA" if config.get("input_channels", config.get("in_channels")) == 4 else "RGB"
 
 
+def _measure(sample: Any) -> dict[str, int]:
+    """Return height and width of an image, and the number of frames of a video; nothing of other samples."""
+    frames = sample if isinstance(sample, list) else [sample]
+    if not frames or not isinstance(frames[0], Image.Image):
+        return {}
+    found = {"height": frames[0].height, "width": frames[0].width}
+    return found | ({"num_frames": len(frames)} if isinstance(sample, list) else {})
+
+
 def prepare_inputs(
     pipe: type[DiffusionPipeline],
     args: DiffusionGRPOConfig,
@@ -482,16 +521,3 @@ def prepare_inputs(
     for name, dataset in named:
         inputs.check(dataset, name)
     return inputs
-
-
-def check_count(samples: Any, count: int, pipe: DiffusionPipeline) -> None:
-    """Refuse the output of a call that does not hold as many samples as were asked for.
-
-    Raises:
-        UnsupportedPipeline: the number of samples is wrong.
-    """
-    if len(samples) != count:
-        raise UnsupportedPipeline(
-            f"{type(pipe).__name__} returned {len(samples)} samples where {count} were asked for; it does not read "
-            "its inputs as one value per sample."
-        )

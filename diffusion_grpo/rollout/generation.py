@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..algorithms.batch import Rows
 from ..algorithms.zero_advantages import sample_weights
-from ..data.inputs import PipelineInputs, check_count
+from ..data.inputs import PipelineInputs
 from ..distributed.backend import DistributedBackend
 from ..distributed.failure import ProcessGroupMonitor
 from ..policy.base import Policy
@@ -234,7 +234,7 @@ class RolloutGenerator:
                 keeps_clean=self._keeps_clean,
                 prefix=None if prefix_of is None else prefix_of(indices),
             )
-            check_count(latents if images is None else images, len(indices), self._policy.pipe)
+            self.inputs.check_samples(latents if images is None else images, [rows[index] for index in indices])
             if is_own:
                 scoring.add(indices, images, latents)
             for number, index in enumerate(indices):

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from ..algorithms.advantage_fn import load_advantage_fn
 from ..algorithms.advantages import combine, compute_advantages
 from ..data.columns import Columns, drop_format
-from ..data.inputs import RATES, PipelineInputs, check_count, prepare_inputs
+from ..data.inputs import RATES, PipelineInputs, prepare_inputs
 from ..data.prompts import get_prompt_column, get_prompts
 from ..media.files import extract_samples, find_sampling_rate
 from ..pipelines import family_of
@@ -236,7 +236,7 @@ class Sampler:
             for part in self._split(rows[first : first + settings.batch_size]):
                 chosen = [first + number for number in part]
                 made = make(self.inputs([rows[row] for row in chosen]), [positions[row] for row in chosen])
-                check_count(made, len(chosen), self.pipe)
+                self.inputs.check_samples(made, [rows[row] for row in chosen])
                 for row, sample in zip(chosen, made, strict=True):
                     samples[row] = sample
         return samples

@@ -19,7 +19,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from ..algorithms.advantages import combine
-from ..data.inputs import PipelineInputs, check_count
+from ..data.inputs import PipelineInputs
 from ..data.prompts import UNNAMED
 from ..distributed.backend import DistributedBackend
 from ..distributed.collectives import gather_means
@@ -349,7 +349,7 @@ class Evaluator:
                     noise_level=0.0,
                     latents=own,
                 )
-                check_count(images, len(chosen), self._policy.pipe)
+                self._inputs.check_samples(images, [rows[row] for row in chosen])
                 for number, row in enumerate(chosen):
                     samples[row] = images[number]
                     if latents is not None:

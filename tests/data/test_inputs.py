@@ -13,12 +13,21 @@ from datasets import Dataset
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxKontextPipeline, WanImageToVideoPipeline, WanPipeline
 from peft import LoraConfig
 from PIL import Image
-from tiny_runs import LORA, SETTINGS, brightness, joined_trajectory, logged, trained_weights, trainer_for
+from tiny_runs import (
+    LORA,
+    SETTINGS,
+    brightness,
+    first_frame_brightness,
+    joined_trajectory,
+    logged,
+    trained_weights,
+    trainer_for,
+)
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.data import inputs as module
 from diffusion_grpo.data.calls import group_by_shape
-from diffusion_grpo.data.inputs import PipelineInputs, check_count, prepare_inputs
+from diffusion_grpo.data.inputs import PipelineInputs, prepare_inputs
 from diffusion_grpo.media.serialize import pack_samples
 from diffusion_grpo.policy.batching import Form
 from diffusion_grpo.policy.rollout import DenoisingPolicy, UnsupportedPipeline
@@ -314,10 +323,37 @@ def test_rows_are_grouped_by_what_one_call_must_share():
 
 
 def test_another_number_of_samples_is_refused():
-    pipe = kontext(Blend)[0]
-    check_count([1, 2], 2, pipe)
+    inputs = PipelineInputs(Blend, DiffusionGRPOConfig("runs", use_cpu=True))
+    inputs.check_samples([1, 2], [{}, {}])
     with pytest.raises(UnsupportedPipeline, match="Blend returned 1 samples where 2 were asked for"):
-        check_count([1], 2, pipe)
+        inputs.check_samples([1], [{}, {}])
+
+
+def test_samples_of_another_size_than_was_asked_for_are_told_once(caplog):
+    def told(pipeline, samples, row=None, **settings):
+        caplog.clear()
+        inputs = PipelineInputs(pipeline, DiffusionGRPOConfig("runs", use_cpu=True, **settings))
+        for _ in range(2):
+            inputs.check_samples(samples, [row or {}] * len(samples))
+        return [record.getMessage() for record in caplog.records]
+
+    image, size = make_image(0, (32, 16)), {"height": 16, "width": 32}
+    assert told(FluxKontextPipeline, [image], **size) == told(FluxKontextPipeline, [image]) == []
+    assert told(FluxKontextPipeline, [torch.zeros(4, 2, 2)], **size) == []  # latents
+    assert told(FluxKontextPipeline, [image], height=16, width=64) == [
+        "FluxKontextPipeline makes samples of height=16, width=32, although width=64 was asked for; it has max_area "
+        "(pixels), which goes into pipeline_kwargs."
+    ]
+    assert told(WanPipeline, [[image] * 5], **size, num_frames=5) == []
+    assert told(WanPipeline, [[image] * 5], **size, num_frames=6) == [
+        "WanPipeline makes samples of height=16, width=32, num_frames=5, although num_frames=6 was asked for."
+    ]
+    assert told(WanPipeline, [[image] * 5], {"num_frames": 9}, **size, num_frames=5)[0].endswith("=9 was asked for.")
+
+
+def test_a_run_says_that_its_frames_are_fewer(tmp_path, caplog):
+    trainer_for(tmp_path, "wan", rewards=first_frame_brightness, num_frames=6, max_steps=1).train()
+    assert "makes samples of height=32, width=32, num_frames=5, although num_frames=6 was asked for" in caplog.text
 
 
 def test_classes_are_given_sample_by_sample(tmp_path):
