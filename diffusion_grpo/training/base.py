@@ -41,6 +41,7 @@ OF_SETTINGS = ("initial_lr", "weight_decay", "betas", "eps")  # entries of an op
 def apply_settings(optimizer: torch.optim.Optimizer, schedule: Any, settings: list[dict[str, Any]]) -> None:
     """Give an optimizer that was read from a checkpoint the settings of this run, which may differ from those of then.
 
+    The learning rate follows from this run's schedule too: after a run that has ended it would be 0 in the next update.
     A schedule that depends on evaluations keeps its learning rate.
 
     Args:
@@ -54,7 +55,7 @@ def apply_settings(optimizer: torch.optim.Optimizer, schedule: Any, settings: li
     for number, (group, own) in enumerate(zip(groups, settings, strict=True)):
         group.update({name: value for name, value in own.items() if name != "initial_lr"})
         rate = own.get("initial_lr")
-        if rate is None or not isinstance(schedule, LambdaLR) or group.get("initial_lr") == rate:
+        if rate is None or not isinstance(schedule, LambdaLR):
             continue
         group["initial_lr"] = schedule.base_lrs[number] = rate
         now = rate * schedule.lr_lambdas[number](schedule.last_epoch)

@@ -170,8 +170,9 @@ def test_the_loss_scale_is_restored_where_the_engine_comes_after_the_weights(tmp
     assert not has_scaler or scaler.state_dict()["scale"] == 512.0
 
 
-def test_a_resumed_run_has_its_own_learning_rate(tmp_path):
-    """run.json and the card name the one of the settings."""
+@pytest.mark.parametrize("rate", [1e-2, 1e-3], ids=["another", "the same"])
+def test_a_resumed_run_has_its_own_learning_rate(tmp_path, rate):
+    """run.json and the card name the one of the settings. The schedule of the ended run has fallen to 0."""
     settings = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1, "lr_scheduler_type": "linear"}
     trainer_for(tmp_path, **settings, max_steps=2, learning_rate=1e-3, weight_decay=0.1).train()
     used = []
@@ -180,11 +181,11 @@ def test_a_resumed_run_has_its_own_learning_rate(tmp_path):
         def on_pre_optimizer_step(self, args, state, control, optimizer, **kwargs):
             used.append(optimizer.param_groups[0]["lr"])
 
-    own = {"max_steps": 4, "learning_rate": 1e-2, "weight_decay": 0.2, "callbacks": [Watch()]}
+    own = {"max_steps": 4, "learning_rate": rate, "weight_decay": 0.2, "callbacks": [Watch()]}
     resumed = trainer_for(tmp_path, **settings, **own, resume_from_checkpoint=True)
     resumed.train()
-    assert used == pytest.approx([0.5e-2, 0.25e-2])
+    assert used == pytest.approx([0.5 * rate, 0.25 * rate])
     rates = [entry["learning_rate"] for entry in resumed.state.log_history if "learning_rate" in entry]
-    assert rates[2:] == pytest.approx([0.5e-2, 0.25e-2]) and max(rates[:2]) <= 1e-3
+    assert rates[2:] == pytest.approx([0.5 * rate, 0.25 * rate]) and max(rates[:2]) <= 1e-3
     (group,) = [group for group in resumed.optimizer.param_groups if group["weight_decay"]]
-    assert group["weight_decay"] == 0.2 and group["initial_lr"] == 1e-2
+    assert group["weight_decay"] == 0.2 and group["initial_lr"] == rate
