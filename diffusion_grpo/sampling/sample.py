@@ -382,8 +382,8 @@ def _finish(
         result = compute_advantages(values, groups, weights, **how)
         added = {"reward": result.rewards.tolist(), "advantage": result.advantages.tolist()}
     else:
-        together = combine(values, weights, how.get("multi_objective_aggregation", "sum_then_normalize"))
-        added = {"reward": together.tolist()}
+        aggregation = how.get("multi_objective_aggregation", "sum_then_normalize")
+        added = {"reward": combine(values, weights, aggregation, torch.zeros(size, dtype=torch.long)).tolist()}
     for number, row in enumerate(table[:size]):
         row.update({name: values[number] for name, values in added.items()})
     records.write_samples(settings.output_dir / TABLE, _make_columns(table))

@@ -53,7 +53,7 @@ class _Part:
     """One process's share of the evaluation of one dataset.
 
     `rewards`, (samples, functions), belong to this process's samples; `every` has those of all processes. Their last
-    columns are the `watched` rewards.
+    columns are the `watched` rewards. `combined`, (samples,), are the combined trained rewards of all processes.
     """
 
     samples: list[Any]
@@ -62,6 +62,7 @@ class _Part:
     rewards: Tensor
     extra: dict[str, list]
     every: Tensor
+    combined: Tensor
     watched: list[Reward]
     diversity: dict[str, float]
 
@@ -184,9 +185,9 @@ class Evaluator:
         own_metrics: dict[str, list[float]] = defaultdict(list)  # kept apart from those of training
         parts = {name: self._measure(data, pipeline_kwargs, own_metrics) for name, data in datasets.items()}
         watched = next(iter(parts.values())).watched
-        metrics = self._metrics(prefix, torch.cat([part.every for part in parts.values()]), watched)
+        metrics = self._metrics(prefix, list(parts.values()), watched)
         for name, part in parts.items() if parts.keys() != {UNNAMED} else ():
-            metrics |= self._metrics(f"{prefix}_{name}", part.every, watched)
+            metrics |= self._metrics(f"{prefix}_{name}", [part], watched)
             metrics |= {f"{prefix}_{name}_{key}": value for key, value in part.diversity.items()}
         for key in dict.fromkeys(key for part in parts.values() for key in part.diversity):
             found = {name: part.diversity[key] for name, part in parts.items() if key in part.diversity}
@@ -289,7 +290,7 @@ class Evaluator:
             extra = self._scorer.share_extra(extra, positions, mine)
         every = self._gather(local, positions, total)
         found = self._diversity(points, positions, total)
-        return _Part(samples, rows, mine, every[mine], extra, every, watched, found)
+        return _Part(samples, rows, mine, every[mine], extra, every, self._combine(every), watched, found)
 
     def _load_watched(self, kind: str | None) -> list[Reward]:
         """Return the rewards to watch on samples of this kind; without a kind, those that are watched on any.
@@ -315,10 +316,10 @@ class Evaluator:
             found[key] = measure_diversity(every, groups, pixel_distance if key == "diversity" else cosine_distance)
         return found
 
-    def _metrics(self, prefix: str, rewards: Tensor, watched: list[Reward]) -> dict[str, float]:
-        """Return means and standard errors of (samples, functions) rewards, leaving out unscored samples."""
-        count = self._settings.num_generations
-        metrics = _mean_and_error(f"{prefix}_reward", self._combine(rewards), count)
+    def _metrics(self, prefix: str, parts: list[_Part], watched: list[Reward]) -> dict[str, float]:
+        """Return means and standard errors of the rewards of all parts, leaving out unscored samples."""
+        count, rewards = self._settings.num_generations, torch.cat([part.every for part in parts])
+        metrics = _mean_and_error(f"{prefix}_reward", torch.cat([part.combined for part in parts]), count)
         names = [f"rewards/{reward.name}" for reward in self._rewards]
         names += [f"watch/{reward.name}" for reward in watched]
         for name, column in zip(names, rewards.T, strict=True):
@@ -365,11 +366,13 @@ class Evaluator:
         return self._scorer.gather_at(local if is_counted else local[:0], positions if is_counted else [], total)
 
     def _combine(self, rewards: Tensor) -> Tensor:
-        """Return (samples,) combined trained rewards; NaN where no reward scored the sample.
+        """Return (samples,) combined trained rewards of a dataset; NaN where no reward scored the sample.
 
-        What one reward left out counts as 0 in a sum: the samples of an evaluation are not compared with each other.
+        What one reward left out counts in a sum as its mean over the dataset, so that the mean of the combined rewards
+        does not depend on how many samples it left out.
         """
-        return combine(rewards[:, : len(self._weights)], self._weights, self._settings.aggregation)
+        together = torch.zeros(len(rewards), dtype=torch.long)
+        return combine(rewards[:, : len(self._weights)], self._weights, self._settings.aggregation, together)
 
     def _keep(self, parts: dict[str, _Part], step: int) -> None:
         """Write images of the first prompts of each dataset, and one table of all samples of this process."""
@@ -399,7 +402,7 @@ class Evaluator:
                 "seed": [sample_seed(settings.seed, "evaluation", position) for position in part.positions],
                 **files,
                 **dict(zip(names, part.rewards.T.tolist(), strict=True)),
-                "reward": self._combine(part.rewards).tolist(),
+                "reward": part.combined[part.positions].tolist(),
             }
             done = len(columns["step"])
             for name, values in (part.extra | table).items():  # a column may belong to one dataset alone

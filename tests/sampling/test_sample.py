@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from tiny_runs import trainer_for
 
 from diffusion_grpo import cli
+from diffusion_grpo.data.inputs import PipelineInputs
 from diffusion_grpo.media.files import read_video
 from diffusion_grpo.run.adapters import list_adapters
 from diffusion_grpo.sampling import sample
@@ -384,7 +385,7 @@ def test_images_are_edited_one_by_one_where_no_run_has_asked_the_pipeline(
     rows = [{"prompt": prompt} | ({"image": "a.png"} if has_image else {}) for prompt in ("a fox", "a cat")]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     calls = []
-    monkeypatch.setattr(sample, "check_count", lambda samples, count, pipe: calls.append(count))
+    monkeypatch.setattr(PipelineInputs, "check_samples", lambda self, samples, rows: calls.append(len(samples)))
     size = [] if has_image else SIZE
     words = ["--prompts", tmp_path / "rows.jsonl", "--output_dir", tmp_path / "out", "--num_inference_steps", 4]
     run(tmp_path / "model", *words, *size)

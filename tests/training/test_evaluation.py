@@ -39,6 +39,24 @@ def test_what_no_reward_scores_counts_nowhere(tmp_path):
     assert rewards[0] != rewards[0] and rewards[1] == 1.0  # NaN, not 0
 
 
+def test_what_one_reward_leaves_out_counts_as_its_mean(tmp_path):
+    """A judge that fails more often after training must not look like a lower reward."""
+    held_out = Dataset.from_dict({"prompt": ["one", "two", "three", "none"]})
+
+    def judge(images, prompts, **columns):
+        return [{"one": 0.2, "two": None, "three": 0.6}.get(prompt) for prompt in prompts]
+
+    def always(images, prompts, **columns):
+        return [None if prompt == "none" else 1.0 for prompt in prompts]
+
+    weights = {"reward_weights": [2.0, 0.5]}
+    trainer = trainer_for(tmp_path, rewards=[judge, always], eval_dataset=held_out, **weights)
+    found = trainer.evaluate()
+    assert found["eval_rewards/judge/mean"] == pytest.approx(0.4)
+    assert found["eval_reward"] == pytest.approx(2 * 0.4 + 0.5 * 1.0)
+    assert table_of(tmp_path)["reward"] == pytest.approx([0.9, 1.3, 1.7, math.nan], nan_ok=True)
+
+
 def test_where_nothing_is_scored_nothing_moves_and_it_warns_once(tmp_path, capsys, monkeypatch):
     def silent(images, **columns):
         return [None] * len(images)
