@@ -12,7 +12,7 @@ from PIL import Image
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 OTHERS = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
-MADE_BY_RUNS = {"train.yaml", "summary.json", "run.json", "manifest.json"}
+MADE_BY_RUNS = {"trainer_state.json", "train.yaml", "summary.json", "run.json", "manifest.json"}
 
 
 @pytest.fixture(scope="module")

@@ -162,3 +162,11 @@ def test_the_notebook_shows_its_outputs():
     assert sum("image/png" in output.get("data", {}) for output in shown) >= 2
     text = "".join(line for output in shown for line in output.get("text", []))
     assert "/tmp" not in text and "12 updates: warmth" in text
+
+
+def test_files_that_read_text_say_what_to_install():
+    texts = {file: (EXAMPLES / file).read_text() for file in FILES}
+    reading = {file: text for file, text in texts.items() if re.search(r"^  - text\b", text, re.M)}
+    assert len(reading) > 15
+    for file, text in reading.items():
+        assert re.search(r"^#.*pip install 'diffusion-grpo\[[a-z,]*ocr", text, re.M), file

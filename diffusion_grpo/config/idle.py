@@ -17,6 +17,7 @@ NEEDED = {
     "offload_ref_model": "beta above 0",
     "ema_update_interval": "ema_decay",
     "validation_steps": "validation_prompts",
+    "eval_steps": "eval_strategy: steps",
     "context_parallel_type": "context_parallel_size above 1",
     "advantage_clip": "an algorithm other than dpo, which only ranks samples",
 }
@@ -30,6 +31,7 @@ def list_idle(args: Sizes) -> list[str]:
         "beta above 0": args.needs_reference,
         "ema_decay": args.ema_decay is not None,
         "validation_prompts": bool(args.validation_prompts),
+        "eval_strategy: steps": getattr(args.eval_strategy, "value", args.eval_strategy) == "steps",
         "context_parallel_size above 1": args.context_parallel_size > 1,
         NEEDED["advantage_clip"]: args.loss_type != "dpo",
     }

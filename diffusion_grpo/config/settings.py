@@ -165,6 +165,9 @@ class DiffusionGRPOConfig(
         if not self.use_cpu and has_apple_gpu():
             logger.warning("Apple's GPU has no float64, which training needs; the run uses the CPU.")
             self.use_cpu = True
+        launched = os.environ.get("ACCELERATE_MIXED_PRECISION")  # of `accelerate launch`
+        if self.bf16 is None and not self.fp16 and launched in ("bf16", "fp16"):
+            setattr(self, launched, True)
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu and computes_in_bf16()
             if not (self.bf16 or self.fp16 or self.use_cpu) and torch.cuda.is_available():
@@ -195,6 +198,8 @@ class DiffusionGRPOConfig(
         if is_offloaded and self.ddp_backend is None:
             self.ddp_backend = find_backends_with_cpu()
         super().__post_init__()
+        if not (self.bf16 or self.fp16):
+            self.mixed_precision = "no"  # transformers would take that of `accelerate launch`
         self.gradient_checkpointing = None  # or a copy would keep it and ignore another activation_checkpointing
         self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = compiles, backend, mode
         check_launched(count_launched_processes(), self.world_size)

@@ -17,7 +17,7 @@ from ..config.checks import check_folder
 if TYPE_CHECKING:
     from ..config.settings import DiffusionGRPOConfig
 
-PROMPTS_HELP = "file of prompts (.txt, .jsonl, .csv, .parquet), dataset folder, Hub id, or `tiny`"
+PROMPTS_HELP = "file of prompts (.txt, .jsonl, .json, .csv, .parquet), dataset folder, Hub id, or `tiny`"
 OPTIONS = (
     "prompts",
     "split",
@@ -133,7 +133,9 @@ def hash_weights(source: str | None) -> str | None:
 
 def add_call_options(command: argparse.ArgumentParser, steps_default: int | None) -> None:
     """Add the options that `check` and `sample` share. Those not given keep the pipeline's default."""
-    command.add_argument("--num_inference_steps", type=int, default=steps_default, help="number of denoising steps")
+    default = "" if steps_default is None else f"; default: {steps_default}"
+    steps_help = f"number of denoising steps{default}"
+    command.add_argument("--num_inference_steps", type=int, default=steps_default, help=steps_help)
     command.add_argument("--guidance_scale", type=float, help="guidance scale")
     command.add_argument("--height", type=int, help="height in pixels")
     command.add_argument("--width", type=int, help="width in pixels")

@@ -19,7 +19,7 @@ class NotebookCallback(ShowingCallback):
     """
 
     def begin(self, args):
-        self.about, self.rows, self.evaluations = describe_rollout(args), [], []
+        self.about, self.rows, self.evaluations = describe_rollout(args, self.total), [], []
         self.handle: Any = display.display(display.HTML(""), display_id=True)
         self.images: Any = None
         self.drawn = float("-inf")

@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 from ..config.settings import DiffusionGRPOConfig
 from ..run.folder import format_measured, format_updates
 
+FEW_UPDATES = 50  # a run of fewer, whose max_steps is not set, says why it is short
 NOTICE = 60.0  # seconds without output after which a long update prints its progress, without a terminal
 STAGES = ("time/rollout", "time/reward", "time/update")
 
@@ -58,14 +59,18 @@ class UpdateProgress:
         self.watch()
 
 
-def describe_rollout(args: DiffusionGRPOConfig) -> str:
-    """Describe in one line how many samples an update makes."""
+def describe_rollout(args: DiffusionGRPOConfig, updates_of_run: int) -> str:
+    """Describe in one line how many samples an update makes, and why a run is short whose `max_steps` is not set."""
     sizes = args.batch_sizes
     samples, updates = sizes.samples_per_rollout, sizes.updates_per_rollout
     prompts = sizes.prompts_per_rollout
     made = f"{samples} samples ({prompts} prompt{'s' if prompts > 1 else ''} x {args.num_generations}"
     made += f", {args.num_inference_steps} steps each)"
-    return f"Each update makes {made}." if updates == 1 else f"Each rollout makes {made} for {updates} updates."
+    line = f"Each update makes {made}." if updates == 1 else f"Each rollout makes {made} for {updates} updates."
+    if args.max_steps <= 0 and updates_of_run < FEW_UPDATES:
+        line += f" The run makes {updates_of_run} updates, from num_train_epochs={args.num_train_epochs:g}; "
+        line += "set max_steps for a longer one."
+    return line
 
 
 def update_values(logs: dict[str, float]) -> dict[str, str]:
@@ -173,7 +178,7 @@ class LinesCallback(ShowingCallback):
 
     def begin(self, args):
         self.notified = self.stage_began = self.clock()
-        print(describe_rollout(args), flush=True)
+        print(describe_rollout(args, self.total), flush=True)
 
     def show_progress(self):
         progress, now = self.progress, self.clock()
@@ -205,7 +210,7 @@ class BarsCallback(ShowingCallback):
         self.bar = tqdm(total=self.total, initial=self.step, desc="updates", dynamic_ncols=True)
         self.inner: Any = None
         self.stage: str | None = None
-        self.bar.write(describe_rollout(args))
+        self.bar.write(describe_rollout(args, self.total))
 
     def on_step_end(self, args, state, control, **kwargs):
         super().on_step_end(args, state, control, **kwargs)

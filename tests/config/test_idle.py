@@ -19,6 +19,7 @@ CASES = [
     ({"ref_model_mixup_alpha": 0.5}, *SYNC),
     ({"offload_ref_model": True}, "beta above 0", {"beta": 0.1}),
     ({"ema_update_interval": 2}, "ema_decay", {"ema_decay": 0.9}),
+    ({"eval_steps": 3}, "eval_strategy: steps", {"eval_strategy": "steps"}),
     ({"validation_steps": 3}, "validation_prompts", {"validation_prompts": ["a cat"]}),
 ]
 

@@ -80,6 +80,17 @@ def test_emulated_bf16_is_no_default(monkeypatch, is_there, is_its_own, expected
 
 
 @pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, ("bf16", True)), ({"bf16": True}, ("bf16", True)), ({"bf16": False}, ("no", False))],
+    ids=str,
+)
+def test_the_precision_of_the_launcher_counts_where_the_settings_leave_it_open(monkeypatch, tmp_path, given, expected):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as `accelerate launch --mixed_precision bf16` does
+    config = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, **given)
+    assert (config.mixed_precision, config.bf16) == expected
+
+
+@pytest.mark.parametrize(
     ("given", "warns"), [({}, True), ({"fp16": True}, False), ({"bf16": False}, False), ({"use_cpu": True}, False)]
 )
 def test_a_gpu_without_bf16_trains_in_float32_and_says_so(monkeypatch, caplog, tmp_path, given, warns):

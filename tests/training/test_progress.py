@@ -30,6 +30,14 @@ def test_without_a_terminal_there_is_one_line_per_update(tmp_path, capsys):
     assert rest[1:] == [f"Report: {tmp_path}/report.html"]
 
 
+def test_a_run_that_its_few_prompts_make_short_says_so(tmp_path, capsys):
+    trainer_for(tmp_path, max_steps=-1, num_train_epochs=1).train()
+    assert lines_of(capsys)[0] == (
+        "Each update makes 8 samples (2 prompts x 4, 4 steps each). The run makes 2 updates, from num_train_epochs=1; "
+        "set max_steps for a longer one."
+    )
+
+
 def test_several_updates_share_a_rollout_and_say_so(tmp_path, capsys):
     trainer_for(tmp_path, steps_per_generation=4).train()
     assert lines_of(capsys)[0] == "Each rollout makes 16 samples (4 prompts x 4, 4 steps each) for 2 updates."
@@ -59,7 +67,7 @@ def test_a_long_update_says_once_a_minute_where_it_is(capsys):
     progress = UpdateProgress()
     callback = LinesCallback(progress, "held-out", clock=lambda: now[0])
     sizes = BatchSizes(16, None, micro_batch=4, accumulation=32, steps_per_generation=32, num_iterations=1)
-    args = SimpleNamespace(batch_sizes=sizes, num_generations=16, num_inference_steps=10)
+    args = SimpleNamespace(batch_sizes=sizes, num_generations=16, num_inference_steps=10, max_steps=3)
     state = SimpleNamespace(global_step=0, max_steps=3, is_world_process_zero=True)
     callback.on_train_begin(args, state, None)
     progress.begin("rollout", 128)

@@ -111,9 +111,9 @@ def score_spelling(
 
 
 def find_quoted(prompt: str) -> str | None:
-    """Return the first text in double quotes, or `None`."""
-    found = re.search(r'"([^"]+)"', prompt)
-    return found.group(1) if found else None
+    """Return the first text in double quotes, straight or typographic, or `None`."""
+    found = re.search(r'"([^"]+)"|[“„]([^“”„]+)[“”]', prompt)
+    return found and (found.group(1) or found.group(2))
 
 
 def similarity(reading: str, wanted: str) -> float:

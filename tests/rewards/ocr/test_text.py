@@ -53,6 +53,7 @@ def test_similarity_is_a_normalised_edit_distance() -> None:
 def test_quoted_takes_the_first_quote() -> None:
     assert find_quoted('"A B" and "C"') == "A B"
     assert find_quoted("none") is None
+    assert find_quoted("a sign “北京” and “C”") == "北京" and find_quoted("ein Schild „Halt“") == "Halt"
 
 
 @pytest.mark.parametrize(
