@@ -137,7 +137,8 @@ class Run:
             return None, None
         entry, prefix = self.evaluations[index], "eval" if dataset is None else f"eval_{dataset}"
         if name == "reward":
-            return entry.get(f"{prefix}_reward"), entry.get(f"{prefix}_reward_std_error")
+            key = f"{prefix}_reward"
+            return entry.get(key), entry.get(key + "_std_error")
         return entry.get(f"{prefix}_rewards/{name}/mean"), entry.get(f"{prefix}_rewards/{name}/std_error")
 
     def baseline_cells(self, name: str) -> dict[str, tuple[float | None, float | None]]:
