@@ -138,6 +138,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             self.metrics, self.progress = Metrics(), UpdateProgress()
             self._noted_settings = start.note_settings(self.args)
             self._make_collaborators(given.is_full_training)
+            self.inputs.check_sources(self.policy, given.datasets, self.args.validation_prompts or [])
 
     def _make_collaborators(self, is_full_training: bool) -> None:
         """Create the objects that train, then those that sample and score, then those that save the run."""

@@ -10,11 +10,12 @@ is loaded.
 import dataclasses
 import inspect
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 import torch
@@ -22,11 +23,13 @@ from datasets.utils.file_utils import is_remote_url, xopen
 from PIL import Image
 
 from ..media import files as media
+from ..media.samples import convert_image
 from .embeddings import is_embedding
 
 Media = datasets.Image | datasets.Video | datasets.Audio
 VIDEOS = {".mp4", ".mov", ".m4v", ".mkv", ".webm", ".avi", ".mpg", ".mpeg"}
 SOUNDS = {".wav", ".flac", ".mp3", ".ogg", ".opus", ".m4a", ".aac"}
+KINDS: dict[str, Media] = {"image": datasets.Image(), "video": datasets.Video(), "audio": datasets.Audio()}
 BY_EXTENSION = "by extension"  # how to read the files of a column without a media type
 ARRAYS = ("numpy", "torch", "tensorflow", "jax")  # dataset formats that turn lists into arrays
 NOT_TEXT = ("Image", "Tensor", "ndarray", "Any")  # parameters annotated with one of these take files
@@ -45,7 +48,8 @@ class Columns:
     of numbers, become tensors.
 
     Images that the pipeline takes are converted to `image_mode`. Three kinds keep their own mode: those of a column
-    with a mode of its own (`datasets.Image(mode="L")`), typed columns of masks, and those that only rewards read.
+    with a mode of its own (`datasets.Image(mode="L")`), masks, and those that only rewards read. All images that the
+    pipeline takes have 8 bits per channel.
 
     Args:
         dataset: the user's dataset. With a transform (`set_transform`), a row is what the transform returns. With a
@@ -58,8 +62,7 @@ class Columns:
     def __init__(
         self, dataset: datasets.Dataset, parameters: Mapping[str, inspect.Parameter], image_mode: str = "RGB"
     ):
-        image = datasets.Image(mode=image_mode)
-        self._kinds: dict[str, Media] = {"image": image, "video": datasets.Video(), "audio": datasets.Audio()}
+        self._taken, self._mode = frozenset(parameters), image_mode
         self.files = {}
         self.tensors: list[str] = []
         self.arrays: datasets.Dataset | None = None  # the columns that the format turns into arrays
@@ -70,9 +73,6 @@ class Columns:
                 found = _media_type(feature)
                 if found is None and name in parameters:
                     found = _file_type(feature, parameters[name])
-                has_no_mode = isinstance(found, datasets.Image) and found.mode is None
-                if has_no_mode and name in parameters and "mask" not in name:
-                    found = image
                 if found is not None:
                     self.files[name] = found
             self.arrays = _select_arrays(dataset, {*self.files, *self.tensors})
@@ -103,6 +103,24 @@ class Columns:
         features = self.dataset.features.items()
         return [name for name, kind in features if _media_type(kind) or _names_files(name, first.get(name))]
 
+    def find_filled(self, names: Collection[str]) -> dict[frozenset[str], int]:
+        """Return the first row of each set of columns, among those of these names, that some row fills.
+
+        With a transform, only the first row is looked at. No file is read.
+        """
+        names = [name for name in names if name in self.dataset.column_names]
+        if has_transform(self.dataset):
+            row = self.dataset[0]
+            return {frozenset(name for name in row if name in names and row[name] is not None): 0}
+        if not names:
+            return {frozenset(): 0}
+        filled = np.stack([_is_filled(self.dataset.data.column(name)) for name in names], axis=1)
+        if self.dataset._indices is not None:  # rows in another order, or a part of them
+            filled = filled[self.dataset._indices.column(0).to_numpy()]
+        patterns, first = np.unique(filled, axis=0, return_index=True)
+        chosen = [frozenset(name for name, is_there in zip(names, pattern) if is_there) for pattern in patterns]
+        return dict(zip(chosen, first.tolist(), strict=True))
+
     def rows(self, indices: list[int]) -> list[dict[str, Any]]:
         """Return the rows at `indices`; equal indices give one and the same dict.
 
@@ -124,32 +142,21 @@ class Columns:
             row |= self.arrays[index]
         for name in self.tensors:
             row[name] = None if row[name] is None else torch.tensor(row[name])
-        for name, feature in self.files.items():
+        for name in row:
             try:
-                row[name] = self._read(row[name], feature)
+                row[name] = self._decode(name, row[name])
             except Exception as error:  # decoding libraries may raise any error
                 raise RowError(f"Row {index} (the first is row 0), column '{name}': {error}") from error
         return row
 
-    def _read(self, value: Any, feature: Media | str) -> Any:
-        """Decode a stored value, or each one in a list; None stays None."""
-        if isinstance(value, list):
-            return [self._read(item, feature) for item in value]
-        if value is None:
-            return None
-        if isinstance(value, str):
-            value = {"bytes": None, "path": value}
-        if value["bytes"] is None and value["path"] is None:
-            return None
-        feature = self._kinds[_kind(value["path"])] if feature == BY_EXTENSION else feature
-        if isinstance(feature, datasets.Image):
-            return dataclasses.replace(feature, decode=True).decode_example(value)
-        source = io.BytesIO(value["bytes"]) if value["bytes"] is not None else xopen(value["path"], "rb")
-        with source:
-            if isinstance(feature, datasets.Video):
-                return media.read_video(source)
-            samples, _ = media.read_sound(source, feature.sampling_rate, feature.num_channels)
-            return torch.from_numpy(samples)
+    def _decode(self, name: str, value: Any) -> Any:
+        """Return a value of a column as the pipeline and the rewards get it."""
+        feature = self.files.get(name)
+        value = value if feature is None else _read(value, feature)
+        if name not in self._taken:
+            return value
+        has_own_mode = "mask" in name or getattr(feature, "mode", None) is not None
+        return fit_images(value, None if has_own_mode else self._mode)
 
     def _paths(self, column: str) -> Iterator[tuple[int, str]]:
         """Yield row and path of every file that is not stored in the dataset itself."""
@@ -159,8 +166,20 @@ class Columns:
                 for item in value if isinstance(value, list) else [value]:
                     if isinstance(item, dict):
                         item = item["path"] if item["bytes"] is None else None
-                    if item is not None:
+                    if item:  # neither None nor an empty field of a table
                         yield row, item
+
+
+def fit_images(value: Any, mode: str | None) -> Any:
+    """Convert an image, or each one in a list, to what a pipeline takes; return anything else as it is.
+
+    Args:
+        value: value of a column, or of an argument of the pipeline's call.
+        mode: the mode (of Pillow) that it takes; None keeps each image's own, with 8 bits per channel.
+    """
+    if isinstance(value, list):
+        return [fit_images(item, mode) for item in value]
+    return convert_image(value, mode) if isinstance(value, Image.Image) else value
 
 
 def has_transform(dataset: datasets.Dataset) -> bool:
@@ -289,6 +308,17 @@ def _read_paths(column: pa.ChunkedArray) -> list[Any]:
     return [None if held else path for path, held in zip(paths, is_held, strict=True)]
 
 
+def _is_filled(column: pa.ChunkedArray) -> np.ndarray:
+    """Return (rows,) whether a column has a value: neither None nor an empty string, nor a file without any data."""
+    if pa.types.is_struct(column.type) and {field.name for field in column.type} == {"bytes", "path"}:
+        parts = [_is_filled(pa.compute.struct_field(column, name)) for name in ("bytes", "path")]
+        return parts[0] | parts[1]
+    is_there = pa.compute.is_valid(column)
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        is_there = pa.compute.and_(is_there, pa.compute.fill_null(pa.compute.not_equal(column, ""), False))
+    return is_there.to_numpy()
+
+
 def _find_problem(path: str, feature: Media | str) -> str | None:
     """Return why a file cannot be read, or None."""
     source = path.split("::")[-1]
@@ -307,3 +337,25 @@ def _kind(path: str) -> str | None:
     extension = Path(path).suffix.lower()
     kind = "video" if extension in VIDEOS else "audio" if extension in SOUNDS else None
     return kind or ("image" if extension in Image.registered_extensions() else None)
+
+
+def _read(value: Any, feature: Media | str) -> Any:
+    """Decode a stored value, or each one in a list; None stays None."""
+    if isinstance(value, list):
+        return [_read(item, feature) for item in value]
+    if value is None or value == "":
+        return None
+    if isinstance(value, str):
+        value = {"bytes": None, "path": value}
+    if value["bytes"] is None and value["path"] is None:
+        return None
+    feature = KINDS[_kind(value["path"])] if feature == BY_EXTENSION else feature
+    if isinstance(feature, datasets.Image):
+        image = dataclasses.replace(feature, decode=True, mode=None).decode_example(value)
+        return image if feature.mode is None else convert_image(image, feature.mode)
+    source = io.BytesIO(value["bytes"]) if value["bytes"] is not None else xopen(value["path"], "rb")
+    with source:
+        if isinstance(feature, datasets.Video):
+            return media.read_video(source)
+        samples, _ = media.read_sound(source, feature.sampling_rate, feature.num_channels)
+        return torch.from_numpy(samples)

@@ -25,11 +25,12 @@ from ..policy.batching import BATCHED, LISTED, SINGLE, Form, find_form
 from ..policy.rollout import Policy, UnsupportedPipeline
 from ..rewards.contract import PROVIDED, VARIADIC, Reward, list_columns
 from .calls import build_arguments, group_by_shape
-from .columns import Columns, list_given
+from .columns import Columns, RowError, fit_images, list_given
 from .embeddings import check_embeddings, find_replaced_texts, is_embedding
 
 FROM_CONFIG = ("guidance_scale", "height", "width", "num_frames")
 logger = logging.getLogger(__name__)
+SOURCES = ("image", "images", "video", "mask_image", "control_image", "control_video")  # what samples are made from
 RATES = ("frame_rate", "fps")  # names in diffusers for the frames per second of the videos
 FPS = 16.0  # of pipelines without such a parameter
 
@@ -67,7 +68,9 @@ class PipelineInputs:
         self.accepted = set(self.parameters)
         self.fixed = {name: getattr(args, name) for name in FROM_CONFIG if getattr(args, name) is not None}
         check_pipeline_kwargs(args.pipeline_kwargs)  # the settings of `sample` are not checked before
-        self.fixed |= args.pipeline_kwargs or {}
+        self._image_mode = find_image_mode(pipe)
+        for name, value in (args.pipeline_kwargs or {}).items():
+            self.fixed[name] = fit_images(value, None if "mask" in name else self._image_mode)
         self._spacing = {} if args.sigmas is None else {"sigmas": list(args.sigmas)}
         if self._spacing and "sigmas" not in parameters:
             raise ValueError(
@@ -80,7 +83,6 @@ class PipelineInputs:
                 f"{', '.join(sorted(self.accepted))}."
             )
         self.fps = self._find_fps()
-        self._image_mode = find_image_mode(pipe)
         self._is_size_told = False
         self._columns: dict[int, tuple[Dataset, Columns]] = {}
         self.forms: dict[frozenset[str], Form] = {}  # by the names of the columns that a row has
@@ -105,7 +107,7 @@ class PipelineInputs:
 
     def __call__(self, rows: list[dict[str, Any]], **overrides: Any) -> dict[str, Any]:
         """Return the keyword arguments for these rows; columns win over settings, `overrides` over both."""
-        form = self.forms.get(self._find_given(rows[0]), Form(BATCHED))
+        form = self.forms.get(self.find_given(rows[0]), Form(BATCHED))
         return self.arguments(rows, form.name) | overrides
 
     def of_evaluation(self, rows: list[dict[str, Any]], **overrides: Any) -> dict[str, Any]:
@@ -136,7 +138,8 @@ class PipelineInputs:
                 f"{', '.join(sorted(self.accepted))}."
             )
 
-    def _find_given(self, row: dict[str, Any]) -> frozenset[str]:
+    def find_given(self, row: dict[str, Any]) -> frozenset[str]:
+        """Return the names of the pipeline's inputs that a row holds; `forms` has a form for each such set."""
         return frozenset(name for name in self.accepted & row.keys() if row[name] is not None)
 
     def columns(self, dataset: Dataset) -> Columns:
@@ -210,7 +213,17 @@ class PipelineInputs:
                 f"the column, or rename the one that holds it (there are {', '.join(given)})."
             )
         self.check_columns(dataset, name)
-        idle = [c for c in self.columns(dataset).list_media() if c not in self.accepted | self._asked]
+        media = self.columns(dataset).list_media()
+        videos = [column for column in media if column in self.accepted and "video" in column]
+        if videos and self.args.fps is None and not any(rate in self.parameters for rate in RATES):
+            logger.warning(
+                "%s: fps is not set, so the videos that are made from the column %r are saved and scored at %g frames "
+                "per second; set fps to the rate of the column's videos.",
+                name,
+                videos[0],
+                self.fps,
+            )
+        idle = [column for column in media if column not in self.accepted | self._asked]
         if idle:
             logger.warning(
                 "%s: %s does not take %s, and no reward names it; the pipeline takes %s. Rename the column if it is "
@@ -224,6 +237,41 @@ class PipelineInputs:
     def find_missing(self, given: Collection[str]) -> list[str]:
         """Return the arguments without a default that neither the settings nor the `given` columns set."""
         return find_missing(self.parameters, {*given, *self.fixed})
+
+    def check_sources(self, policy: Policy, named: list[tuple[str, Dataset]], prompts: list[str]) -> None:
+        """Refuse rows without an image, a mask or a video that the pipeline cannot be called without.
+
+        Many pipelines need an image although its parameter has a default. A run would fail only when it draws such a
+        row. So the pipeline is called, up to its network, with a row of each kind that lacks an input of this sort.
+
+        Args:
+            policy: policy of the pipeline.
+            named: the datasets, with the names that messages use for them.
+            prompts: prompts that are sampled without a dataset (`validation_prompts`).
+
+        Raises:
+            ValueError: there is such a row.
+        """
+        sources = {name for name in SOURCES if name in self.accepted and name not in self.fixed}
+        if not sources or policy.draws_tokens:
+            return
+        kinds = [
+            (f"{name}, row {index} (the first is row 0),", dataset, index, sources - filled)
+            for name, dataset in named
+            for filled, index in self.columns(dataset).find_filled(sources).items()
+        ]
+        kinds += [("validation_prompts", None, 0, sources)] if prompts else []
+        for place, dataset, index, absent in kinds:
+            if not absent:
+                continue
+            row = {"prompt": prompts[0]} if dataset is None else self.rows(dataset, [index])[0]
+            refusals = [self._find_refusal(policy, row, form, 1) for form in (BATCHED, SINGLE, LISTED)]
+            if None not in refusals:
+                missing, error = " and ".join(sorted(absent)), " ".join(str(refusals[0]).split())
+                raise ValueError(
+                    f"{place} cannot be used without {missing}: {self.pipeline.__name__} fails with "
+                    f"{type(refusals[0]).__name__}: {error}"
+                )
 
     def check_columns(self, dataset: Dataset, name: str) -> None:
         """Refuse columns that the pipeline could take and never gets, and files that cannot be read.
@@ -273,18 +321,27 @@ class PipelineInputs:
                 set of columns that is new to some process, the row of the first such process. A collective.
 
         Raises:
-            Exception: the error of the pipeline, if it takes the rows in no form.
+            RowError: the pipeline takes the rows in no form; its error is chained.
         """
         if policy.draws_tokens:  # such pipelines take a list of prompts
             return
         is_trained, args = args is None, args or self.args
         asked: dict[frozenset[str], dict[str, Any]] = {}
         for row in rows:
-            given = self._find_given(row)
+            given = self.find_given(row)
             if given not in self.forms:
                 asked.setdefault(given, {name: row[name] for name in row if name in given})
         for given, row in (asked if accelerator is None else _gather_asked(asked, accelerator)).items():
-            self.forms[given] = self._find_form(policy, row, noise_level, args, is_trained)
+            try:
+                self.forms[given] = self._find_form(policy, row, noise_level, args, is_trained)
+            except (UnsupportedPipeline, UntrainedStepError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:  # any error of the pipeline
+                own = f" (prompt {row['prompt']!r})" if isinstance(row.get("prompt"), str) else ""
+                raise RowError(
+                    f"{self.pipeline.__name__} fails on a row with {', '.join(sorted(given))}{own}: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
 
     def _find_form(
         self,
@@ -410,7 +467,7 @@ class PipelineInputs:
             return
         if all(self._find_refusal(policy, row, form, 1) is not None for form in (SINGLE, LISTED)):
             return  # the first rollout reports what is wrong
-        self.forms[self._find_given(row)] = Form(SINGLE, " ".join(str(reason).split()).rstrip("."))
+        self.forms[self.find_given(row)] = Form(SINGLE, " ".join(str(reason).split()).rstrip("."))
         self.refuse_single([row], loss_type)
 
     def _find_refusal(self, policy: Policy, row: dict[str, Any], form: str, count: int) -> Exception | None:
@@ -430,7 +487,7 @@ class PipelineInputs:
         Raises:
             UnsupportedPipeline: `learn` has found that there is such a row.
         """
-        forms = (self.forms.get(self._find_given(row), Form(BATCHED)) for row in rows)
+        forms = (self.forms.get(self.find_given(row), Form(BATCHED)) for row in rows)
         single = next((form for form in forms if form.name != BATCHED), None)
         if single is not None:
             raise UnsupportedPipeline(
@@ -442,7 +499,7 @@ class PipelineInputs:
         """Return the indices of the rows of each call: rows with equal numbers and shapes, or single rows."""
         parts = []
         for part in group_by_shape(rows, self.accepted, self.describe_prompt):
-            is_batched = self.forms.get(self._find_given(rows[part[0]]), Form(BATCHED)).name == BATCHED
+            is_batched = self.forms.get(self.find_given(rows[part[0]]), Form(BATCHED)).name == BATCHED
             parts += [part] if is_batched else [[index] for index in part]
         return parts
 

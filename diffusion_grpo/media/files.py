@@ -242,7 +242,7 @@ def _sound_packets(stream: Any, channels: np.ndarray, video: VideoWithSound, lay
 
 
 def read_video(source: str | Path | BinaryIO) -> list[Image.Image]:
-    """Read all frames of a video file as RGB images.
+    """Read all frames of a video file as RGB images, turned upright as players show them.
 
     Raises:
         ValueError: the file holds no video.
@@ -252,7 +252,12 @@ def read_video(source: str | Path | BinaryIO) -> list[Image.Image]:
     with av.open(source if hasattr(source, "read") else str(source)) as file:
         if not file.streams.video:
             raise ValueError(f"{source} contains no video.")
-        return [frame.to_image() for frame in file.decode(video=0)]
+        return [_turn_upright(frame.to_image(), frame.rotation) for frame in file.decode(video=0)]
+
+
+def _turn_upright(image: Image.Image, degrees: int) -> Image.Image:
+    """Turn a frame counterclockwise, as the metadata of a phone's video says."""
+    return image.rotate(degrees, expand=True) if degrees else image
 
 
 def write_sound(samples: np.ndarray, path: str | Path, sampling_rate: int) -> Path:

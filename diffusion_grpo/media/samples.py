@@ -28,6 +28,21 @@ def as_images(samples: list) -> list:
     return samples if all(new is old for new, old in zip(converted, samples, strict=True)) else converted
 
 
+def convert_image(image: Image.Image, mode: str | None) -> Image.Image:
+    """Return an image with 8 bits per channel, in the given mode (of Pillow) if there is one.
+
+    Images of 16 bits, such as depth maps, are scaled down. Pillow would clip them, so that most become white.
+
+    Raises:
+        ValueError: the image holds floats, whose range is unknown.
+    """
+    if image.mode.startswith("I"):
+        image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
+    elif image.mode == "F":
+        raise ValueError("the image holds floats; store it with 8 or 16 bits per channel")
+    return image if mode in (None, image.mode) else image.convert(mode)
+
+
 def _convert(sample: Any) -> Any:
     if _is_frame(sample):
         return _to_image(sample)

@@ -31,7 +31,8 @@ UNPUBLISHED = ["_*", "checkpoint-*", "tmp-*", "policy/*pytorch_lora_weights.safe
 # Pushed without push_samples: weights and the configs that diffusers needs, the card and its images, and run.json,
 # which says to which network a LoRA belongs
 PUBLISHED = ["README.md", "curve.png", "grid.png", "*.safetensors", "*.safetensors.index.json", "*config.json"]
-PUBLISHED += ["model_index.json", "images/*-before.*", "images/*-after.*", "train.yaml", "run.json"]
+PUBLISHED += ["model_index.json", "train.yaml", "run.json"]
+PUBLISHED += ["images/*-before.*", "images/*-after.*", "images/*-input.*"]
 SAMPLES = ["samples/*", "evaluations/*", "validation/*", "failures/*", "runs/*"]
 
 
@@ -136,8 +137,8 @@ def pipeline_tag(pipeline: type[DiffusionPipeline], given: Iterable[str]) -> str
     parameters = inspect.signature(pipeline.__call__).parameters
     if "Prior" in pipeline.__name__:  # makes embeddings for another pipeline
         return None
-    source = "image" if {"image", "images"} & set(given) else "text"
-    if {"num_frames", "video_length"} & parameters.keys():
+    source = "video" if "video" in given else "image" if {"image", "images"} & set(given) else "text"
+    if {"num_frames", "video_length", "video"} & parameters.keys():
         return f"{source}-to-video"
     if any(name.startswith("audio_") for name in parameters):
         return "text-to-audio"

@@ -44,12 +44,12 @@ def names_hub_model(model: str) -> bool:
 
 def _load_base(run: dict[str, Any], how: str) -> list[str]:
     """Return the lines that load the base model, after the imports that they need."""
-    if run["model"] == run.get("pipeline"):  # a pipeline that was built in memory has no other name
-        return ["", "pipe = ...  # the pipeline that was trained"]
     is_embedded = run["model"] == "tiny"  # it has no name on the Hub
     base = "tiny.PATH" if is_embedded else json.dumps(run["model"])
     lines = ["from diffusion_grpo import tiny"] if is_embedded else []
     lines += ["from peft import PeftModel"] if run.get("loads_by") == "peft" else []
+    if run["model"] == run.get("pipeline"):  # a pipeline that was built in memory has no other name
+        return [*lines, "", "pipe = ...  # the pipeline that was trained"]
     is_local = not is_embedded and not names_hub_model(run["model"])
     note = "  # a folder on the machine that trained it" if is_local else ""
     given = run["settings"].get("model_init_kwargs") or {}
@@ -99,7 +99,8 @@ def _call(call: dict[str, Any] | None, prompt: str | None) -> list[str]:
     """
     if call is None:
         return []
-    first = [_write(prompt or "a prompt")] if "prompt" in call["inputs"] else []
+    # by name: the first parameter of many pipelines is another one, such as the image
+    first = [f"prompt={_write(prompt or 'a prompt')}"] if "prompt" in call["inputs"] else []
     own = [f"{name}=..." for name in call["inputs"] if name != "prompt"]
     arguments = [*first, *own, *(f"{name}={_write(value)}" for name, value in call["arguments"].items())]
     note = "# as in the evaluations" + ("; put your own inputs in place of ..." if own else "")

@@ -20,6 +20,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from .. import __version__
 from ..config.settings import DiffusionGRPOConfig, describe
 from ..media.files import write_sample
+from ..media.samples import convert_image
 from ..policy.base import split_component
 from .card_data import public_model_name, strip_folders, strip_secrets
 from .manifest import ResumeError
@@ -271,7 +272,7 @@ def write_inputs(images: Iterable[Image.Image | None], stems: Iterable[Path | No
             continue
         path = stem.with_name(f"{stem.name}.png")
         path.parent.mkdir(parents=True, exist_ok=True)
-        small = image.convert("RGB")
+        small = convert_image(image, "RGB")
         small.thumbnail((INPUT_WIDEST, INPUT_WIDEST))
         small.save(path)
         found.append(str(path.relative_to(root)))

@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.parquet
@@ -23,6 +24,7 @@ from ..data.prompts import get_prompt_column, get_prompts
 from ..media.files import extract_samples, find_sampling_rate
 from ..pipelines import family_of
 from ..policy.base import call_arguments, policy_component
+from ..policy.batching import LISTED, SINGLE, Form
 from ..policy.rollout import rollout, sample_seed
 from ..policy.token import make_policy
 from ..rewards import Reward, reward_weights, score
@@ -235,11 +237,31 @@ class Sampler:
         for first in range(0, len(rows), settings.batch_size):
             for part in self._split(rows[first : first + settings.batch_size]):
                 chosen = [first + number for number in part]
-                made = make(self.inputs([rows[row] for row in chosen]), [positions[row] for row in chosen])
+                made = self._call(make, [rows[row] for row in chosen], [positions[row] for row in chosen])
                 self.inputs.check_samples(made, [rows[row] for row in chosen])
                 for row, sample in zip(chosen, made, strict=True):
                     samples[row] = sample
         return samples
+
+    def _call(self, make: Callable, rows: list[dict[str, Any]], positions: list[int]) -> Any:
+        """Call the pipeline with these rows; if it refuses lists of such rows, go on with one sample per call."""
+        given, forms = self.inputs.find_given(rows[0]), self.inputs.forms
+        try:
+            return make(self.inputs(rows), positions)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as refused:  # any error of the pipeline
+            if given in forms:
+                raise
+            for name in (SINGLE, LISTED):
+                forms[given] = Form(name, str(refused))
+                try:
+                    return [make(self.inputs([row]), [at])[0] for row, at in zip(rows, positions, strict=True)]
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception:  # nor does it take this form
+                    del forms[given]
+            raise
 
     def _split(self, rows: list[dict[str, Any]]) -> list[list[int]]:
         """Return the indices of the rows of each call.

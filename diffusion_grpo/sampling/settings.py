@@ -98,7 +98,7 @@ class SampleSettings:
     @property
     def identity(self) -> dict[str, Any]:
         """Values that two jobs must share for their samples to belong in one table."""
-        names = ("model", "lora", "num_generations", "num_inference_steps", "sigmas", "sde_type", "noise_level")
+        names = ("model", "lora", "num_generations", "num_inference_steps", "sigmas", "sde_type", "noise_level", "fps")
         names += ("same_initial_noise", "seed", "dtype", "reward_funcs", "eval_reward_funcs", "pipeline_kwargs", *CALL)
         values = {name: getattr(self, name) for name in names}
         for name in ("model", "lora"):  # ignore a slash at the end of a folder

@@ -139,10 +139,12 @@ def _show(handler: CallbackHandler, run: Path, folder: str, file: str, name: str
         return
     steps = choose_steps(sorted(int(path.name[5:]) for path in (run / folder).glob("step-*") if path.is_dir()))
     rows = {f"step {number}": sorted((run / folder / f"step-{number:06d}").glob("*.png")) for number in steps}
-    inputs = sorted((run / folder / "inputs").glob("*.png"))
-    first = {"input": inputs} if inputs else {}
+    own = rows[f"step {step}"]
+    inputs = [run / folder / "inputs" / path.name for path in own]  # samples made from text alone have none
+    found = [path if path.is_file() else None for path in inputs]
+    first = {"input": found} if any(found) else {}
     draw_grid(first | rows).save(run / file)
-    log_image(handler.callbacks, name, draw_grid(first | {f"step {step}": rows[f"step {step}"]}), step)
+    log_image(handler.callbacks, name, draw_grid(first | {f"step {step}": own}), step)
     files = [path for path in sorted(newest.iterdir()) if path.suffix in (".mp4", ".wav")]
     log_files(handler.callbacks, name, files, step)
 

@@ -85,18 +85,22 @@ def _show_config(setup: Callable[..., None]) -> Callable[..., None]:
     return set_up
 
 
-def draw_grid(rows: dict[str, list[Path | Image.Image]], cell: int = GRID_CELL) -> Image.Image:
-    """Draw images in rows, each row with a label on its left; images are scaled down to `cell` pixels."""
-    loaded = {label: [_fit(image, cell) for image in images] for label, images in rows.items()}
-    width = max((image.width for images in loaded.values() for image in images), default=1)
-    height = max((image.height for images in loaded.values() for image in images), default=1)
+def draw_grid(rows: dict[str, list[Path | Image.Image | None]], cell: int = GRID_CELL) -> Image.Image:
+    """Draw images in rows, each row with a label on its left; images are scaled down to `cell` pixels.
+
+    A place whose image is None stays empty.
+    """
+    loaded = {label: [image and _fit(image, cell) for image in images] for label, images in rows.items()}
+    width = max((image.width for images in loaded.values() for image in images if image), default=1)
+    height = max((image.height for images in loaded.values() for image in images if image), default=1)
     columns, margin, gap = max((len(images) for images in loaded.values()), default=0), 64, 4
     grid = Image.new("RGB", (margin + columns * (width + gap), len(loaded) * (height + gap)), "white")
     draw = ImageDraw.Draw(grid)
     for row, (label, images) in enumerate(loaded.items()):
         draw.text((4, row * (height + gap) + 4), label, fill="black")
         for column, image in enumerate(images):
-            grid.paste(image, (margin + column * (width + gap), row * (height + gap)))
+            if image is not None:
+                grid.paste(image, (margin + column * (width + gap), row * (height + gap)))
     return grid
 
 

@@ -248,3 +248,50 @@ def test_a_transform_that_fails_names_the_row(folder):
     assert columns.rows([0])[0]["image"].size == (16, 8)
     with pytest.raises(RowError, match="Row 1 .*transform failed with UnidentifiedImageError: cannot identify"):
         columns.rows([1])
+
+
+def test_sixteen_bits_are_scaled_and_not_clipped(folder):
+    """Pillow would make a depth map white beyond 255 of 65535."""
+    ramp = Image.fromarray(np.linspace(0, 65535, 16 * 8).astype(np.uint16).reshape(8, 16))
+    ramp.save(folder / "ramp.png")
+    paths = [str(folder / "ramp.png")]
+    typed = datasets.Dataset.from_dict({"image": paths, "mask_image": paths, "target": paths})
+    typed = typed.cast_column("mask_image", IMAGE).cast_column("target", IMAGE)
+    taken = inspect.signature(FluxKontextInpaintPipeline.__call__).parameters
+    for dataset in (typed, typed.cast_column("image", IMAGE), typed.cast_column("image", datasets.Image(mode="L"))):
+        (row,) = Columns(dataset, taken).rows([0])
+        for name in ("image", "mask_image"):
+            pixels = np.asarray(row[name].convert("L"))
+            assert abs(pixels - np.linspace(0, 255, 16 * 8).reshape(8, 16)).max() <= 1
+        assert row["mask_image"].mode == "L" and row["target"].mode == "I;16"  # the reward gets its own
+
+
+def test_images_of_a_transform_have_the_mode_too(folder):
+    taken = inspect.signature(FluxKontextInpaintPipeline.__call__).parameters
+    made = {"image": [Image.new("RGBA", (16, 8))], "mask_image": [Image.new("L", (16, 8))]}
+    dataset = datasets.Dataset.from_dict({"prompt": ["a"]}).with_transform(lambda batch: made)
+    (row,) = Columns(dataset, taken).rows([0])
+    assert (row["image"].mode, row["mask_image"].mode) == ("RGB", "L")
+
+
+def test_an_empty_field_is_no_image(folder):
+    dataset = datasets.Dataset.from_dict({"image": ["", str(folder / "red.png")]})
+    columns = Columns(dataset, parameters())
+    columns.check("train_dataset")
+    assert columns.rows([0])[0]["image"] is None
+
+
+def test_the_first_row_of_each_set_of_filled_columns(folder):
+    path = str(folder / "red.png")
+    data = {"image": [path, None, "", path], "mask_image": [None, None, path, path], "prompt": ["a", "b", "c", "d"]}
+    plain = datasets.Dataset.from_dict(data)
+    names = ("image", "mask_image", "video")
+    expected = {frozenset({"image"}): 0, frozenset(): 1, frozenset({"mask_image"}): 2, frozenset(names[:2]): 3}
+    typed = plain.map(lambda row: {"image": row["image"] or None}).cast_column("image", IMAGE)
+    taken = inspect.signature(FluxKontextInpaintPipeline.__call__).parameters
+    for dataset in (plain, typed):
+        assert Columns(dataset, taken).find_filled(names) == expected
+    assert Columns(plain.select([3, 1, 3]), taken).find_filled(names) == {frozenset(): 1, frozenset(names[:2]): 0}
+    assert Columns(plain.select_columns(["prompt"]), taken).find_filled(names) == {frozenset(): 0}
+    moved = plain.with_transform(lambda batch: {"prompt": batch["prompt"], "image": [1] * len(batch["prompt"])})
+    assert Columns(moved, taken).find_filled(names) == {frozenset({"image"}): 0}

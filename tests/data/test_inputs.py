@@ -9,8 +9,14 @@ import numpy as np
 import pytest
 import tiny_pipelines
 import torch
-from datasets import Dataset
-from diffusers import FlowMatchEulerDiscreteScheduler, FluxKontextPipeline, WanImageToVideoPipeline, WanPipeline
+from datasets import Dataset, Video
+from diffusers import (
+    FlowMatchEulerDiscreteScheduler,
+    FluxKontextPipeline,
+    WanImageToVideoPipeline,
+    WanPipeline,
+    WanVideoToVideoPipeline,
+)
 from peft import LoraConfig
 from PIL import Image
 from tiny_runs import (
@@ -27,6 +33,7 @@ from tiny_runs import (
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.data import inputs as module
 from diffusion_grpo.data.calls import group_by_shape
+from diffusion_grpo.data.columns import RowError
 from diffusion_grpo.data.inputs import PipelineInputs, prepare_inputs
 from diffusion_grpo.media.serialize import pack_samples
 from diffusion_grpo.policy.batching import Form
@@ -290,8 +297,10 @@ def test_what_fails_beside_the_form_is_the_pipelines_own_error(tmp_path, shade):
         inputs, _ = learned(Moody, tmp_path, row)
         assert [form.name for form in inputs.forms.values()] == ["listed"]
         return
-    with pytest.raises(OSError, match="this image is too dark to read"):
+    message = r"Moody fails on a row with image, prompt \(prompt 'a red cat'\): OSError: this image is too dark"
+    with pytest.raises(RowError, match=message) as failure:
         learned(Moody, tmp_path, row)
+    assert isinstance(failure.value.__cause__, OSError)
 
 
 def test_memory_that_runs_out_is_no_answer(tmp_path, monkeypatch):
@@ -623,3 +632,68 @@ def test_advice_on_training_is_not_for_sampling(tmp_path, caplog, only_samples):
     inputs = PipelineInputs(pipe, args)
     inputs.learn(DenoisingPolicy(pipe), [{"prompt": "a house"}], 0.7, args if only_samples else None)
     assert ("transformer_2 will not be trained" in caplog.text) is not only_samples
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "message"),
+    [
+        (
+            "sd15_img2img",
+            {},
+            "row 0 .* cannot be used without image: StableDiffusionImg2ImgPipeline fails",
+        ),
+        (
+            "qwen_image_edit",
+            {"image": 3},
+            "row 3 .*without image: QwenImageEditPipeline fails with Attr",
+        ),
+        ("sd15_inpaint", {"image": 4, "mask_image": 2}, "train_dataset, row 2 .* cannot be used without mask_image: "),
+    ],
+)
+def test_rows_without_an_image_that_the_pipeline_needs_are_refused_before_training(tmp_path, name, columns, message):
+    """Its parameter has a default, so that the signature does not tell."""
+    picture, plain = Image.new("RGB", (32, 32)), tiny_pipelines.build(name)[1]
+    kept = {key: value for key, value in plain.items() if key in ("true_cfg_scale", "negative_prompt", "strength")}
+    data = {key: [picture] * count + [None] * (4 - count) for key, count in columns.items()}
+    settings = {"pipeline_kwargs": tiny_pipelines.of_every_prompt(kept), "columns": data, "sde_window": [0, 2]}
+    with pytest.raises(ValueError, match=message):
+        trainer_for(tmp_path, name, **settings)
+
+
+def test_validation_prompts_of_a_pipeline_that_needs_an_image_are_refused(tmp_path):
+    pictures = {"image": [Image.new("RGB", (32, 32))] * 4}
+    held_out = Dataset.from_dict({"prompt": ["a cat"], "image": pictures["image"][:1]})
+    settings = {"pipeline_kwargs": {}, "columns": pictures, "eval_dataset": held_out, "sde_window": [0, 3]}
+    trainer_for(tmp_path / "a", "sd15_img2img", num_inference_steps=6, **settings)
+    with pytest.raises(ValueError, match="validation_prompts cannot be used without image"):
+        trainer_for(tmp_path / "b", "sd15_img2img", num_inference_steps=6, validation_prompts=["a dog"], **settings)
+
+
+def test_rows_without_an_image_are_fine_where_it_is_optional(tmp_path):
+    columns = {"image": [Image.new("RGB", (16, 16)), None, None, None]}
+    pipe, inputs = tiny_pipelines.build("flux_kontext")
+    settings = {"pipeline_kwargs": {"max_area": 256, "_auto_resize": False, "max_sequence_length": 8}}
+    trainer_for(tmp_path, "flux_kontext", columns=columns, **settings)
+
+
+def test_images_in_pipeline_kwargs_have_the_mode_of_the_pipeline():
+    settings = {"pipeline_kwargs": {"image": Image.new("RGBA", (8, 8)), "mask_image": Image.new("L", (8, 8))}}
+    args = DiffusionGRPOConfig("runs", use_cpu=True, **settings)
+    fixed = PipelineInputs(tiny_pipelines.build("sd15_inpaint")[0], args).fixed
+    assert (fixed["image"].mode, fixed["mask_image"].mode) == ("RGB", "L")
+
+
+def test_a_vae_of_four_channels_takes_rgba():
+    pipe = tiny_pipelines.build("sd3")[0]
+    assert module.find_image_mode(pipe) == "RGB" == module.find_image_mode(type(pipe))
+    pipe.vae.register_to_config(in_channels=4)
+    assert module.find_image_mode(pipe) == "RGBA"
+
+
+def test_videos_made_from_videos_need_a_frame_rate(caplog):
+    videos = Dataset.from_dict({"prompt": ["a"], "video": [str(__file__)]}).cast_column("video", Video())
+    for settings, is_told in (({}, True), ({"fps": 8.0}, False)):
+        caplog.clear()
+        inputs = PipelineInputs(WanVideoToVideoPipeline, DiffusionGRPOConfig("runs", use_cpu=True, **settings))
+        inputs.check(videos, "train_dataset")
+        assert ("scored at 16 frames per second; set fps to the rate" in caplog.text) == is_told

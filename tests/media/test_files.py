@@ -127,3 +127,21 @@ def test_ltx2s_sound_comes_with_its_video():
     videos = extract_samples(pipe, output)
     assert [frame.size for frame in videos[1]] == [(32, 32)] * 5
     assert np.array_equal(videos[1].sound, output.audio[1].numpy()) and videos[1].sampling_rate == 24000
+
+
+def test_a_video_of_a_phone_is_turned_upright(tmp_path):
+    """The frames are stored on their side, and a matrix in the header says how to show them."""
+    frame = Image.new("RGB", (64, 32), "red")
+    frame.paste("blue", (0, 0, 32, 32))  # blue on the left, red on the right
+    path = write_video([frame] * 3, tmp_path / "a.mp4", fps=8)
+    content = bytearray(path.read_bytes())
+    start = content.index(b"tkhd") + 44
+    one, minus = (65536).to_bytes(4, "big"), (-65536).to_bytes(4, "big", signed=True)
+    assert content[start : start + 4] == one  # the matrix begins here
+    clockwise = [0, one, 0, minus, 0, 0]  # x' = -y, y' = x
+    content[start : start + 24] = b"".join(item or bytes(4) for item in clockwise)
+    path.write_bytes(content)
+    (first, *rest) = read_video(path)
+    assert len(rest) == 2 and first.size == (32, 64)
+    top, bottom = first.getpixel((16, 8)), first.getpixel((16, 56))
+    assert top[2] > 200 > top[0] and bottom[0] > 200 > bottom[2]  # the left side has become the top

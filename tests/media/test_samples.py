@@ -3,11 +3,12 @@
 import threading
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 
 from diffusion_grpo.media.files import VideoWithSound
-from diffusion_grpo.media.samples import as_images, copy_value
+from diffusion_grpo.media.samples import as_images, convert_image, copy_value
 
 
 def make_image(shade: int, size: int = 8) -> Image.Image:
@@ -52,3 +53,14 @@ def test_rewards_get_tensors_that_numpy_can_read() -> None:
     assert [image.tobytes() for image in moved] == [image.tobytes() for image in plain]
     samples = [waveform]
     assert as_images(samples) is samples  # nothing to move
+
+
+def test_images_of_more_bits_are_scaled_to_eight() -> None:
+    deep = Image.fromarray(np.array([[0, 256, 65535]], dtype=np.uint16))
+    for mode in ("I;16", "I"):  # which of them depends on Pillow's version and the file
+        assert np.asarray(convert_image(deep.convert(mode), None)).tolist() == [[0, 1, 255]]
+    assert convert_image(deep, "RGB").getpixel((2, 0)) == (255, 255, 255)
+    image = make_image(7)
+    assert convert_image(image, "RGB") is image and convert_image(image, "L").getpixel((0, 0)) == 7
+    with pytest.raises(ValueError, match="holds floats"):
+        convert_image(Image.new("F", (2, 2)), "RGB")

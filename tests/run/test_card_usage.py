@@ -7,7 +7,7 @@ from datasets import Dataset
 from diffusers import DiffusionPipeline
 from peft import LoraConfig
 from PIL import Image
-from tiny_runs import LORA, SETTINGS, brightness, trainer_for
+from tiny_runs import LORA, SETTINGS, brightness, first_frame_brightness, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.run.card_usage import write_usage
@@ -86,17 +86,39 @@ def test_the_code_of_a_full_run_that_is_still_going_on_loads_its_checkpoint(tmp_
     assert 'pipe = DiffusionPipeline.from_pretrained("run")\n' in code and "subfolder" not in code
 
 
+@pytest.mark.parametrize("name", ["wan_image", "flux2"])
+def test_the_code_calls_pipelines_whose_first_parameter_is_an_image(tmp_path, monkeypatch, name):
+    base, inputs = tiny_pipelines.build(name)
+    base.save_pretrained(tmp_path / "base")
+    image = inputs.get("image")
+    columns = {"image": [image] * 4} if image is not None else {}
+    held_out = Dataset.from_dict({"prompt": ["a cat"]} | ({"image": [image]} if columns else {}))
+    rewards = first_frame_brightness if name == "wan_image" else brightness
+    settings = {"model": str(tmp_path / "base"), "max_steps": 1, "columns": columns, "eval_dataset": held_out}
+    rest = {key: value for key, value in inputs.items() if key in ("max_sequence_length", "text_encoder_out_layers")}
+    trainer = trainer_for(tmp_path / "run", name, rewards=rewards, pipeline_kwargs=rest, **settings)
+    trainer.train()
+    trainer.save_model()
+    card = tmp_path / "run" / "README.md"
+    assert ("image=..." in card.read_text()) == bool(columns)
+    card.write_text(card.read_text().replace("image=...", "image=picture"))
+    monkeypatch.setattr("builtins.picture", image, raising=False)
+    names, _ = run_usage(tmp_path / "run", monkeypatch)
+    frames = names["sample"] if name == "wan_image" else [names["sample"]]
+    assert len(frames) == inputs.get("num_frames", 1)
+
+
 def test_what_a_dataset_gives_beside_prompts_stands_as_dots():
     call = {"inputs": ["image", "prompt"], "arguments": {"num_inference_steps": 4, "negative_prompt": 'a "x"'}}
     lines = write_usage(RUN | {"evaluation_call": call}, "me/run", "ein Löwe", is_on_hub=True).splitlines()
     assert lines[-2] == "# as in the evaluations; put your own inputs in place of ..."
     assert lines[-1] == (
-        'sample = pipe("ein Löwe", image=..., num_inference_steps=4, negative_prompt=\'a "x"\')[0][0]'
+        'sample = pipe(prompt="ein Löwe", image=..., num_inference_steps=4, negative_prompt=\'a "x"\')[0][0]'
     )
     call["arguments"] |= {"negative_prompt": "long " * 30}
     assert write_usage(RUN | {"evaluation_call": call}, "me/run", 'a "x"', is_on_hub=True).splitlines()[-6:] == [
         "sample = pipe(",
-        "    'a \"x\"',",
+        "    prompt='a \"x\"',",
         "    image=...,",
         "    num_inference_steps=4,",
         f'    negative_prompt="{"long " * 30}",',

@@ -45,7 +45,8 @@ def test_jobs_whose_samples_differ_have_other_identities():
     words = ("owner/name", "--prompts", "x.txt")
     first = read(*words)
     assert first.identity == read(*words, "--batch_size", "3", "--output_dir", "elsewhere").identity
-    for option in (("--seed", "1"), ("--height", "8"), ("--reward_funcs", "text"), ("--pipeline_kwargs", '{"a": 1}')):
+    others = (("--seed", "1"), ("--height", "8"), ("--reward_funcs", "text"), ("--pipeline_kwargs", '{"a": 1}'))
+    for option in (*others, ("--fps", "8")):
         assert first.identity != read(*words, *option).identity
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from ...media.samples import convert_image
 from ..contract import opens_images
 from ..models.pixels import open_image
 
@@ -49,15 +50,17 @@ def psnr(images: list[Image.Image], target_column: str = "target", **columns) ->
 
 def _like(other: Image.Image | str | Path, image: Image.Image) -> Image.Image:
     other = open_image(other)
-    return other if other.size == image.size else other.convert("RGB").resize(image.size, Image.Resampling.LANCZOS)
+    if other.size == image.size:
+        return other
+    return convert_image(other, "RGB").resize(image.size, Image.Resampling.LANCZOS)
 
 
 def _luma(image: Image.Image) -> np.ndarray:
-    return np.asarray(image.convert("L"), dtype=np.float64)
+    return np.asarray(convert_image(image, "L"), dtype=np.float64)
 
 
 def _rgb(image: Image.Image) -> np.ndarray:
-    return np.asarray(image.convert("RGB"), dtype=np.float64)
+    return np.asarray(convert_image(image, "RGB"), dtype=np.float64)
 
 
 def _psnr(x: np.ndarray, y: np.ndarray) -> float:
