@@ -152,14 +152,15 @@ class PipelineInputs:
         """Return rows of the dataset with their files decoded; see [`~diffusion_grpo.data.columns.Columns.rows`]."""
         return self.columns(dataset).rows(indices)
 
-    def find_image(self, row: dict[str, Any]) -> Image.Image | None:
-        """Return the first image of a row that the pipeline takes, masks aside; of a list or video, its first item."""
-        for name in self.parameters:
+    def find_images(self, row: dict[str, Any]) -> list[Image.Image]:
+        """Return the images of a row that the pipeline takes, masks last; of a video, its first frame."""
+        found: list[Image.Image] = []
+        for name in sorted(self.parameters, key=lambda name: "mask" in name):  # otherwise in their order
             value = row.get(name)
-            value = value[0] if isinstance(value, list) and value else value
-            if isinstance(value, Image.Image) and "mask" not in name:
-                return value
-        return None
+            items = value if isinstance(value, list) else [value]
+            images = [item for item in items if isinstance(item, Image.Image)]
+            found += images[:1] if "video" in name else images
+        return found
 
     def check_samples(self, samples: Any, rows: list[dict[str, Any]]) -> None:
         """Refuse the wrong number of samples of a call; warn once if they do not have the size that was asked for.

@@ -242,7 +242,7 @@ def check_dataset(dataset: datasets.Dataset, name: str = "train_dataset") -> Non
     if "prompt" not in dataset.column_names and not any(map(is_embedding, dataset.column_names)):
         raise ValueError(
             f"{name} has no column 'prompt', only {dataset.column_names}; rename the one that holds the prompts "
-            f"with rename_column, or give embeddings as '{EMBEDDED}'."
+            f"with rename_column, give embeddings as '{EMBEDDED}', or add empty prompts if the pipeline takes none."
         )
     if len(dataset) == 0:
         raise ValueError(f"{name} is empty; give it at least one row with a prompt.")

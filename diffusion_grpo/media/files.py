@@ -74,8 +74,9 @@ def write_sample(
 ) -> tuple[Path | None, Path]:
     """Write one sample to files. Each is written under a temporary name first, so that no file is ever incomplete.
 
-    An image becomes a PNG. A video becomes an MP4, with its sound if it has any, and a PNG of the first frame. A
-    waveform becomes a WAV and a PNG that plots it. Anything else (embeddings) becomes an NPY.
+    An image becomes a PNG. A video becomes an MP4, with its sound if it has any, and a PNG of its middle frame, since
+    the first one may be the image that it was made from. A waveform becomes a WAV and a PNG that plots it. Anything
+    else (embeddings) becomes an NPY.
 
     Args:
         sample: an image, a list of frames, or an array or tensor.
@@ -94,7 +95,7 @@ def write_sample(
         return image, image
     if isinstance(sample, list) and sample and isinstance(sample[0], Image.Image):
         file = _write_whole(stem, ".mp4", lambda path: write_video(sample, path, fps))
-        return _write_whole(stem, ".png", lambda path: sample[0].save(path)), file
+        return _write_whole(stem, ".png", lambda path: sample[len(sample) // 2].save(path)), file
     if sampling_rate is not None and getattr(sample, "ndim", 0) in (1, 2):
         sound = as_sound(sample)
         file = _write_whole(stem, ".wav", lambda path: write_sound(sound, path, sampling_rate))

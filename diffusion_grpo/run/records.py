@@ -33,7 +33,7 @@ IDENTITY = ("model", "trains_by", "reward_funcs")
 KNOWN_LATE = {"component": "train_component", "prompts_per_rollout": "prompts_per_rollout"}
 # weights at the top of the folder: from the run's end, from `save_model`, or from a push during the run
 WEIGHTS = ("model_index.json", "adapter_model.safetensors", "pytorch_lora_weights.safetensors")
-INPUT_WIDEST = 512  # pixels, of the copies of images that samples were made from
+INPUT_WIDEST, INPUT_GAP = 512, 4  # pixels: of a copy of an image that samples were made from, and between two
 SAMPLES = ("evaluations", "samples", "validation")  # folders whose entries have the number of their update
 NOT_SETTINGS = {"output_dir", "logging_dir", "run_name", "hub_token", "push_to_hub_token", "resume_from_checkpoint"}
 NOT_SETTINGS |= {"lora_path"}  # the entry `trains_by` reports it
@@ -254,11 +254,11 @@ def write_samples(path: Path, columns: dict[str, list[Any]]) -> None:
     os.replace(aside, path)
 
 
-def write_inputs(images: Iterable[Image.Image | None], stems: Iterable[Path | None], root: Path) -> dict[str, list]:
+def write_inputs(images: Iterable[list[Image.Image]], stems: Iterable[Path | None], root: Path) -> dict[str, list]:
     """Write small copies of the images that the samples were made from, to be shown beside them.
 
     Args:
-        images: one per sample; None for a sample that was made from text alone.
+        images: a list per sample, empty if it was made from text alone. Several are put side by side.
         stems: path of each image's file, without its suffix; None for a sample that is not kept.
         root: folder to which the paths in the table are relative.
 
@@ -266,17 +266,29 @@ def write_inputs(images: Iterable[Image.Image | None], stems: Iterable[Path | No
         a column of a table, `input`; no column without images.
     """
     found: list[str | None] = []
-    for image, stem in zip(images, stems, strict=True):
-        if image is None or stem is None:
+    for own, stem in zip(images, stems, strict=True):
+        if not own or stem is None:
             found.append(None)
             continue
         path = stem.with_name(f"{stem.name}.png")
         path.parent.mkdir(parents=True, exist_ok=True)
-        small = convert_image(image, "RGB")
-        small.thumbnail((INPUT_WIDEST, INPUT_WIDEST))
-        small.save(path)
+        _join(own).save(path)
         found.append(str(path.relative_to(root)))
     return {"input": found} if any(found) else {}
+
+
+def _join(images: list[Image.Image]) -> Image.Image:
+    """Put small copies of images side by side, all of the height of the first."""
+    first, *others = (convert_image(image, "RGB") for image in images)
+    first.thumbnail((INPUT_WIDEST, INPUT_WIDEST))
+    height = first.height
+    row = [first, *(image.resize((max(1, round(image.width * height / image.height)), height)) for image in others)]
+    joined = Image.new("RGB", (sum(image.width for image in row) + INPUT_GAP * len(others), height), "white")
+    start = 0
+    for image in row:
+        joined.paste(image, (start, 0))
+        start += image.width + INPUT_GAP
+    return joined
 
 
 def write_files(

@@ -58,7 +58,7 @@ class SampleWriter:
         part: suffix of the names of this process's tables; empty if there is one process.
         is_active: whether this process writes at all.
         writes_tables: whether every rollout leaves a table.
-        find_image: returns the image that the pipeline takes from a row, or None.
+        find_images: returns the images that the pipeline takes from a row.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class SampleWriter:
         part: str,
         is_active: bool,
         writes_tables: bool,
-        find_image: Callable[[dict[str, Any]], Image.Image | None],
+        find_images: Callable[[dict[str, Any]], list[Image.Image]],
     ):
         self._folder, self._reward_names, self.kept = folder, reward_names, kept
         self._fps, self._rate, self._part = fps, sampling_rate, part
-        self._is_active, self._writes_tables, self._find_image = is_active, writes_tables, find_image
+        self._is_active, self._writes_tables, self._find_images = is_active, writes_tables, find_images
 
     def write(
         self,
@@ -119,5 +119,5 @@ class SampleWriter:
             None if name is None else self._folder / "inputs" / f"{index:06d}"
             for name, index in zip(names, indices, strict=True)
         ]
-        taken = write_inputs(map(self._find_image, rows), inputs, self._folder)
+        taken = write_inputs(map(self._find_images, rows), inputs, self._folder)
         return write_files(samples, stems, self._folder, self._fps, self._rate) | taken

@@ -393,7 +393,7 @@ class Evaluator:
             ]
             files = write_files(part.samples, stems, folder.parent, settings.fps, settings.sampling_rate)
             stems = [stem and folder / "inputs" / stem.name for stem in stems]
-            files |= write_inputs(map(self._inputs.find_image, part.rows), stems, folder.parent)
+            files |= write_inputs(map(self._inputs.find_images, part.rows), stems, folder.parent)
             table = {
                 "step": [step] * count,
                 "dataset": [dataset] * count,

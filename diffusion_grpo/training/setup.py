@@ -147,7 +147,7 @@ def make_sample_writer(
         part=f"-rank{groups.index}" if groups.count > 1 else "",
         is_active=groups.is_first,
         writes_tables=args.log_completions,
-        find_image=inputs.find_image,
+        find_images=inputs.find_images,
     )
 
 

@@ -15,6 +15,7 @@ from diffusers import (
     FluxKontextPipeline,
     WanImageToVideoPipeline,
     WanPipeline,
+    WanVACEPipeline,
     WanVideoToVideoPipeline,
 )
 from peft import LoraConfig
@@ -697,3 +698,12 @@ def test_videos_made_from_videos_need_a_frame_rate(caplog):
         inputs = PipelineInputs(WanVideoToVideoPipeline, DiffusionGRPOConfig("runs", use_cpu=True, **settings))
         inputs.check(videos, "train_dataset")
         assert ("scored at 16 frames per second; set fps to the rate" in caplog.text) == is_told
+
+
+def test_the_images_of_a_row_are_shown_in_their_order_and_masks_last():
+    inputs = PipelineInputs(WanVACEPipeline, DiffusionGRPOConfig("runs", use_cpu=True))
+    one, two, three, mask, other = (make_image(seed) for seed in range(5))
+    row = {"mask": [mask, mask], "video": [one, two], "reference_images": [two, None, three], "target": other}
+    found = inputs.find_images(row)
+    assert sorted(map(id, found[:-2])) == sorted(map(id, [one, two, three])) and found[-2:] == [mask, mask]
+    assert inputs.find_images({"prompt": "a"}) == []

@@ -145,3 +145,10 @@ def test_a_video_of_a_phone_is_turned_upright(tmp_path):
     assert len(rest) == 2 and first.size == (32, 64)
     top, bottom = first.getpixel((16, 8)), first.getpixel((16, 56))
     assert top[2] > 200 > top[0] and bottom[0] > 200 > bottom[2]  # the left side has become the top
+
+
+def test_the_image_of_a_video_is_its_middle_frame(tmp_path):
+    """The first frame of an image-to-video model is the image that it was given."""
+    frames = [Image.new("RGB", (16, 16), color) for color in ("red", "green", "blue", "white", "black")]
+    image, file = write_sample(frames, tmp_path / "a", fps=8)
+    assert Image.open(image).getpixel((0, 0)) == (0, 0, 255) and len(read_video(file)) == 5

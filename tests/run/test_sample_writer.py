@@ -33,7 +33,7 @@ def test_which_samples_are_kept(updates, settings, expected):
 def write(folder, number, rest=None, **options):
     kept = KeptSamples(2, 1, save_steps=None, log_steps=None if number == 0 else 1, count=number)
     settings = {"fps": 8.0, "sampling_rate": None, "part": "-rank1", "is_active": True, "writes_tables": True}
-    settings |= {"find_image": lambda row: row.get("image")}
+    settings |= {"find_images": lambda row: row.get("images", [])}
     writer = SampleWriter(folder, reward_names=["text"], kept=kept, **settings | options)
     samples, rows = [Image.new("RGB", (4, 4))] * 2, [{"prompt": "a"}, rest or {}]
     columns = {"seed": [7, 8], "row": [3, 4]}
@@ -56,11 +56,12 @@ def test_a_table_has_prompts_rewards_columns_and_files(tmp_path):
 
 
 def test_the_image_that_a_kept_sample_was_made_from_is_beside_it(tmp_path):
-    write(tmp_path, 1, rest={"image": Image.new("RGBA", (2048, 1024), "red")})
+    write(tmp_path, 1, rest={"images": [Image.new("RGBA", (2048, 1024), "red"), Image.new("L", (16, 32), 255)]})
     table = pyarrow.parquet.read_table(tmp_path / "step-000005-rank1.parquet").to_pydict()
     assert table["input"] == [None, "inputs/000004.png"]  # of row 4, whose sample is the first of the rollout
     with Image.open(tmp_path / "inputs" / "000004.png") as image:
-        assert image.size == (512, 256) and image.getpixel((0, 0)) == (255, 0, 0)
+        assert image.size == (512 + 4 + 128, 256)  # the second has the height of the first
+        assert image.getpixel((0, 0)) == (255, 0, 0) and image.getpixel((600, 100)) == (255, 255, 255)
 
 
 @pytest.mark.parametrize(
