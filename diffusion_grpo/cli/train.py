@@ -111,9 +111,12 @@ def save_command(run_dir: Path, config_file: str | None, overrides: list[str], w
     """Write the settings of this run to its folder, so that the model card can name the command."""
     from ..config.arguments import LaunchArguments
     from ..config.parse import resolve_values
+    from ..config.settings import find_launched_precision
     from ..run.reproduce import read_launch, save_settings
 
-    values = resolve_values(config_file, overrides)
+    values, launched = resolve_values(config_file, overrides), find_launched_precision()
+    if launched is not None and not values.keys() & {"bf16", "fp16"}:
+        values[launched] = True
     processes = {key: values.pop(key, None) for key in LaunchArguments.__dataclass_fields__}
     save_settings(run_dir, values | read_launch(processes, world_size))
 

@@ -31,6 +31,12 @@ logger = logging.getLogger(__name__)
 WATCHING_SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # schedules that depend on evaluations
 
 
+def find_launched_precision() -> str | None:
+    """Return "bf16" or "fp16" if the process was started by `accelerate launch --mixed_precision` with it."""
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    return launched if launched in ("bf16", "fp16") else None
+
+
 def computes_in_bf16() -> bool:
     """Return whether there is a GPU that supports bfloat16 natively; older ones emulate it, slowly."""
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -165,9 +171,9 @@ class DiffusionGRPOConfig(
         if not self.use_cpu and has_apple_gpu():
             logger.warning("Apple's GPU has no float64, which training needs; the run uses the CPU.")
             self.use_cpu = True
-        launched = os.environ.get("ACCELERATE_MIXED_PRECISION")  # of `accelerate launch`
-        if self.bf16 is None and not self.fp16 and launched in ("bf16", "fp16"):
-            setattr(self, launched, True)
+        launched = find_launched_precision()
+        if launched is not None and self.bf16 is None and not self.fp16 and "fp16" not in self.given:
+            setattr(self, launched, launched == "bf16" or not self.use_cpu)  # fp16 does nothing on a CPU
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu and computes_in_bf16()
             if not (self.bf16 or self.fp16 or self.use_cpu) and torch.cuda.is_available():

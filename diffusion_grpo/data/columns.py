@@ -108,10 +108,10 @@ class Columns:
 
         With a transform, only the first row is looked at. No file is read.
         """
-        names = [name for name in names if name in self.dataset.column_names]
         if has_transform(self.dataset):
             row = self.dataset[0]
             return {frozenset(name for name in row if name in names and row[name] is not None): 0}
+        names = [name for name in names if name in self.dataset.column_names]
         if not names:
             return {frozenset(): 0}
         filled = np.stack([_is_filled(self.dataset.data.column(name)) for name in names], axis=1)

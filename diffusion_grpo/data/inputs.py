@@ -162,25 +162,26 @@ class PipelineInputs:
             found += images[:1] if "video" in name else images
         return found
 
-    def check_samples(self, samples: Any, rows: list[dict[str, Any]]) -> None:
+    def check_samples(self, samples: Any, count: int, arguments: Mapping[str, Any]) -> None:
         """Refuse the wrong number of samples of a call; warn once if they do not have the size that was asked for.
 
         Args:
             samples: output of the call.
-            rows: one row per sample.
+            count: number of samples that were asked for.
+            arguments: keyword arguments of the call.
 
         Raises:
             UnsupportedPipeline: the number of samples is wrong.
         """
         name = self.pipeline.__name__
-        if len(samples) != len(rows):
+        if len(samples) != count:
             raise UnsupportedPipeline(
-                f"{name} returned {len(samples)} samples where {len(rows)} were asked for; it does not read its "
+                f"{name} returned {len(samples)} samples where {count} were asked for; it does not read its "
                 "inputs as one value per sample."
             )
         made = _measure(samples[0])
-        given = {key: rows[0].get(key) or self.fixed.get(key) for key in made}
-        other = {key: value for key, value in given.items() if value is not None and value != made[key]}
+        given = {key: value for key, value in arguments.items() if key in made and isinstance(value, int)}
+        other = {key: value for key, value in given.items() if value != made[key]}
         if other and not self._is_size_told:
             self._is_size_told = True
             logger.warning(
@@ -254,25 +255,23 @@ class PipelineInputs:
             ValueError: there is such a row.
         """
         sources = {name for name in SOURCES if name in self.accepted and name not in self.fixed}
-        if not sources or policy.draws_tokens:
+        if not sources or policy.draws_tokens or policy.writer is not None:  # whose tokens would be written for this
             return
-        kinds = [
-            (f"{name}, row {index} (the first is row 0),", dataset, index, sources - filled)
-            for name, dataset in named
-            for filled, index in self.columns(dataset).find_filled(sources).items()
-        ]
-        kinds += [("validation_prompts", None, 0, sources)] if prompts else []
-        for place, dataset, index, absent in kinds:
-            if not absent:
+        kinds: dict[frozenset[str], tuple[str, dict[str, Any]]] = {}  # by what is absent: where, and the row
+        for name, dataset in named:
+            for filled, index in self.columns(dataset).find_filled(sources).items():
+                if (absent := frozenset(sources - filled)) and absent not in kinds:
+                    kinds[absent] = f"{name}, row {index} (the first is row 0)", self.rows(dataset, [index])[0]
+        if prompts and frozenset(sources) not in kinds:
+            kinds[frozenset(sources)] = "validation_prompts", {"prompt": prompts[0]}
+        for absent, (place, row) in kinds.items():
+            refusal = self._find_refusal(policy, row, BATCHED, 1)
+            if refusal is None or any(self._find_refusal(policy, row, form, 1) is None for form in (SINGLE, LISTED)):
                 continue
-            row = {"prompt": prompts[0]} if dataset is None else self.rows(dataset, [index])[0]
-            refusals = [self._find_refusal(policy, row, form, 1) for form in (BATCHED, SINGLE, LISTED)]
-            if None not in refusals:
-                missing, error = " and ".join(sorted(absent)), " ".join(str(refusals[0]).split())
-                raise ValueError(
-                    f"{place} cannot be used without {missing}: {self.pipeline.__name__} fails with "
-                    f"{type(refusals[0]).__name__}: {error}"
-                )
+            raise ValueError(
+                f"{place}: {self.pipeline.__name__} fails without {' and '.join(sorted(absent))}, with "
+                f"{type(refusal).__name__}: {' '.join(str(refusal).split())}"
+            )
 
     def check_columns(self, dataset: Dataset, name: str) -> None:
         """Refuse columns that the pipeline could take and never gets, and files that cannot be read.
@@ -335,9 +334,11 @@ class PipelineInputs:
         for given, row in (asked if accelerator is None else _gather_asked(asked, accelerator)).items():
             try:
                 self.forms[given] = self._find_form(policy, row, noise_level, args, is_trained)
-            except (UnsupportedPipeline, UntrainedStepError, torch.OutOfMemoryError):
+            except (UnsupportedPipeline, UntrainedStepError, torch.OutOfMemoryError, torch.AcceleratorError):
                 raise
-            except Exception as error:  # any error of the pipeline
+            except Exception as error:  # any error of the pipeline, or of its network
+                if any(self._find_refusal(policy, row, name, 1) is None for name in (BATCHED, SINGLE, LISTED)):
+                    raise  # the network failed
                 own = f" (prompt {row['prompt']!r})" if isinstance(row.get("prompt"), str) else ""
                 raise RowError(
                     f"{self.pipeline.__name__} fails on a row with {', '.join(sorted(given))}{own}: "
@@ -472,6 +473,8 @@ class PipelineInputs:
         self.refuse_single([row], loss_type)
 
     def _find_refusal(self, policy: Policy, row: dict[str, Any], form: str, count: int) -> Exception | None:
+        """Return the error with which the pipeline refuses copies of a row before its network runs; None if none."""
+        drew = policy.draws_globally
         try:
             policy.reach_network(self.arguments([row] * count, form), self.args.num_inference_steps, count)
         except torch.OutOfMemoryError:
@@ -480,6 +483,7 @@ class PipelineInputs:
             return error
         finally:
             policy.prompts.clear()
+            policy.draws_globally = drew  # a rollout may leave out what drew here
         return None
 
     def refuse_single(self, rows: list[dict[str, Any]], loss_type: str) -> None:

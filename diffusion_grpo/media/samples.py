@@ -31,13 +31,16 @@ def as_images(samples: list) -> list:
 def convert_image(image: Image.Image, mode: str | None) -> Image.Image:
     """Return an image with 8 bits per channel, in the given mode (of Pillow) if there is one.
 
-    Images of 16 bits, such as depth maps, are scaled down. Pillow would clip them, so that most become white.
+    Images of 16 bits, such as depth maps, are scaled down. Pillow would clip them, so that most become white. If no
+    pixel is above 255, as in some masks, they count as 8 bits.
 
     Raises:
         ValueError: the image holds floats, whose range is unknown.
     """
     if image.mode.startswith("I"):
-        image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
+        pixels = np.asarray(image).astype(np.int64)
+        pixels = pixels >> 8 if pixels.max(initial=0) > 255 else pixels
+        image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
     elif image.mode == "F":
         raise ValueError("the image holds floats; store it with 8 or 16 bits per channel")
     return image if mode in (None, image.mode) else image.convert(mode)

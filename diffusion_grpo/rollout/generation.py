@@ -215,9 +215,10 @@ class RolloutGenerator:
             prefix_of = self._take_shared_steps(rows, calls, plan)
         for indices, is_own in self._backend.equalize_outside_updates(calls):
             latents = [] if takes_latents else None
+            arguments = self.inputs([rows[index] for index in indices])
             images, trajectory = rollout(
                 self._policy,
-                self.inputs([rows[index] for index in indices]),
+                arguments,
                 seeds=plan.seeds[indices],
                 initial_seeds=plan.initial_seeds[indices],
                 num_inference_steps=self._plan.num_inference_steps,
@@ -234,7 +235,7 @@ class RolloutGenerator:
                 keeps_clean=self._keeps_clean,
                 prefix=None if prefix_of is None else prefix_of(indices),
             )
-            self.inputs.check_samples(latents if images is None else images, [rows[index] for index in indices])
+            self.inputs.check_samples(latents if images is None else images, len(indices), arguments)
             if is_own:
                 scoring.add(indices, images, latents)
             for number, index in enumerate(indices):

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,9 +87,8 @@ class Run:
 
     @property
     def datasets(self) -> list[str]:
-        """Names of the evaluation's datasets, if they have names."""
-        names = dict.fromkeys(row.get("dataset") for rows in self.samples.values() for row in rows)
-        return [name for name in names if name not in (None, UNNAMED)]
+        """Names of the evaluation's datasets, if there are several."""
+        return name_datasets(row for rows in self.samples.values() for row in rows)
 
     @property
     def times(self) -> list[str]:
@@ -211,16 +211,25 @@ def read_samples(path: Path) -> dict[int, list[dict[str, Any]]]:
     return {step: [row for row in turns[step] if row is not None] for step in sorted(turns)}
 
 
+def name_datasets(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """Return the names of the datasets that samples of evaluations belong to; none if there is only one."""
+    names = [name for name in dict.fromkeys(row.get("dataset") for row in rows) if name not in (None, UNNAMED)]
+    return names if len(names) > 1 else []
+
+
 def summarise_table(step: int, rows: list[dict[str, Any]], names: list[str]) -> dict[str, float]:
     """Compute the log entry of an evaluation from its table of samples."""
-    keys = {"reward": ("eval_reward", "eval_reward_std_error")}
-    keys |= {name: (f"eval_rewards/{name}/mean", f"eval_rewards/{name}/std_error") for name in names}
     entry: dict[str, float] = {"step": step}
-    for name, (mean_key, error_key) in keys.items():
-        measured = measure_mean([row.get(name) for row in rows], [row.get("prompt") for row in rows])
-        if measured is not None:
-            entry[mean_key] = measured[0]
-            entry |= {} if measured[1] is None else {error_key: measured[1]}
+    parts = {"eval": rows}
+    parts |= {f"eval_{name}": [row for row in rows if row["dataset"] == name] for name in name_datasets(rows)}
+    for prefix, part in parts.items():
+        keys = {"reward": (f"{prefix}_reward", f"{prefix}_reward" + "_std_error")}
+        keys |= {name: (f"{prefix}_rewards/{name}/mean", f"{prefix}_rewards/{name}/std_error") for name in names}
+        for name, (mean_key, error_key) in keys.items():
+            measured = measure_mean([row.get(name) for row in part], [row.get("prompt") for row in part])
+            if measured is not None:
+                entry[mean_key] = measured[0]
+                entry |= {} if measured[1] is None else {error_key: measured[1]}
     return entry
 
 

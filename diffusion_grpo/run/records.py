@@ -18,7 +18,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from .. import __version__
-from ..config.settings import DiffusionGRPOConfig, describe
+from ..config.settings import DiffusionGRPOConfig, describe, find_launched_precision
 from ..media.files import write_sample
 from ..media.samples import convert_image
 from ..policy.base import split_component
@@ -84,7 +84,8 @@ def list_changed_settings(args: DiffusionGRPOConfig) -> dict[str, Any]:
             continue
         if isinstance(value, (str, int, float, list, dict, type(None))):
             changed[setting.name] = strip_folders(strip_secrets(describe(getattr(value, "value", value))))
-    return changed
+    launched = find_launched_precision()  # which the defaults have too
+    return changed | ({launched: True} if launched is not None and getattr(args, launched) else {})
 
 
 def has_ended(output_dir: str | Path) -> bool:
@@ -272,7 +273,9 @@ def write_inputs(images: Iterable[list[Image.Image]], stems: Iterable[Path | Non
             continue
         path = stem.with_name(f"{stem.name}.png")
         path.parent.mkdir(parents=True, exist_ok=True)
-        _join(own).save(path)
+        aside = path.with_name(f"tmp-{path.name}")
+        _join(own).save(aside)
+        os.replace(aside, path)
         found.append(str(path.relative_to(root)))
     return {"input": found} if any(found) else {}
 

@@ -95,11 +95,11 @@ class SampleWriter:
             last_step: number of updates in the whole run.
             rows, samples, positions: one value per sample of this process.
             rewards: (samples, functions) rewards.
-            columns: further columns of the table; `row` is the index of each sample's row in the dataset.
+            columns: further columns of the table.
         """
         if not self._is_active:
             return
-        files = self._write_files(step, last_step, rows, samples, positions, columns["row"])
+        files = self._write_files(step, last_step, rows, samples, positions)
         if not (self._writes_tables or files):
             return
         table = {"step": [step] * len(rows), "prompt": [row.get("prompt", "") for row in rows]}
@@ -107,7 +107,7 @@ class SampleWriter:
         write_samples(self._folder / f"step-{step:06d}{self._part}.parquet", columns | files | table)
 
     def _write_files(
-        self, step: int, last_step: int, rows: list[dict], samples: list, positions: Tensor, indices: list[int]
+        self, step: int, last_step: int, rows: list[dict], samples: list, positions: Tensor
     ) -> dict[str, list]:
         """Write the kept samples and what they were made from; return columns that name the files, if any is kept."""
         number = self.kept.number(step, last_step)
@@ -115,9 +115,6 @@ class SampleWriter:
             return {}
         names = [f"{position:04d}" if position < number else None for position in positions.tolist()]
         stems = [None if name is None else self._folder / f"step-{step:06d}" / name for name in names]
-        inputs = [
-            None if name is None else self._folder / "inputs" / f"{index:06d}"
-            for name, index in zip(names, indices, strict=True)
-        ]
+        inputs = [stem and stem.with_name(f"{stem.name}-input") for stem in stems]
         taken = write_inputs(map(self._find_images, rows), inputs, self._folder)
         return write_files(samples, stems, self._folder, self._fps, self._rate) | taken

@@ -6,6 +6,7 @@ interrupted job continues with the missing samples.
 
 import hashlib
 import json
+import logging
 import math
 import os
 from collections.abc import Callable
@@ -41,6 +42,7 @@ from .settings import SampleSettings
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
+logger = logging.getLogger(__name__)
 TABLE, JOB = "samples.parquet", "sample.json"
 
 
@@ -238,7 +240,7 @@ class Sampler:
             for part in self._split(rows[first : first + settings.batch_size]):
                 chosen = [first + number for number in part]
                 made = self._call(make, [rows[row] for row in chosen], [positions[row] for row in chosen])
-                self.inputs.check_samples(made, [rows[row] for row in chosen])
+                self.inputs.check_samples(made, len(chosen), self.inputs([rows[chosen[0]]]))
                 for row, sample in zip(chosen, made, strict=True):
                     samples[row] = sample
         return samples
@@ -256,11 +258,15 @@ class Sampler:
             for name in (SINGLE, LISTED):
                 forms[given] = Form(name, str(refused))
                 try:
-                    return [make(self.inputs([row]), [at])[0] for row, at in zip(rows, positions, strict=True)]
+                    made = [make(self.inputs([row]), [at])[0] for row, at in zip(rows, positions, strict=True)]
                 except torch.OutOfMemoryError:
                     raise
                 except Exception:  # nor does it take this form
                     del forms[given]
+                else:
+                    reason = " ".join(str(refused).split())
+                    logger.warning("The pipeline takes these samples only one by one (%s).", reason)
+                    return made
             raise
 
     def _split(self, rows: list[dict[str, Any]]) -> list[list[int]]:

@@ -137,12 +137,13 @@ def _show(handler: CallbackHandler, run: Path, folder: str, file: str, name: str
     newest = run / folder / f"step-{step:06d}"
     if not newest.is_dir():
         return
-    steps = choose_steps(sorted(int(path.name[5:]) for path in (run / folder).glob("step-*") if path.is_dir()))
+    found = sorted(int(path.name[5:]) for path in (run / folder).glob("step-*") if path.is_dir())
+    steps = choose_steps([number for number in found if number <= step])  # a resumed run may have left later ones
     rows = {f"step {number}": sorted((run / folder / f"step-{number:06d}").glob("*.png")) for number in steps}
     own = rows[f"step {step}"]
     inputs = [run / folder / "inputs" / path.name for path in own]  # samples made from text alone have none
-    found = [path if path.is_file() else None for path in inputs]
-    first = {"input": found} if any(found) else {}
+    taken = [path if path.is_file() else None for path in inputs]
+    first = {"input": taken} if any(taken) else {}
     draw_grid(first | rows).save(run / file)
     log_image(handler.callbacks, name, draw_grid(first | {f"step {step}": own}), step)
     files = [path for path in sorted(newest.iterdir()) if path.suffix in (".mp4", ".wav")]

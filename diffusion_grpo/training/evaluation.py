@@ -342,15 +342,16 @@ class Evaluator:
             for part, _ in self._backend.equalize_outside_updates(parts):  # a repeated part gives the same samples
                 chosen = [first + number for number in part]
                 own = None if latents is None else []
+                arguments = self._inputs.of_evaluation([rows[row] for row in chosen], **pipeline_kwargs)
                 images, _ = rollout(
                     self._policy,
-                    self._inputs.of_evaluation([rows[row] for row in chosen], **pipeline_kwargs),
+                    arguments,
                     seeds=[sample_seed(settings.seed, "evaluation", positions[row]) for row in chosen],
                     num_inference_steps=settings.num_inference_steps,
                     noise_level=0.0,
                     latents=own,
                 )
-                self._inputs.check_samples(images, [rows[row] for row in chosen])
+                self._inputs.check_samples(images, len(chosen), arguments)
                 for number, row in enumerate(chosen):
                     samples[row] = images[number]
                     if latents is not None:

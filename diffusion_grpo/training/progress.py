@@ -67,8 +67,9 @@ def describe_rollout(args: DiffusionGRPOConfig, updates_of_run: int) -> str:
     made = f"{samples} samples ({prompts} prompt{'s' if prompts > 1 else ''} x {args.num_generations}"
     made += f", {args.num_inference_steps} steps each)"
     line = f"Each update makes {made}." if updates == 1 else f"Each rollout makes {made} for {updates} updates."
-    if args.max_steps <= 0 and updates_of_run < FEW_UPDATES:
-        line += f" The run makes {updates_of_run} updates, from num_train_epochs={args.num_train_epochs:g}; "
+    if args.max_steps < 0 and updates_of_run < FEW_UPDATES:
+        length = f"{updates_of_run} update{'' if updates_of_run == 1 else 's'}"
+        line += f" The run makes {length}, from num_train_epochs={args.num_train_epochs:g}; "
         line += "set max_steps for a longer one."
     return line
 

@@ -18,6 +18,7 @@ from diffusion_grpo.config.settings import (
     has_apple_gpu,
     offloads_shards,
 )
+from diffusion_grpo.run.records import list_changed_settings
 from diffusion_grpo.tiny import default_settings
 from diffusion_grpo.training.model import load_plain_pipeline
 
@@ -88,6 +89,10 @@ def test_the_precision_of_the_launcher_counts_where_the_settings_leave_it_open(m
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as `accelerate launch --mixed_precision bf16` does
     config = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, **given)
     assert (config.mixed_precision, config.bf16) == expected
+    assert list_changed_settings(config).get("bf16", False) == expected[1]  # for the card, and to repeat the run
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    config = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, **given)  # no message: a CPU has no fp16
+    assert not config.fp16
 
 
 @pytest.mark.parametrize(

@@ -295,3 +295,5 @@ def test_the_first_row_of_each_set_of_filled_columns(folder):
     assert Columns(plain.select_columns(["prompt"]), taken).find_filled(names) == {frozenset(): 0}
     moved = plain.with_transform(lambda batch: {"prompt": batch["prompt"], "image": [1] * len(batch["prompt"])})
     assert Columns(moved, taken).find_filled(names) == {frozenset({"image"}): 0}
+    made = plain.select_columns(["prompt"]).with_transform(lambda batch: batch | {"image": [1] * len(batch["prompt"])})
+    assert Columns(made, taken).find_filled(names) == {frozenset({"image"}): 0}  # no column of this name is stored

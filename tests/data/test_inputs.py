@@ -13,6 +13,8 @@ from datasets import Dataset, Video
 from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     FluxKontextPipeline,
+    FluxTransformer2DModel,
+    StableDiffusionImg2ImgPipeline,
     WanImageToVideoPipeline,
     WanPipeline,
     WanVACEPipeline,
@@ -298,10 +300,29 @@ def test_what_fails_beside_the_form_is_the_pipelines_own_error(tmp_path, shade):
         inputs, _ = learned(Moody, tmp_path, row)
         assert [form.name for form in inputs.forms.values()] == ["listed"]
         return
-    message = r"Moody fails on a row with image, prompt \(prompt 'a red cat'\): OSError: this image is too dark"
-    with pytest.raises(RowError, match=message) as failure:
+    with pytest.raises(OSError, match="this image is too dark to read"):
         learned(Moody, tmp_path, row)
+
+
+def test_a_row_that_the_pipeline_refuses_is_named(tmp_path):
+    class Fussy(Blend):
+        def read(self, image):
+            raise OSError("no image is good enough")
+
+    row = {"prompt": "a red cat", "image": Image.new("RGB", (16, 16))}
+    message = r"Fussy fails on a row with image, prompt \(prompt 'a red cat'\): OSError: no image is good"
+    with pytest.raises(RowError, match=message) as failure:
+        learned(Fussy, tmp_path, row)
     assert isinstance(failure.value.__cause__, OSError)
+
+
+def test_an_error_of_the_network_is_not_the_rows(tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(FluxTransformer2DModel, "forward", fail)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        learned(FluxKontextPipeline, tmp_path)
 
 
 def test_memory_that_runs_out_is_no_answer(tmp_path, monkeypatch):
@@ -334,17 +355,17 @@ def test_rows_are_grouped_by_what_one_call_must_share():
 
 def test_another_number_of_samples_is_refused():
     inputs = PipelineInputs(Blend, DiffusionGRPOConfig("runs", use_cpu=True))
-    inputs.check_samples([1, 2], [{}, {}])
+    inputs.check_samples([1, 2], 2, {})
     with pytest.raises(UnsupportedPipeline, match="Blend returned 1 samples where 2 were asked for"):
-        inputs.check_samples([1], [{}, {}])
+        inputs.check_samples([1], 2, {})
 
 
 def test_samples_of_another_size_than_was_asked_for_are_told_once(caplog):
-    def told(pipeline, samples, row=None, **settings):
+    def told(pipeline, samples, row=None, overrides=None, **settings):
         caplog.clear()
         inputs = PipelineInputs(pipeline, DiffusionGRPOConfig("runs", use_cpu=True, **settings))
         for _ in range(2):
-            inputs.check_samples(samples, [row or {}] * len(samples))
+            inputs.check_samples(samples, 1, inputs([{"prompt": "a"} | (row or {})], **overrides or {}))
         return [record.getMessage() for record in caplog.records]
 
     image, size = make_image(0, (32, 16)), {"height": 16, "width": 32}
@@ -359,6 +380,8 @@ def test_samples_of_another_size_than_was_asked_for_are_told_once(caplog):
         "WanPipeline makes samples of height=16, width=32, num_frames=5, although num_frames=6 was asked for."
     ]
     assert told(WanPipeline, [[image] * 5], {"num_frames": 9}, **size, num_frames=5)[0].endswith("=9 was asked for.")
+    assert told(WanPipeline, [[image] * 9], overrides={"num_frames": 9}, **size, num_frames=5) == []  # an evaluation's
+    assert told(StableDiffusionImg2ImgPipeline, [image], {"height": 480, "width": 640}) == []  # columns about the file
 
 
 def test_a_run_says_that_its_frames_are_fewer(tmp_path, caplog):
@@ -641,14 +664,14 @@ def test_advice_on_training_is_not_for_sampling(tmp_path, caplog, only_samples):
         (
             "sd15_img2img",
             {},
-            "row 0 .* cannot be used without image: StableDiffusionImg2ImgPipeline fails",
+            "train_dataset, row 0 .*: StableDiffusionImg2ImgPipeline fails without image, with",
         ),
         (
             "qwen_image_edit",
             {"image": 3},
-            "row 3 .*without image: QwenImageEditPipeline fails with Attr",
+            "row 3 .*: QwenImageEditPipeline fails without image, with AttributeError",
         ),
-        ("sd15_inpaint", {"image": 4, "mask_image": 2}, "train_dataset, row 2 .* cannot be used without mask_image: "),
+        ("sd15_inpaint", {"image": 4, "mask_image": 2}, "train_dataset, row 2 .* fails without mask_image, "),
     ],
 )
 def test_rows_without_an_image_that_the_pipeline_needs_are_refused_before_training(tmp_path, name, columns, message):
@@ -666,7 +689,7 @@ def test_validation_prompts_of_a_pipeline_that_needs_an_image_are_refused(tmp_pa
     held_out = Dataset.from_dict({"prompt": ["a cat"], "image": pictures["image"][:1]})
     settings = {"pipeline_kwargs": {}, "columns": pictures, "eval_dataset": held_out, "sde_window": [0, 3]}
     trainer_for(tmp_path / "a", "sd15_img2img", num_inference_steps=6, **settings)
-    with pytest.raises(ValueError, match="validation_prompts cannot be used without image"):
+    with pytest.raises(ValueError, match="validation_prompts: StableDiffusionImg2ImgPipeline fails without image"):
         trainer_for(tmp_path / "b", "sd15_img2img", num_inference_steps=6, validation_prompts=["a dog"], **settings)
 
 

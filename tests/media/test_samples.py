@@ -60,6 +60,8 @@ def test_images_of_more_bits_are_scaled_to_eight() -> None:
     for mode in ("I;16", "I"):  # which of them depends on Pillow's version and the file
         assert np.asarray(convert_image(deep.convert(mode), None)).tolist() == [[0, 1, 255]]
     assert convert_image(deep, "RGB").getpixel((2, 0)) == (255, 255, 255)
+    mask = Image.fromarray(np.array([[0, 255]], dtype=np.uint16))
+    assert np.asarray(convert_image(mask, None)).tolist() == [[0, 255]]  # eight bits in a file of sixteen
     image = make_image(7)
     assert convert_image(image, "RGB") is image and convert_image(image, "L").getpixel((0, 0)) == 7
     with pytest.raises(ValueError, match="holds floats"):

@@ -175,3 +175,14 @@ def test_a_run_of_ones_own_loss_is_not_called_grpo(tmp_path):
 def test_moments_and_means_in_words():
     assert [format_updates(step) for step in (0, 1, 20)] == ["before training", "after 1 update", "after 20 updates"]
     assert (format_measured(0.5, 0.02), format_measured(0.5, None)) == ("0.500 ± 0.020", "0.500")
+
+
+def test_each_dataset_of_a_table_is_summarised_if_there_are_several():
+    rows = [
+        {"dataset": name, "prompt": str(reward), "reward": reward}
+        for name, reward in (("a", 0.2), ("b", 0.6), ("b", 1))
+    ]
+    entry = summarise_table(3, rows, [])
+    assert entry["eval_reward"] == pytest.approx(0.6)
+    assert (entry["eval_a_reward"], entry["eval_b_reward"]) == pytest.approx((0.2, 0.8))
+    assert not any(key.startswith("eval_b") for key in summarise_table(3, rows[1:], []))

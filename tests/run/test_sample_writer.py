@@ -58,8 +58,8 @@ def test_a_table_has_prompts_rewards_columns_and_files(tmp_path):
 def test_the_image_that_a_kept_sample_was_made_from_is_beside_it(tmp_path):
     write(tmp_path, 1, rest={"images": [Image.new("RGBA", (2048, 1024), "red"), Image.new("L", (16, 32), 255)]})
     table = pyarrow.parquet.read_table(tmp_path / "step-000005-rank1.parquet").to_pydict()
-    assert table["input"] == [None, "inputs/000004.png"]  # of row 4, whose sample is the first of the rollout
-    with Image.open(tmp_path / "inputs" / "000004.png") as image:
+    assert table["input"] == [None, "step-000005/0000-input.png"]  # the first sample of the rollout
+    with Image.open(tmp_path / table["input"][1]) as image:
         assert image.size == (512 + 4 + 128, 256)  # the second has the height of the first
         assert image.getpixel((0, 0)) == (255, 0, 0) and image.getpixel((600, 100)) == (255, 255, 255)
 

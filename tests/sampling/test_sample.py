@@ -385,7 +385,7 @@ def test_images_are_edited_one_by_one_where_no_run_has_asked_the_pipeline(
     rows = [{"prompt": prompt} | ({"image": "a.png"} if has_image else {}) for prompt in ("a fox", "a cat")]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     calls = []
-    monkeypatch.setattr(PipelineInputs, "check_samples", lambda self, samples, rows: calls.append(len(samples)))
+    monkeypatch.setattr(PipelineInputs, "check_samples", lambda self, samples, count, arguments: calls.append(count))
     size = [] if has_image else SIZE
     words = ["--prompts", tmp_path / "rows.jsonl", "--output_dir", tmp_path / "out", "--num_inference_steps", 4]
     run(tmp_path / "model", *words, *size)

@@ -31,11 +31,15 @@ def test_without_a_terminal_there_is_one_line_per_update(tmp_path, capsys):
 
 
 def test_a_run_that_its_few_prompts_make_short_says_so(tmp_path, capsys):
-    trainer_for(tmp_path, max_steps=-1, num_train_epochs=1).train()
+    trainer_for(tmp_path / "a", max_steps=-1, num_train_epochs=1).train()
     assert lines_of(capsys)[0] == (
         "Each update makes 8 samples (2 prompts x 4, 4 steps each). The run makes 2 updates, from num_train_epochs=1; "
         "set max_steps for a longer one."
     )
+    trainer_for(tmp_path / "b", max_steps=-1, num_train_epochs=0.5).train()
+    assert "The run makes 1 update, from num_train_epochs=0.5" in lines_of(capsys)[0]
+    trainer_for(tmp_path / "c", max_steps=0).train()
+    assert "The run makes" not in lines_of(capsys)[0]
 
 
 def test_several_updates_share_a_rollout_and_say_so(tmp_path, capsys):
