@@ -166,7 +166,7 @@ class Columns:
                 for item in value if isinstance(value, list) else [value]:
                     if isinstance(item, dict):
                         item = item["path"] if item["bytes"] is None else None
-                    if item:  # neither None nor an empty field of a table
+                    if item is not None:
                         yield row, item
 
 
@@ -309,18 +309,17 @@ def _read_paths(column: pa.ChunkedArray) -> list[Any]:
 
 
 def _is_filled(column: pa.ChunkedArray) -> np.ndarray:
-    """Return (rows,) whether a column has a value: neither None nor an empty string, nor a file without any data."""
+    """Return (rows,) whether a column has a value: neither None nor a file without any data."""
     if pa.types.is_struct(column.type) and {field.name for field in column.type} == {"bytes", "path"}:
         parts = [_is_filled(pa.compute.struct_field(column, name)) for name in ("bytes", "path")]
         return parts[0] | parts[1]
-    is_there = pa.compute.is_valid(column)
-    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
-        is_there = pa.compute.and_(is_there, pa.compute.fill_null(pa.compute.not_equal(column, ""), False))
-    return is_there.to_numpy()
+    return pa.compute.is_valid(column).to_numpy()
 
 
 def _find_problem(path: str, feature: Media | str) -> str | None:
     """Return why a file cannot be read, or None."""
+    if not path:
+        return "the path is empty; leave the field out, or write null, in a row without a file."
     source = path.split("::")[-1]
     if is_remote_url(source):
         return f"{path} is a network address, and nothing is downloaded; fetch the files first and give their paths."
@@ -343,7 +342,7 @@ def _read(value: Any, feature: Media | str) -> Any:
     """Decode a stored value, or each one in a list; None stays None."""
     if isinstance(value, list):
         return [_read(item, feature) for item in value]
-    if value is None or value == "":
+    if value is None:
         return None
     if isinstance(value, str):
         value = {"bytes": None, "path": value}

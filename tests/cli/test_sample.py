@@ -59,7 +59,7 @@ def test_files_of_the_prompts_are_checked_before_the_model_is_loaded(tmp_path, c
     (tmp_path / "model_index.json").write_text('{"_class_name": "StableDiffusionImg2ImgPipeline"}')
     for image, expected in (
         ("gone.png", "row 0 (the first is row 0), column 'image': there is no file"),
-        ("", "there is no file"),
+        ("", "the path is empty; leave the field out, or write null"),
         ("https://example.org/a.png", "is a network address"),
     ):
         (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a fox", "image": image}) + "\n")
