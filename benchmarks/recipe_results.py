@@ -382,11 +382,12 @@ def read_curves(rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
 def choose_shown(rows: list[Row], recipe: str) -> list[Row]:
     """Return the rows of a recipe that the plot shows: of the reported ones, else of all, those of one learning rate.
 
-    This is the rate that tuning chose, if there are rows of it. While the recipe is not tuned, it is the best of those
-    that have rows. The list is empty if the recipe has none.
+    This is the rate that tuning chose, if there are rows of it. If the recipe is not tuned (yet), or only as another
+    one with a smaller budget, it is the best of those that have rows. The list is empty if the recipe has none.
     """
     own = [row for row in rows if row["recipe"] == recipe]
     own = [row for row in own if row["phase"] == "report"] or own
     found = {rate: [row for row in own if row["learning_rate"] == rate] for rate in [r["learning_rate"] for r in own]}
-    tuned = choose_learning_rate(rows, recipe) if is_tuned(rows, recipe) else None
+    is_own = not RECIPES[recipe].tuned_as and is_tuned(rows, recipe)
+    tuned = choose_learning_rate(rows, recipe) if is_own else None
     return found.get(tuned) or max(found.values(), key=lambda same: statistics.mean(map(score, same)), default=[])
