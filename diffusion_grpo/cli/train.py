@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         config.resume_from_checkpoint = None
     trainer = build_trainer(script, lora, config)
     if trainer.is_world_process_zero():
-        save_command(Path(config.output_dir), arguments.config, overrides, config.world_size)
+        save_command(config, arguments.config, overrides)
     if script.baseline_guidance_scales:
         path = Path(config.output_dir) / "baselines.json"
         if not (config.resume_from_checkpoint and path.is_file()):
@@ -107,18 +107,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def save_command(run_dir: Path, config_file: str | None, overrides: list[str], world_size: int) -> None:
+def save_command(config: "DiffusionGRPOConfig", config_file: str | None, overrides: list[str]) -> None:
     """Write the settings of this run to its folder, so that the model card can name the command."""
     from ..config.arguments import LaunchArguments
     from ..config.parse import resolve_values
     from ..config.settings import find_launched_precision
     from ..run.reproduce import read_launch, save_settings
 
-    values, launched = resolve_values(config_file, overrides), find_launched_precision()
-    if launched is not None and not values.keys() & {"bf16", "fp16"}:
-        values[launched] = True
+    values = find_launched_precision(config) | resolve_values(config_file, overrides)
     processes = {key: values.pop(key, None) for key in LaunchArguments.__dataclass_fields__}
-    save_settings(run_dir, values | read_launch(processes, world_size))
+    save_settings(Path(config.output_dir), values | read_launch(processes, config.world_size))
 
 
 def check_before_imports(values: dict[str, Any], world_size: int | None) -> None:

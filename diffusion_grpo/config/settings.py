@@ -28,13 +28,8 @@ from .sampling import SamplingSettings
 from .update import UpdateSettings
 
 logger = logging.getLogger(__name__)
+LAUNCHED_PRECISION = "ACCELERATE_MIXED_PRECISION"  # environment variable that `accelerate launch` sets
 WATCHING_SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # schedules that depend on evaluations
-
-
-def find_launched_precision() -> str | None:
-    """Return "bf16" or "fp16" if the process was started by `accelerate launch --mixed_precision` with it."""
-    launched = os.environ.get("ACCELERATE_MIXED_PRECISION")
-    return launched if launched in ("bf16", "fp16") else None
 
 
 def computes_in_bf16() -> bool:
@@ -171,8 +166,8 @@ class DiffusionGRPOConfig(
         if not self.use_cpu and has_apple_gpu():
             logger.warning("Apple's GPU has no float64, which training needs; the run uses the CPU.")
             self.use_cpu = True
-        launched = find_launched_precision()
-        if launched is not None and self.bf16 is None and not self.fp16 and "fp16" not in self.given:
+        launched = os.environ.get(LAUNCHED_PRECISION)
+        if launched in ("bf16", "fp16") and self.bf16 is None and not self.fp16 and "fp16" not in self.given:
             setattr(self, launched, launched == "bf16" or not self.use_cpu)  # fp16 does nothing on a CPU
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu and computes_in_bf16()
@@ -320,6 +315,12 @@ def add_warmup(schedule: SchedulerType, warmup_steps: float) -> SchedulerType:
             f"the evaluations; leave it out, or use another schedule{hint}."
         )
     return SchedulerType.CONSTANT_WITH_WARMUP if schedule == SchedulerType.CONSTANT else schedule
+
+
+def find_launched_precision(args: DiffusionGRPOConfig) -> dict[str, bool]:
+    """Return `{"bf16": True}` or `{"fp16": True}` if `accelerate launch` asked for it and the run uses it."""
+    launched = os.environ.get(LAUNCHED_PRECISION)
+    return {launched: True} if launched in ("bf16", "fp16") and getattr(args, launched) else {}
 
 
 def describe(value: Any) -> Any:

@@ -223,7 +223,8 @@ def summarise_table(step: int, rows: list[dict[str, Any]], names: list[str]) -> 
     parts = {"eval": rows}
     parts |= {f"eval_{name}": [row for row in rows if row["dataset"] == name] for name in name_datasets(rows)}
     for prefix, part in parts.items():
-        keys = {"reward": (f"{prefix}_reward", f"{prefix}_reward" + "_std_error")}
+        total = f"{prefix}_reward"
+        keys = {"reward": (total, total + "_std_error")}
         keys |= {name: (f"{prefix}_rewards/{name}/mean", f"{prefix}_rewards/{name}/std_error") for name in names}
         for name, (mean_key, error_key) in keys.items():
             measured = measure_mean([row.get(name) for row in part], [row.get("prompt") for row in part])

@@ -84,8 +84,7 @@ def list_changed_settings(args: DiffusionGRPOConfig) -> dict[str, Any]:
             continue
         if isinstance(value, (str, int, float, list, dict, type(None))):
             changed[setting.name] = strip_folders(strip_secrets(describe(getattr(value, "value", value))))
-    launched = find_launched_precision()  # which the defaults have too
-    return changed | ({launched: True} if launched is not None and getattr(args, launched) else {})
+    return changed | find_launched_precision(args)  # which the defaults have too
 
 
 def has_ended(output_dir: str | Path) -> bool:
@@ -271,11 +270,7 @@ def write_inputs(images: Iterable[list[Image.Image]], stems: Iterable[Path | Non
         if not own or stem is None:
             found.append(None)
             continue
-        path = stem.with_name(f"{stem.name}.png")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f"tmp-{path.name}")
-        _join(own).save(aside)
-        os.replace(aside, path)
+        _, path = write_sample(_join(own), stem, fps=1.0)
         found.append(str(path.relative_to(root)))
     return {"input": found} if any(found) else {}
 
@@ -283,6 +278,7 @@ def write_inputs(images: Iterable[list[Image.Image]], stems: Iterable[Path | Non
 def _join(images: list[Image.Image]) -> Image.Image:
     """Put small copies of images side by side, all of the height of the first."""
     first, *others = (convert_image(image, "RGB") for image in images)
+    first = first.copy()  # the next line changes it in place, and replays still need the original
     first.thumbnail((INPUT_WIDEST, INPUT_WIDEST))
     height = first.height
     row = [first, *(image.resize((max(1, round(image.width * height / image.height)), height)) for image in others)]

@@ -697,7 +697,9 @@ def test_rows_without_an_image_are_fine_where_it_is_optional(tmp_path):
     columns = {"image": [Image.new("RGB", (16, 16)), None, None, None]}
     pipe, inputs = tiny_pipelines.build("flux_kontext")
     settings = {"pipeline_kwargs": {"max_area": 256, "_auto_resize": False, "max_sequence_length": 8}}
-    trainer_for(tmp_path, "flux_kontext", columns=columns, **settings)
+    trainer = trainer_for(tmp_path, "flux_kontext", columns=columns, **settings)
+    trainer.train()
+    assert logged(trainer, "ratio/max_error") == [0.0, 0.0]
 
 
 def test_images_in_pipeline_kwargs_have_the_mode_of_the_pipeline():

@@ -20,6 +20,7 @@ from diffusion_grpo.run.records import (
     make_record,
     refuse_used_folder,
     write_files,
+    write_inputs,
     write_json,
     write_samples,
 )
@@ -173,3 +174,11 @@ def test_a_column_has_one_value_per_sample():
     assert check_extra_column("mood", (1, 2), 2) == [1, 2]
     with pytest.raises(ValueError, match=r"log_extra\('mood', ...\) got 2 values for 3 samples"):
         check_extra_column("mood", [1, 2], 3)
+
+
+def test_an_image_that_is_shown_small_stays_large_for_the_replay(tmp_path):
+    picture = Image.new("RGB", (1024, 768), "red")
+    column = write_inputs([[picture], []], [tmp_path / "a", tmp_path / "b"], tmp_path)
+    assert column == {"input": ["a.png", None]} and picture.size == (1024, 768)
+    with Image.open(tmp_path / "a.png") as small:
+        assert small.size == (512, 384)
