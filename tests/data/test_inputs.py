@@ -732,3 +732,15 @@ def test_the_images_of_a_row_are_shown_in_their_order_and_masks_last():
     found = inputs.find_images(row)
     assert sorted(map(id, found[:-2])) == sorted(map(id, [one, two, three])) and found[-2:] == [mask, mask]
     assert inputs.find_images({"prompt": "a"}) == []
+
+
+def test_what_a_check_draws_does_not_count_as_drawn_in_rollouts():
+    def reach_network(*arguments):
+        policy.draws_globally = True
+
+    prompts = types.SimpleNamespace(clear=lambda: None)
+    policy = types.SimpleNamespace(draws_globally=False, draws_tokens=False, writer=None, prompts=prompts)
+    policy.reach_network = reach_network
+    inputs = PipelineInputs(FluxKontextPipeline, DiffusionGRPOConfig("runs", use_cpu=True))
+    inputs.check_sources(policy, [("train_dataset", Dataset.from_dict({"prompt": ["a"]}))], [])
+    assert policy.draws_globally is False

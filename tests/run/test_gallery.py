@@ -159,6 +159,7 @@ def test_datasets_with_the_same_prompts_are_not_mixed(tmp_path):
     found = make_gallery(run)
     assert found["counts"] == {"better": 1, "same": 0, "worse": 1}
     assert [card["change"] for card in found["cards"]] == pytest.approx([0.5, -0.5])
+    assert [card["dataset"] for card in found["cards"]] == ["plain", "hard"]
     images = {sample["image"] for card in found["cards"] for sample in card["samples"]}
     film = make_film(run)["rows"]
     assert images == {image for row in film for image, _ in row["images"]} and len(images) == 6

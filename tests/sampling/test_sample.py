@@ -464,7 +464,7 @@ def test_fewer_prompts_have_their_own_summary_and_the_table_stays(models, prompt
 
 @pytest.mark.parametrize("name", ["wan_image", "wan_vace"])
 @pytest.mark.parametrize("noise", [[], ["--noise_level", "0.7"]], ids=["plain", "noise"])
-def test_pipelines_that_take_one_sample_at_a_time_are_sampled_from(name, noise, tmp_path):
+def test_pipelines_that_take_one_sample_at_a_time_are_sampled_from(name, noise, tmp_path, caplog):
     """Without the settings of a run, no trial call has found out that they refuse lists."""
     tiny_pipelines.build(name)[0].save_pretrained(tmp_path / "model")
     Image.effect_noise((16, 16), 80).convert("RGB").save(tmp_path / "a.png")
@@ -473,5 +473,5 @@ def test_pipelines_that_take_one_sample_at_a_time_are_sampled_from(name, noise, 
     words = ["--prompts", tmp_path / "rows.jsonl", "--output_dir", tmp_path / "out", "--num_inference_steps", 3]
     run(tmp_path / "model", *words, *noise, "--height", 16, "--width", 16, "--num_frames", 5)
     table = pyarrow.parquet.read_table(tmp_path / "out" / "samples.parquet").to_pydict()
-    assert table["prompt"] == ["a fox", "a cat"]
+    assert table["prompt"] == ["a fox", "a cat"] and "takes these samples only one by one" in caplog.text
     assert all(len(read_video(tmp_path / "out" / file)) == 5 for file in table["file"])
