@@ -18,7 +18,7 @@ ON_DEVICE := tests/test_breadth.py tests/rollout tests/rewards/models $(addprefi
 ON_DEVICE += $(addprefix tests/distributed/test_, fsdp.py generation.py processes.py prompt_embeds.py push.py reference.py renoised.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-device gpu-check lint format bench bench-distributed bench-rewards bench-recipes sweep docs tiny-model clean
+.PHONY: help setup demo test test-all test-device test-gpu gpu-check lint format bench bench-distributed bench-rewards bench-recipes sweep docs tiny-model clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -42,6 +42,9 @@ test-all: setup ## run every test, including slow, demo and distributed ones
 
 test-device: setup ## run tests on a stand-in for a GPU: a device that refuses tensors of the CPU (needs a C++ compiler)
 	@PYTHONPATH=tests $(PYTEST) -p stand_in_device $(ARGS) $(ON_DEVICE)
+
+test-gpu: setup ## run tests on one GPU
+	@PYTHONPATH=tests $(PYTEST) -p gpu_device $(ARGS) $(filter-out tests/distributed/%,$(ON_DEVICE))
 
 gpu-check: setup ## ask a GPU for ratios, modes, sizes and the demo, within nine minutes
 	@$(OFFLINE) $(QUIET) $(BIN)/python benchmarks/gpu_check.py $(ARGS)

@@ -65,6 +65,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "group-offload": {"group_offload": "block_level", "group_offload_stream": True, "gradient_checkpointing": True},
     "leaf-offload": {"group_offload": "leaf_level", "group_offload_stream": True, "gradient_checkpointing": True},
     "tf32": {"tf32": True},
+    "adamw-8bit": {"optim": "adamw_bnb_8bit"},
+    "nft": {"loss_type": "nft", "sde_window": None},
+    "nft-compile": {"loss_type": "nft", "sde_window": None, "torch_compile": True},
 }
 ATTENTION = {  # torch's back ends of scaled_dot_product_attention
     "sdpa-flash": "FLASH_ATTENTION",
@@ -72,7 +75,9 @@ ATTENTION = {  # torch's back ends of scaled_dot_product_attention
     "sdpa-cudnn": "CUDNN_ATTENTION",
     "sdpa-math": "MATH",
 }
-NEEDS_GPU = ("nf4 int8 nf4-compile float32-tf32 fp16 fp16-compile bf16-sdpa-cudnn bf16-sdpa-efficient").split()
+NEEDS_GPU = (
+    "nf4 int8 nf4-compile float32-tf32 fp16 fp16-compile bf16-sdpa-cudnn bf16-sdpa-efficient bf16-adamw-8bit"
+).split()
 
 
 class NotRunError(Exception):
@@ -143,11 +148,12 @@ def write_settings(settings: dict[str, Any], work: Path) -> Path:
 
 
 def collect_ratio(trainer: Any) -> dict[str, Any]:
-    """Return what the log says of the ratios: the worst over the updates."""
-    log = [entry for entry in trainer.state.log_history if "ratio/max_error" in entry]
+    """Return what the log says of the ratios, or of predictions on re-noised samples: the worst over the updates."""
+    key = "ratio/max_error" if trainer.args.loss_type == "grpo" else "prediction/max_error"
+    log = [entry for entry in trainer.state.log_history if key in entry]
     return {
-        "max error": max(entry["ratio/max_error"] for entry in log),
-        "mean": log[-1]["ratio/mean"],
+        "max error": max(entry[key] for entry in log),
+        **({"mean": log[-1]["ratio/mean"]} if "ratio/mean" in log[-1] else {}),
         "gradient": log[-1]["grad_norm"],
         "reward": log[-1]["reward"],
     }

@@ -34,7 +34,7 @@ LORA = {"use_peft": True, "lora_r": 32, "lora_alpha": 64, "lora_target_modules":
 NF4 = {"quantization": {"transformer": "bitsandbytes_4bit"}}  # text encoders stay as they are
 TWO = {"num_generations": 2, "per_device_train_batch_size": 2}
 QWEN = {"pipeline_kwargs": {"true_cfg_scale": 4.0, "negative_prompt": " "}}
-WAN = {"height": 480, "width": 832, "num_frames": 33, "guidance_scale": 5.0, "sde_type": "wan_sde"}
+WAN = {"height": 480, "width": 832, "num_frames": 9, "guidance_scale": 5.0, "sde_type": "wan_sde"}
 ONE = {"num_generations": 2, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
 UNET_LAYERS = {"lora_target_modules": LORA_LAYERS[:4]}
 # the model, and the settings over `USUAL`

@@ -595,7 +595,7 @@ def build_pipeline(
         with _make_there(device, own), _make_4bit_layers() if name in in_4bit else contextlib.nullcontext():
             parts[name] = _build_part(cls, folder / name)
         parts[name].is_loaded_in_4bit = name in in_4bit  # by which PEFT chooses its layer
-        _keep_in_float32(parts[name])
+        _cast_as_loaded(parts[name], own)
     return getattr(diffusers, index["_class_name"])(**parts)
 
 
@@ -605,12 +605,18 @@ def _build_part(cls: type[nn.Module], folder: Path) -> nn.Module:
     return cls.from_config(cls.load_config(folder)).eval()
 
 
-def _keep_in_float32(part: nn.Module) -> None:
-    """Give the weights that the class keeps in float32 that type, as loading does."""
-    kept = set(getattr(part, "_keep_in_fp32_modules", None) or ())
-    for name, parameter in part.named_parameters():
-        if kept & set(name.split(".")) and parameter.is_floating_point():
-            parameter.data = parameter.data.float()
+def _cast_as_loaded(part: nn.Module, dtype: torch.dtype) -> None:
+    """Give weights and saved buffers the types that they have after loading: some classes keep some in float32."""
+    if isinstance(part, transformers.PreTrainedModel):
+        kept = set(part._keep_in_fp32_modules_strict or ())
+        kept |= set(part._keep_in_fp32_modules or ()) if dtype == torch.float16 else set()
+    else:
+        kept = set(getattr(part, "_keep_in_fp32_modules", None) or ())
+    buffers = dict(part.named_buffers())
+    for name, tensor in part.state_dict(keep_vars=True).items():
+        is_kept = bool(kept & set(name.split(".")))
+        if tensor.is_floating_point() and (is_kept or name in buffers):
+            tensor.data = tensor.data.to(torch.float32 if is_kept else dtype)
 
 
 @contextlib.contextmanager

@@ -34,6 +34,7 @@ from .run.records import write_json
 from .run.report import write_curve
 from .run.resume_point import explain_interrupt
 from .training import setup, start
+from .training.attention import avoid_cudnn_attention
 from .training.base import DiffusersTrainer
 from .training.finite import NonFiniteError
 from .training.learner import make_learner
@@ -256,6 +257,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             held.enter_context(explain_interrupt(folder, lambda: self.state.global_step))
             held.enter_context(self.monitor.propagate_errors())
             held.enter_context(self._explain_out_of_memory())
+            held.enter_context(avoid_cudnn_attention())
             done = count_updates(point)
             if done > 0:  # `eval_on_start` measures the model before its first update
                 held.callback(setattr, self.args, "eval_on_start", self.args.eval_on_start)

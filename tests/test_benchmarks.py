@@ -21,7 +21,7 @@ import recipe_settings
 import recipes
 from recipe_settings import LEARNING_RATES, LOWER_RATE, RECIPES, Recipe
 
-from benchmarks import weight_sizes
+from benchmarks import attention, weight_sizes
 from diffusion_grpo.policy.trajectory import ROUNDING_OF_TWO
 from diffusion_grpo.run.records import write_json
 
@@ -480,3 +480,19 @@ def test_sizes_of_weights_on_the_pages_are_those_of_the_configurations():
     assert f"{weight_sizes.format_bytes(2 * encoders)} for Wan" in page.replace("\n", " ")
     for optim, name in (("adamw_torch_8bit", "AdamW8bit"), ("adamw_torch_4bit", "AdamW4bit")):
         assert f"| `{optim}` | torchao | {weight_sizes.count_states(name):.2f} |" in page
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_attention_is_measured_on_a_gpu_only(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["attention.py"])
+    assert attention.main() == 2 and "torch sees none" in capsys.readouterr().err
+
+
+def test_attention_has_the_gradients_of_its_definition():
+    inputs = [torch.randn(2, 5, 3, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    gradient = torch.randn(2, 5, 12, dtype=torch.float64)
+    found = attention.compute_gradients(inputs, gradient, torch.nn.attention.SDPBackend.MATH)
+    weights = (torch.einsum("bihc,bjhc->bhij", *inputs[:2]) / 2).softmax(-1)
+    out = torch.einsum("bhij,bjhc->bihc", weights, inputs[2]).flatten(2)
+    for one, expected in zip(found, torch.autograd.grad(out, inputs, gradient), strict=True):
+        torch.testing.assert_close(one, expected)

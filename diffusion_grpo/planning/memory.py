@@ -168,7 +168,8 @@ def _list_state(parts: Parts, args: DiffusionGRPOConfig, sharding: Sharding) -> 
 def _weigh_whole(parts: Parts, args: DiffusionGRPOConfig, sharding: Sharding) -> int:
     """Return the bytes of all weights of the networks, undivided."""
     if sharding.keeps_masters and (args.bf16 or args.fp16) and not parts.specs:
-        return sum(2 * p.numel() if p.is_floating_point() else p.nbytes for p in parts.model.parameters())
+        tensors = [*parts.model.parameters(), *parts.model.buffers()]
+        return sum(2 * tensor.numel() if tensor.is_floating_point() else tensor.nbytes for tensor in tensors)
     return count_bytes(parts.trained) + parts.frozen
 
 
@@ -297,7 +298,7 @@ def keeps_means(args: DiffusionGRPOConfig) -> bool:
 
 
 def weigh(network: nn.Module, spec: Any = None, is_frozen: bool = False) -> int:
-    """Return the bytes of a network's weights.
+    """Return the bytes of a network's weights and buffers, SD3's table of positions for example.
 
     Args:
         network: network with fake or real tensors.
@@ -306,7 +307,7 @@ def weigh(network: nn.Module, spec: Any = None, is_frozen: bool = False) -> int:
     """
     quantised = {} if spec is None else {id(x): x for x in list_linear_weights(network)}
     left = [p for p in network.parameters() if id(p) not in quantised and not (is_frozen and p.requires_grad)]
-    return count_bytes(left) + sum(count_quantised_bytes(weight, spec) for weight in quantised.values())
+    return count_bytes([*left, *network.buffers()]) + sum(count_quantised_bytes(w, spec) for w in quantised.values())
 
 
 def list_linear_weights(network: nn.Module) -> list[nn.Parameter]:
@@ -368,12 +369,15 @@ def _weigh_pinned(parts: Parts) -> int:
 
     See `CachingHostAllocator` in https://github.com/pytorch/pytorch/issues/150517.
     """
-    sizes = [p.nbytes for network in parts.networks.values() for p in network.parameters() if not p.requires_grad]
+    networks = parts.networks.values()
+    sizes = [x.nbytes for network in networks for x in network.parameters() if not x.requires_grad]
+    sizes += [x.nbytes for network in networks for x in network.buffers()]
     return sum(1 << (size - 1).bit_length() for size in sizes if size)
 
 
 def _count_frozen(module: nn.Module) -> int:
-    return count_bytes(p for p in module.parameters() if not p.requires_grad)
+    frozen = [p for p in module.parameters() if not p.requires_grad]
+    return count_bytes([*frozen, *module.buffers()])
 
 
 def measure_largest_block(model: nn.Module) -> int:

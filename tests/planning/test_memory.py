@@ -75,29 +75,18 @@ def test_swapped_blocks_take_what_the_largest_group_takes(level, blocks, stream,
     def count(group):
         fetch(group)
         present[id(group)] = group
-        there = {id(x): x.nbytes for g in present.values() if g.is_present for x in g.tensors if x in parameters}
+        there = {id(x): x.nbytes for g in present.values() if g.is_present for x in g.tensors}
         most[0] = max(most[0], sum(there.values()))
 
     monkeypatch.setattr(Group, "fetch", count)
     trainer = build_trainer(*parse_train_arguments(config, []))
     network = trainer.policy.network
-    parameters = Parameters(network)
     trainer.train()
     own = sum(p.nbytes for p in network.parameters() if p.requires_grad)
     assert planned.accelerator == own + most[0]
-    waiting = [p.nbytes for p in network.parameters() if not p.requires_grad]
+    waiting = [x.nbytes for x in (*network.parameters(), *network.buffers()) if not x.requires_grad]
     # torch rounds page-locked memory up to powers of two
     assert planned.cpu == sum(2 ** math.ceil(math.log2(size)) if stream else size for size in waiting)
-
-
-class Parameters:
-    """Whether something is a parameter of a network, and not a buffer."""
-
-    def __init__(self, network):
-        self._known = {id(p) for p in network.parameters()}
-
-    def __contains__(self, tensor):
-        return id(tensor) in self._known
 
 
 def test_what_works_beside_cached_prompts_is_counted(tmp_path):
@@ -105,7 +94,8 @@ def test_what_works_beside_cached_prompts_is_counted(tmp_path):
     swap = {"offload_frozen": "cpu", "cache_prompt_embeds": "memory"}
     config = write_run(tmp_path, "glm_image", **swap)
     pipe, _ = tiny_pipelines.build("glm_image")
-    own = sum(p.nbytes for p in pipe.vision_language_encoder.parameters())
+    encoder = pipe.vision_language_encoder
+    own = sum(x.nbytes for x in (*encoder.parameters(), *encoder.buffers()))
     rows = [item for item in plan(config, []).memory if item.phase == ENCODING]
     assert [item.accelerator for item in rows] == [own]
 
@@ -117,7 +107,7 @@ def test_what_turns_tokens_into_samples_is_counted_by_its_weights(tmp_path):
     trainer = build_trainer(*parse_train_arguments(config, []))
     parts = [part for name, part in trainer.pipe.components.items() if isinstance(part, torch.nn.Module)]
     others = [part for part in parts if part is not trainer.pipe.vision_language_encoder]
-    largest = max(sum(p.nbytes for p in part.parameters()) for part in others)
+    largest = max(sum(x.nbytes for x in (*part.parameters(), *part.buffers())) for part in others)
     [row] = [item for item in made.memory if item.phase == DECODING]
     assert row.accelerator == largest
     assert any("without activations" in note for note in made.notes)

@@ -41,7 +41,7 @@ class Allocated(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         parameters = list(self.trainer.model.parameters())
-        self.bytes["parameters"] = size(parameters)
+        self.bytes["parameters"] = size([*parameters, *self.trainer.model.buffers()])
         self.bytes["gradients"] = size(p.grad for p in parameters if p.grad is not None)
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -53,10 +53,11 @@ class Allocated(TrainerCallback):
         parts = [part for part in trainer.pipe.components.values() if isinstance(part, torch.nn.Module)]
         networks = trainer.policy.networks
         self.bytes["frozen parts"] = size(
-            x for part in parts if not any(part is n for n in networks) for x in part.parameters()
+            x for part in parts if not any(part is n for n in networks) for x in (*part.parameters(), *part.buffers())
         )
         if trainer.learner.reference is not None and trainer.learner.reference.module is not None:
-            self.bytes["reference"] = size(trainer.learner.reference.module.parameters())
+            module = trainer.learner.reference.module
+            self.bytes["reference"] = size([*module.parameters(), *module.buffers()])
         if trainer.learner.average is not None:
             self.bytes["moving average"] = size(trainer.learner.average.average.shadow_params)
         if trainer.learner.old_policy is not None:
