@@ -1,8 +1,8 @@
 """
 Time attention with gradients by cuDNN's kernels and by FlashAttention on one GPU: `python benchmarks/attention.py`.
 
-Each line is one size: milliseconds of one forward and backward pass in bfloat16, and their ratio. Then cuDNN's gradients
-are searched for NaN, at sizes from 20 tokens to those of an image of 1024 px.
+Each line is one size: milliseconds of one forward and backward pass in bfloat16, and their ratio. Then cuDNN's
+gradients are searched for NaN, at sizes from 20 tokens to those of an image of 1024 px.
 """
 
 import argparse
