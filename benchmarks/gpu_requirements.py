@@ -7,6 +7,7 @@ never used there. Run it under the Python version of the machine with the GPU, o
 but pip is needed. On that machine:
 
     mkdir -p .gpu && tar -xf gpu_packages.tar.xz -C .gpu
+    python -m compileall -q -j 0 .gpu
     PYTHONPATH=.gpu:. python benchmarks/gpu_check.py
 """
 
