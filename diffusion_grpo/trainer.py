@@ -26,6 +26,7 @@ from .data.held_out import warn_of_trained_prompts
 from .data.prompts import choose_evaluated
 from .data.sampler import GroupSampler
 from .distributed.failure import ProcessGroupMonitor
+from .policy.attention import avoid_cudnn_attention
 from .rewards import Reward, RewardError, check_columns
 from .run.card import write_model_card
 from .run.card_data import name_repository
@@ -34,7 +35,6 @@ from .run.records import write_json
 from .run.report import write_curve
 from .run.resume_point import explain_interrupt
 from .training import setup, start
-from .training.attention import avoid_cudnn_attention
 from .training.base import DiffusersTrainer
 from .training.finite import NonFiniteError
 from .training.learner import make_learner
@@ -392,7 +392,10 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             with self._explain_out_of_memory(is_evaluating=True):
                 self.embeds.prepare(self.accelerator, list(datasets.values()), [], **(pipeline_kwargs or {}))
         try:
-            with self.monitor.propagate_errors(), self._explain_out_of_memory(is_evaluating=True):
+            with contextlib.ExitStack() as held:
+                held.enter_context(self.monitor.propagate_errors())
+                held.enter_context(self._explain_out_of_memory(is_evaluating=True))
+                held.enter_context(avoid_cudnn_attention())  # as in `train`, for comparable images
                 metrics = self.evaluator.evaluate(
                     datasets,
                     metric_key_prefix,

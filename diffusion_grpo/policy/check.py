@@ -12,6 +12,7 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
+from .attention import avoid_cudnn_attention
 from .rollout import DenoisingPolicy, UnsupportedPipeline, replay, rollout, sample_seed
 from .schedulers import UnsupportedScheduler
 
@@ -120,7 +121,7 @@ def _replay_steps(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return the differences of the log-probabilities and the squared gradients, for each trained step."""
     seeds = [sample_seed(seed, row) for row in range(_count(inputs))]
-    with _left_untouched(policy) as parameters:
+    with _left_untouched(policy) as parameters, avoid_cudnn_attention():
         settings = dict(num_inference_steps=num_inference_steps, noise_level=noise_level)
         _, trajectory = rollout(policy, inputs, seeds=seeds, **settings)
         squares = [torch.zeros(())]
