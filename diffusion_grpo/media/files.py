@@ -234,6 +234,8 @@ def _sound_stream(file: Any, video: VideoWithSound) -> Any:
 def _sound_packets(stream: Any, channels: np.ndarray, video: VideoWithSound, layout: str) -> Any:
     import av
 
+    if not channels.size:
+        return
     frame = av.AudioFrame.from_ndarray(channels, format="fltp", layout=layout)
     frame.sample_rate, frame.pts = video.sampling_rate, 0
     resampler = av.AudioResampler(format="fltp", layout=layout, rate=stream.rate)
@@ -283,6 +285,8 @@ def read_sound(
 ) -> tuple[np.ndarray, int]:
     """Read a sound file, or the sound of a video: (channels, time) float32 in [-1, 1], and the sampling rate.
 
+    A sound that ends before the first frame of its encoding has no samples.
+
     Args:
         source: path or open file.
         sampling_rate: resample to this rate, in hertz; by default the file's own.
@@ -302,4 +306,5 @@ def read_sound(
         resampler = av.AudioResampler(format="fltp", layout=layout, rate=rate)
         frames = itertools.chain(file.decode(audio=0), [None])  # None flushes the resampler
         parts = [part.to_ndarray() for frame in frames for part in resampler.resample(frame)]
-        return np.concatenate(parts, axis=1), rate
+        nothing = np.zeros((channels or stream.channels, 0), np.float32)
+        return np.concatenate([nothing, *parts], axis=1), rate

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,8 +93,13 @@ class Parts:
 
     @property
     def frozen(self) -> int:
-        """Bytes of the frozen weights of the trained networks."""
+        """Bytes of the frozen weights and the buffers of the trained networks."""
         return sum(weigh(network, self.specs.get(name), is_frozen=True) for name, network in self.networks.items())
+
+    @property
+    def buffers(self) -> int:
+        """Bytes of the buffers of the trained networks, which each process has whole."""
+        return sum(count_bytes(network.buffers()) for network in self.networks.values())
 
 
 def estimate_memory(
@@ -121,9 +126,11 @@ def estimate_memory(
         return found
     trajectory = batches.samples_per_process * (counted.sample_bytes + batches.trained_steps * counted.step_bytes)
     found.append(_place("trajectory", trajectory, args.offload_trajectories, "recorded by the rollout's own code"))
-    reference = _weigh_reference(parts, args, peft_config, sharding)
-    gathered = _weigh_gathered(parts, args, reference, sharding)
-    return found + _list_phases(parts, args, counted, batches, gathered, reference if args.offload_ref_model else 0)
+    has_copy = _has_reference(args, peft_config)
+    visits = has_copy and args.offload_ref_model
+    gathered = _weigh_gathered(parts, args, 2 if has_copy and not visits else 1, sharding)
+    visiting = _weigh_weights(parts, args, sharding) + parts.buffers if visits else 0
+    return found + _list_phases(parts, args, counted, batches, gathered, visiting)
 
 
 def _plan_loading(parts: Parts, sharding: Sharding) -> Memory:
@@ -139,20 +146,22 @@ def _list_state(parts: Parts, args: DiffusionGRPOConfig, sharding: Sharding) -> 
     """List weights, gradients and optimizer states, as they are divided among the processes."""
     trained = parts.trained
     own, grads, states = count_bytes(trained), count_bytes(trained), count_optimizer_bytes(trained, args)
-    whole, masters = _weigh_whole(parts, args, sharding), 0
+    whole, masters = _weigh_weights(parts, args, sharding), 0
     if sharding.keeps_masters:
         masters = 4 * sum(p.numel() for p in trained)  # whatever the dtype of the weights
         grads = masters // 2 if args.bf16 or args.fp16 else grads
     engine, away, away_optimizer = sharding.basis, sharding.offload_parameters, sharding.offload_optimizer
+    weights = _place("parameters", sharding.share(whole, sharding.parameters), away, engine)
+    weights.accelerator += parts.buffers
     found = [
-        _place("parameters", sharding.share(whole, sharding.parameters), away, engine),
+        weights,
         _place("gradients", sharding.share(grads, sharding.gradients), away_optimizer, engine),
         _place("optimizer", sharding.share(states + masters, sharding.optimizer), away_optimizer, engine),
     ]
     if args.group_offload is not None:
         present = own + sum(measure_groups(network, args) for network in parts.networks.values())
         waiting = _weigh_pinned(parts) if args.group_offload_stream else parts.frozen
-        found[0] = Memory("parameters", min(present, whole), waiting, "the blocks that work, and what is trained")
+        found[0] = Memory("parameters", min(present, whole + parts.buffers), waiting, "the blocks that work, and what is trained")
     if sharding.copies_gradients:
         found.append(Memory("gradient buckets", grads, basis="DDP's copies for the all-reduce"))
     if sharding.parameters and sharding.processes > 1:
@@ -165,27 +174,31 @@ def _list_state(parts: Parts, args: DiffusionGRPOConfig, sharding: Sharding) -> 
     return found
 
 
-def _weigh_whole(parts: Parts, args: DiffusionGRPOConfig, sharding: Sharding) -> int:
-    """Return the bytes of all weights of the networks, undivided."""
+def _weigh_weights(parts: Parts, args: DiffusionGRPOConfig, sharding: Sharding) -> int:
+    """Return the bytes of all weights of the networks, undivided and without buffers."""
     if sharding.keeps_masters and (args.bf16 or args.fp16) and not parts.specs:
-        tensors = [*parts.model.parameters(), *parts.model.buffers()]
-        return sum(2 * tensor.numel() if tensor.is_floating_point() else tensor.nbytes for tensor in tensors)
-    return count_bytes(parts.trained) + parts.frozen
+        return sum(2 * p.numel() if p.is_floating_point() else p.nbytes for p in parts.model.parameters())
+    return count_bytes(parts.trained) + parts.frozen - parts.buffers
 
 
-def _weigh_reference(
-    parts: Parts, args: DiffusionGRPOConfig, peft_config: PeftConfig | None, sharding: Sharding
-) -> int:
-    """Return the bytes of a copied reference, undivided; 0 if there is none."""
-    return _weigh_whole(parts, args, sharding) if args.needs_reference and peft_config is None else 0
+def _has_reference(args: DiffusionGRPOConfig, peft_config: PeftConfig | None) -> bool:
+    """Return whether the run copies the networks as a reference."""
+    return args.needs_reference and peft_config is None
 
 
-def _weigh_gathered(parts: Parts, args: DiffusionGRPOConfig, reference: int, sharding: Sharding) -> int:
-    """Return the bytes that a process holds besides its shard while samples are made and weights are gathered."""
+def _weigh_gathered(parts: Parts, args: DiffusionGRPOConfig, copies: int, sharding: Sharding) -> int:
+    """Return the bytes that a process holds besides its shard while samples are made and weights are gathered.
+
+    Args:
+        parts: parts of the pipeline.
+        args: settings of the run.
+        copies: number of networks on the accelerator: 2 with a reference.
+        sharding: how the training state is divided.
+    """
     gathers = {"zero3": args.ds3_gather_for_generation, "fsdp2": args.fsdp_gather_for_generation}
     if sharding.processes == 1 or not gathers.get(sharding.name):
         return 0
-    whole = _weigh_whole(parts, args, sharding) + (0 if args.offload_ref_model else reference)
+    whole = copies * _weigh_weights(parts, args, sharding)
     return whole if sharding.offload_parameters else whole - sharding.share(whole, True)
 
 
@@ -195,10 +208,16 @@ def _list_copies(
     """List copies of the weights: the reference, the moving average, the old policy."""
     found = []
     own = sharding.share(count_bytes(parts.trained), sharding.parameters)
-    if reference := _weigh_reference(parts, args, peft_config, sharding):
+    if _has_reference(args, peft_config):
         is_divided = sharding.parameters and not args.offload_ref_model
         is_away = args.offload_ref_model or is_divided and sharding.offload_parameters
-        found.append(_place("reference", sharding.share(reference, is_divided), is_away, "a copy of the network"))
+        weights = sharding.share(_weigh_weights(parts, args, sharding), is_divided)
+        reference = _place("reference", weights, is_away, "a copy of the network")
+        if args.offload_ref_model:
+            reference.cpu += parts.buffers
+        else:
+            reference.accelerator += parts.buffers
+        found.append(reference)
     if args.ema_decay is not None:
         found.append(Memory("moving average", own, basis=sharding.basis))
     if has_old_policy(args):
@@ -343,16 +362,15 @@ def _weigh_dense(network: nn.Module) -> int:
 
 
 def measure_groups(network: nn.Module, args: DiffusionGRPOConfig) -> int:
-    """Return the bytes of frozen weights that are on the accelerator at the same time with `group_offload`.
+    """Return the bytes of frozen weights and buffers that are on the accelerator at a time with `group_offload`.
 
-    These are the weights outside the blocks, which stay for a whole pass, and the largest group, or two groups if the
-    next one is fetched early. See diffusers' `apply_group_offloading`.
+    With "block_level", this is what lies outside the blocks, which stays for a whole pass, and the largest group; with
+    "leaf_level", the largest layer and what the modules around it have of their own, or a whole block where it is
+    recomputed. If the next group is fetched early, it counts too. See diffusers' `apply_group_offloading`.
     """
     is_ahead, per_group = args.group_offload_stream, args.group_offload_blocks
-    turns = 2 if is_ahead else 1
     if args.group_offload == "leaf_level":
-        leaves = [module for module in network.modules() if not any(module.children())]
-        return turns * max((_count_frozen(leaf) for leaf in leaves), default=0)
+        return _measure_layers(network, is_ahead, args.activation_checkpointing)
     per_group = 1 if is_ahead else per_group
     lists = [child for child in network.children() if isinstance(child, (nn.ModuleList, nn.Sequential))]
     groups = [
@@ -361,7 +379,46 @@ def measure_groups(network: nn.Module, args: DiffusionGRPOConfig) -> int:
         for start in range(0, len(blocks), per_group)
     ]
     outside = _count_frozen(network) - sum(map(_count_frozen, lists))
-    return outside + turns * max(groups, default=0)
+    return outside + (2 if is_ahead else 1) * max(groups, default=0)
+
+
+def _measure_layers(network: nn.Module, is_ahead: bool, is_recomputed: bool) -> int:
+    """Return the bytes of the layers that are present at a time.
+
+    What is fetched early is the next layer in the order of definition, or the largest of the other blocks.
+    """
+    own = {module: _count_frozen(module, recurse=False) for module in network.modules()}
+    ordered = [module for module in own if own[module]]
+    found = [0]
+    for chain in _list_chains(network):
+        present = [module for module in chain if own[module]]
+        after = ordered.index(present[-1]) + 1 if present and is_ahead else len(ordered)
+        found.append(sum(own[module] for module in [*present, *ordered[after : after + 1]]))
+    if is_recomputed:
+        blocks = sorted(map(_count_frozen, _list_recomputed(network)))
+        found.append(sum(blocks[-2:] if is_ahead else blocks[-1:]))
+    return max(found)
+
+
+def _list_chains(module: nn.Module, around: tuple[nn.Module, ...] = ()) -> Iterator[tuple[nn.Module, ...]]:
+    """Yield each module without children, after the modules that it is a part of."""
+    chain, children = (*around, module), list(module.children())
+    if not children:
+        yield chain
+    for child in children:
+        yield from _list_chains(child, chain)
+
+
+def _list_recomputed(network: nn.Module) -> list[nn.Module]:
+    """Return the blocks that gradient checkpointing recomputes; modules of diffusers that do so have a flag."""
+    return [
+        block
+        for module in network.modules()
+        if hasattr(module, "gradient_checkpointing")
+        for child in module.children()
+        if isinstance(child, nn.ModuleList)
+        for block in child
+    ]
 
 
 def _weigh_pinned(parts: Parts) -> int:
@@ -375,9 +432,9 @@ def _weigh_pinned(parts: Parts) -> int:
     return sum(1 << (size - 1).bit_length() for size in sizes if size)
 
 
-def _count_frozen(module: nn.Module) -> int:
-    frozen = [p for p in module.parameters() if not p.requires_grad]
-    return count_bytes([*frozen, *module.buffers()])
+def _count_frozen(module: nn.Module, recurse: bool = True) -> int:
+    frozen = [p for p in module.parameters(recurse) if not p.requires_grad]
+    return count_bytes([*frozen, *module.buffers(recurse)])
 
 
 def measure_largest_block(model: nn.Module) -> int:

@@ -3,6 +3,7 @@
 Files go to the run's folder; images, videos and sound also go to the trackers that `report_to` names.
 """
 
+import logging
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,8 @@ from ..distributed.weights import TrainedWeights
 from ..run.gallery import choose_steps
 from ..run.watch import find_collapse
 from .trackers import draw_grid, log_files, log_image
+
+logger = logging.getLogger(__name__)
 
 
 class SyncRefModelCallback(TrainerCallback):
@@ -228,5 +231,8 @@ class ReportCallback(TrainerCallback):
                 f"No report: {' and '.join(missing)} not installed. After pip install 'diffusion-grpo[report]': "
                 f"diffusion-grpo report {args.output_dir}"
             )
-        else:
+            return
+        try:
             print(f"Report: {write_report(args.output_dir)}")
+        except Exception:  # such as a damaged file; the run has ended well, and the page can be written again
+            logger.exception("The report could not be written. To try again: diffusion-grpo report %s.", args.output_dir)

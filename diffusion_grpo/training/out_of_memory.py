@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from diffusers import DiffusionPipeline
-from torch import nn
+from torch import Tensor, nn
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -49,15 +49,15 @@ def weigh_run(model: nn.Module, pipe: DiffusionPipeline, optimizer: Any, feed: R
         feed: the feed, which holds the current rollout.
     """
     device = next((p.device.type for p in model.parameters() if p.requires_grad), "cpu")
-    known = {id(p) for p in model.parameters()}
+    known = {id(x) for x in list_weights(model)}
     parts = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
     states = (getattr(optimizer, "state", None) or {}).values()
     samples = [] if feed.buffer is None else feed.buffer.samples
     found = {
-        "parameters": model.parameters(),
+        "parameters": list_weights(model),
         "gradients": (p.grad for p in model.parameters()),
         "optimizer": (x for state in states for x in state.values() if torch.is_tensor(x)),
-        "frozen parts": (p for part in parts for p in part.parameters() if id(p) not in known),
+        "frozen parts": (x for part in parts for x in list_weights(part) if id(x) not in known),
         "trajectory": (tensor for sample in samples for tensor in sample.tensors().values()),
     }
     counts = {
@@ -65,6 +65,11 @@ def weigh_run(model: nn.Module, pipe: DiffusionPipeline, optimizer: Any, feed: R
         for name, tensors in found.items()
     }
     return dict(sorted(counts.items(), key=lambda item: -item[1]))
+
+
+def list_weights(module: nn.Module) -> list[Tensor]:
+    """Return the weights of a module, and its buffers, which take memory too."""
+    return [*module.parameters(), *module.buffers()]
 
 
 def advise(args: DiffusionGRPOConfig, counts: dict[str, int], is_evaluating: bool) -> list[str]:

@@ -75,6 +75,19 @@ def test_a_video_carries_its_sound(tmp_path, rate):
     assert loudest(sound, written) == pytest.approx([440 * rate / 24000, 1000 * rate / 24000], rel=0.01)
 
 
+@pytest.mark.parametrize("length", [0, 1, 10])
+def test_a_sound_may_be_shorter_than_its_encoding_can_hold(tmp_path, length):
+    video = VideoWithSound([Image.new("RGB", (32, 32))] * 4, TONES[:, :length], 24000)
+    path = write_video(video, tmp_path / "a.mp4", fps=8)
+    assert len(read_video(path)) == len(read_video(io.BytesIO(shrink_video(path, 384)))) == 4
+    if length:  # without samples, the file has no stream for them
+        assert read_sound(path)[0].shape == (2, 0 if length == 1 else 1024)
+    path = write_sound(TONES[:, :length], tmp_path / "a.wav", 24000)
+    assert read_sound(path)[0].shape == (2, length)
+    assert read_sound(path, 24000, 1)[0].shape == (1, length)
+    assert bool(compress_sound(path)) == (length > 0)
+
+
 def test_what_a_pipeline_makes_becomes_files_by_its_kind(tmp_path):
     frames = [Image.new("RGB", (16, 16), (shade, 0, 0)) for shade in (0, 120, 240)]
     made = {

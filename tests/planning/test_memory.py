@@ -5,6 +5,7 @@ import math
 import pytest
 import tiny_pipelines
 import torch
+from diffusers import DiffusionPipeline
 from planned_runs import write_run
 from tiny_runs import brightness  # noqa: F401  named by its dotted path below
 
@@ -62,13 +63,32 @@ def test_only_frozen_linear_layers_are_compressed():
     assert weigh(network) == sum(p.nbytes for p in network.parameters())
 
 
+def enlarge_positions(folder, size):
+    """Give SD3's network a larger table of positions, as real ones have."""
+    pipe = DiffusionPipeline.from_pretrained(folder)
+    pipe.transformer = type(pipe.transformer).from_config(dict(pipe.transformer.config) | {"pos_embed_max_size": size})
+    pipe.save_pretrained(folder)
+
+
 @pytest.mark.parametrize(
-    ("level", "blocks", "stream"),
-    [("block_level", 1, False), ("block_level", 2, False), ("block_level", 1, True), ("leaf_level", 1, False)],
+    ("level", "blocks", "stream", "positions", "is_recomputed"),
+    [
+        ("block_level", 1, False, None, False),
+        ("block_level", 2, False, None, True),
+        ("block_level", 1, True, None, False),
+        ("leaf_level", 1, False, None, False),
+        ("leaf_level", 1, False, None, True),  # all layers of a block, while it is recomputed
+        ("leaf_level", 1, False, 96, False),  # the table of positions belongs to a module that has a layer
+        ("leaf_level", 1, True, 96, True),
+    ],
 )
-def test_swapped_blocks_take_what_the_largest_group_takes(level, blocks, stream, tmp_path, monkeypatch):
+def test_swapped_blocks_take_what_the_largest_group_takes(
+    level, blocks, stream, positions, is_recomputed, tmp_path, monkeypatch
+):
     swap = {"group_offload": level, "group_offload_blocks": blocks, "group_offload_stream": stream}
-    config = write_run(tmp_path, "sd3", **swap)
+    config = write_run(tmp_path, "sd3", **swap, gradient_checkpointing=is_recomputed)
+    if positions is not None:
+        enlarge_positions(tmp_path / "model", positions)
     planned = next(item for item in plan(config, []).memory if item.name == "parameters")
     present, most, fetch = {}, [0], Group.fetch
 

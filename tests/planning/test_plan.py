@@ -25,6 +25,7 @@ from diffusion_grpo.planning.batches import Batches
 from diffusion_grpo.planning.measure import CallSizes
 from diffusion_grpo.planning.plan import Built, count_evaluations, make_planned_config, plan, read_run
 from diffusion_grpo.policy.stochastic_steps import StochasticScheduler
+from diffusion_grpo.training.out_of_memory import weigh_run
 
 
 def size(tensors):
@@ -38,14 +39,21 @@ class Allocated(TrainerCallback):
     def __init__(self):
         self.trainer = None
         self.bytes: dict[str, int] = {}
+        self.weighed: dict[str, int] = {}  # what the message about a lack of memory says
+
+    def weigh(self):
+        trainer = self.trainer
+        return weigh_run(trainer.model, trainer.pipe, trainer.optimizer, trainer.feed)
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         parameters = list(self.trainer.model.parameters())
         self.bytes["parameters"] = size([*parameters, *self.trainer.model.buffers()])
         self.bytes["gradients"] = size(p.grad for p in parameters if p.grad is not None)
+        self.weighed = self.weigh()
 
     def on_step_end(self, args, state, control, **kwargs):
         trainer = self.trainer
+        self.weighed["optimizer"] = self.weigh()["optimizer"]
         states = trainer.optimizer.state.values()
         self.bytes["optimizer"] = size(x for state in states for x in state.values() if torch.is_tensor(x))
         samples = trainer.feed.buffer.samples
@@ -65,13 +73,13 @@ class Allocated(TrainerCallback):
 
 
 def allocated(config):
-    """A run of one update, and the bytes it took by kind."""
+    """A run of one update, the bytes it took by kind, and those that a message about a lack of memory would say."""
     script, lora, args = parse_train_arguments(config, [])
     trainer, seen = build_trainer(script, lora, args), Allocated()
     seen.trainer = trainer
     trainer.add_callback(seen)
     trainer.train()
-    return trainer, seen.bytes
+    return trainer, seen.bytes, seen.weighed
 
 
 @pytest.mark.parametrize(
@@ -94,7 +102,8 @@ def test_planned_bytes_are_the_allocated_ones(name, settings, tmp_path):
     config = write_run(tmp_path, name, **settings)
     made = plan(config, [])
     planned = {item.name: item.accelerator for item in made.memory if not item.phase}
-    trainer, real = allocated(config)
+    trainer, real, weighed = allocated(config)
+    assert weighed == {kind: real[kind] for kind in weighed}
     if "best_of_n" in settings:  # what is recorded of all samples is freed but for the best ones
         real["trajectory"] *= settings["num_generations"] // settings["best_of_n"]
     assert planned == real
@@ -104,6 +113,8 @@ def test_planned_bytes_are_the_allocated_ones(name, settings, tmp_path):
 def test_each_mode_divides_what_it_says(tmp_path):
     config, built = write_run(tmp_path, "sd3"), Built()
     alone = {item.name: item for item in plan(config, [], built=built).memory}
+    tables = size(build("sd3")[0].transformer.buffers())  # positions, which each process has whole
+    assert tables > 0
     for mode, parameters, gradients, optimizer in (
         ("multi_gpu", 1, 1, 1),
         ("zero1", 1, 1, 4),
@@ -115,12 +126,17 @@ def test_each_mode_divides_what_it_says(tmp_path):
         shared = {item.name: item for item in plan(config, [], launch, built).memory}
         masters = alone["gradients"].accelerator if mode.startswith("zero") else 0  # DeepSpeed's float32 copies
         expected = {
-            "parameters": -(-alone["parameters"].accelerator // parameters),
+            "parameters": -(-(alone["parameters"].accelerator - tables) // parameters),
             "gradients": -(-alone["gradients"].accelerator // gradients),
             "optimizer": -(-(alone["optimizer"].accelerator + masters) // optimizer),
         }
         where = "cpu" if mode.endswith("offload") else "accelerator"
-        assert {name: getattr(shared[name], where) for name in expected} == expected
+        found = {name: getattr(shared[name], where) for name in expected}
+        if where == "accelerator":
+            found["parameters"] -= tables
+        else:
+            assert shared["parameters"].accelerator == tables
+        assert found == expected
         assert ("gradient buckets" in shared) == (mode == "multi_gpu")
         assert ("gathered block" in shared) == (parameters > 1)
         networks = alone["parameters"].accelerator if parameters == 1 else 0  # those that are sharded stay in files
@@ -145,7 +161,8 @@ def test_networks_that_are_gathered_whole_are_there_while_samples_are_made(tmp_p
     network = sum(alone[name] - layers[name].accelerator for name in ("parameters", "reference"))
     assert whole["denoising"].accelerator - layers["denoising"].accelerator == network
     assert whole["activations"] == layers["activations"]  # updates gather block by block
-    assert whole["reference"].accelerator == -(-alone["reference"] // 4)
+    tables = size(build("sd3")[0].transformer.buffers())  # which are not divided
+    assert whole["reference"].accelerator == -(-(alone["reference"] - tables) // 4) + tables
 
 
 def test_a_reference_from_cpu_memory_is_on_the_accelerator_for_its_pass(tmp_path):
