@@ -163,7 +163,7 @@ def collect_ratio(trainer: Any) -> dict[str, Any]:
 
 
 def write_ratio_model(name: str, work: Path, is_tiny: bool) -> dict[str, Any]:
-    """Save the model of sections a and b: 113 M random weights in SD3's classes, or the embedded model if tiny."""
+    """Save the model of sections a and b: 111 M random weights in SD3's classes, or the embedded model if tiny."""
     import torch
     from diffusers import DiffusionPipeline
 

@@ -91,13 +91,13 @@ RATIO = (  # what compiles comes last: it takes three times as long
     "nf4-compile"
 ).split()
 MODES = ("DDP", "ZeRO-2", "ZeRO-3", "FSDP2")
-SIZES = (  # seconds on an H100; those of the first two were measured
+SIZES = (  # seconds on an H100: the first two were measured, and Wan was stopped after 143
     ("flux-bf16", 45),
     ("sd35m-lora", 45),
     ("flux-nf4", 55),
     ("sdxl", 45),
     ("sd35m-full", 50),
-    ("wan21", 60),
+    ("wan21", 180),
     ("qwen-nf4", 70),
 )
 
@@ -111,7 +111,7 @@ def list_cases() -> list[Case]:
         cases += [Case(f"b/{mode} {trains}", needs=plain, limit=240) for mode in MODES]  # on a CPU ZeRO is compiled
     cases += [Case("d/demo", expected=60, limit=180)]
     cases += [Case(f"c/plan {name}", limit=180) for name, _ in SIZES]
-    cases += [Case(f"c/{name}", seconds, f"c/plan {name}", True, limit=180) for name, seconds in SIZES]
+    cases += [Case(f"c/{name}", seconds, f"c/plan {name}", True, limit=300) for name, seconds in SIZES]
     return cases
 
 

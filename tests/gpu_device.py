@@ -6,11 +6,8 @@ share one GPU. The same tests run on a stand-in for a GPU (`stand_in_device.py`)
 
 import pytest
 import torch
-from stand_in_device import LEFT_OUT as FOR_EITHER_DEVICE
+from stand_in_device import EXPECT_CPU
 from transformers.utils import enable_tf32
-
-# Tests that are left out, by name, beside those that expect something of the CPU
-LEFT_OUT = {name: reason for name, reason in FOR_EITHER_DEVICE.items() if "stream" not in reason}
 
 
 def pytest_configure() -> None:
@@ -27,5 +24,5 @@ def pytest_runtest_setup() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if reason := LEFT_OUT.get(item.name) or LEFT_OUT.get(item.name.partition("[")[0]):
+        if reason := EXPECT_CPU.get(item.name) or EXPECT_CPU.get(item.name.partition("[")[0]):
             item.add_marker(pytest.mark.skip(reason=reason))

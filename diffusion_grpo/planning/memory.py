@@ -161,7 +161,8 @@ def _list_state(parts: Parts, args: DiffusionGRPOConfig, sharding: Sharding) -> 
     if args.group_offload is not None:
         present = own + sum(measure_groups(network, args) for network in parts.networks.values())
         waiting = _weigh_pinned(parts) if args.group_offload_stream else parts.frozen
-        found[0] = Memory("parameters", min(present, whole + parts.buffers), waiting, "the blocks that work, and what is trained")
+        present = min(present, whole + parts.buffers)
+        found[0] = Memory("parameters", present, waiting, "the blocks that work, and what is trained")
     if sharding.copies_gradients:
         found.append(Memory("gradient buckets", grads, basis="DDP's copies for the all-reduce"))
     if sharding.parameters and sharding.processes > 1:

@@ -235,4 +235,4 @@ class ReportCallback(TrainerCallback):
         try:
             print(f"Report: {write_report(args.output_dir)}")
         except Exception:  # such as a damaged file; the run has ended well, and the page can be written again
-            logger.exception("The report could not be written. To try again: diffusion-grpo report %s.", args.output_dir)
+            logger.exception("The report was not written. To try again: diffusion-grpo report %s", args.output_dir)
