@@ -83,9 +83,13 @@ def brightness(images: list[Image.Image], **columns) -> list[float]:
 
 
 @takes_latents
-def latent_mean(latents, **columns) -> torch.Tensor:
-    """Mean of each sample's latents: as smooth as the network, where a pixel of 8 bits jumps from level to level."""
-    return latents.flatten(1).mean(1)
+def latent_mean(latents, weight=None, **columns) -> torch.Tensor:
+    """Mean of each sample's latents: as smooth as the network, where a pixel of 8 bits jumps from level to level.
+
+    A column `weight` multiplies it.
+    """
+    means = latents.flatten(1).mean(1)
+    return means if weight is None else means * torch.tensor(weight)
 
 
 def first_frame_brightness(videos: list[list[Image.Image]], **columns) -> list[float]:

@@ -280,7 +280,7 @@ class DistributedBackend:
 
     def finish_micro_batch(self, model: nn.Module, weights: TrainedWeights) -> None:
         """Finish the gradients after the last pass of a micro-batch."""
-        if weights.leave_some_without_gradient:
+        if weights.take_turns:
             drop_idle_gradients(self.accelerator.unwrap_model(model))
 
     @property
@@ -331,12 +331,11 @@ class DistributedBackend:
 
 
 def drop_idle_gradients(experts: nn.ModuleDict) -> None:
-    """Drop the gradient of an expert that no process trains at this step, so that the optimizer skips it.
+    """Drop the gradient of an expert where it is 0, so that the optimizer skips the expert.
 
-    Gradients that were summed over the processes are equal on all of them, so all find the same experts idle.
+    It is 0 if no process trains the expert at this step, or if all rewards are equal. Gradients that were summed over
+    the processes are equal on all of them, so all find the same experts idle.
     """
     for expert in experts.values():
-        trained = [parameter for parameter in expert.parameters() if parameter.grad is not None]
-        if not any(parameter.grad.any() for parameter in trained):
-            for parameter in trained:
-                parameter.grad = None
+        if not any(parameter.grad.any() for parameter in expert.parameters() if parameter.grad is not None):
+            expert.zero_grad(set_to_none=True)

@@ -133,7 +133,7 @@ class FSDP2Backend(DistributedBackend):
         return self.accelerator.gather(torch.tensor([own], device=self.accelerator.device)).tolist()
 
     def trained_weights(self, model: nn.Module, take_turns: bool) -> TrainedWeights:
-        self._weights = ShardedWeights(model)
+        self._weights = ShardedWeights(model, take_turns=take_turns)
         return self._weights
 
     # A reference
@@ -188,7 +188,15 @@ class FSDP2Backend(DistributedBackend):
         return method(*args)  # FSDP's hooks are on the network that the pipeline calls
 
     def finish_micro_batch(self, model: nn.Module, weights: TrainedWeights) -> None:
-        """Do nothing: a network that no process called has no gradients."""
+        """Drop the gradient of an expert where it is 0 on all processes, as [`drop_idle_gradients`] does."""
+        if not weights.take_turns:
+            return
+        networks = split(model)
+        own = [float(any(map(has_gradient, network.parameters()))) for network in networks]
+        trained = self.accelerator.reduce(torch.tensor(own, device=self.accelerator.device), "sum")
+        for network, count in zip(networks, trained.tolist(), strict=True):
+            if count == 0:
+                network.zero_grad(set_to_none=True)
 
     # Checkpoints
 
@@ -348,6 +356,12 @@ def split(model: nn.Module) -> list[nn.Module]:
     return list(model.values()) if isinstance(model, nn.ModuleDict) else [model]
 
 
+def has_gradient(parameter: nn.Parameter) -> bool:
+    """Return whether this process's share of a parameter's gradient is not 0."""
+    gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+    return gradient is not None and bool(gradient.any())
+
+
 def _set_sync(networks: list[nn.Module], is_synced: bool) -> None:
     for network in networks:
         network.set_requires_gradient_sync(is_synced)
@@ -382,10 +396,11 @@ class ShardedWeights(TrainedWeights):
     Args:
         model: the trained model, or a copy of it.
         names: names of the parameters; by default those that require a gradient.
+        take_turns: whether they belong to several networks that take turns over the steps.
     """
 
-    def __init__(self, model: nn.Module, names: list[str] | None = None):
-        super().__init__([])
+    def __init__(self, model: nn.Module, names: list[str] | None = None, take_turns: bool = False):
+        super().__init__([], take_turns)
         self.model = model
         self.names = names or [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
@@ -399,6 +414,11 @@ class ShardedWeights(TrainedWeights):
     def is_sharded(self) -> bool:
         """Whether a process has only its share."""
         return is_sharded(self.model)
+
+    @property
+    def leave_some_without_gradient(self) -> bool:
+        """No: processes make their passes together."""
+        return False
 
     def exact(self) -> list[Tensor]:
         """Return the values of `used`, without gradient."""

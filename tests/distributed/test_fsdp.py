@@ -46,6 +46,8 @@ EXPERTS = {"name": "wan_experts", "num_inference_steps": 6, "beta": 0.1}
 # the first expert is idle: it has no gradient, and no optimizer state to be saved and read
 IDLE = EXPERTS | {"sde_window": [3, 5], "sde_window_size": 1, "deterministic_outside_window": True}
 CASES |= {"experts": SETTINGS | EXPERTS | SAVED}
+# all rewards of the second update are equal, so that Adam must not move either expert by its momentum
+EQUAL = EXPERTS | {"beta": 0.0, "columns": {"weight": [1.0, 1.0, 0.0, 0.0]}, "shuffle_dataset": False}
 # the means of the policy that rolled out are replayed, and kept beside weighted steps
 DPPO = {"loss_type": "dppo", "loss_kwargs": {"threshold": 1e-9}, "step_weight": "velocity", "beta": 0.1}
 SEVERAL = {"steps_per_generation": 4, "num_iterations": 2, "max_steps": 3}
@@ -53,6 +55,7 @@ GUARD = SEVERAL | {"loss_type": "grpo_guard", "beta": 0.1}
 TRAINED = CASES | {
     "dppo": SETTINGS | DPPO | SEVERAL,
     "optional": SETTINGS | OPTIONAL | {"beta": 0.1},
+    "equal": SETTINGS | EQUAL,
     "context": SETTINGS | {"name": "wan", "context_parallel_size": 2, "gradient_checkpointing": True, "beta": 0.1},
 }
 MORE = {
@@ -113,14 +116,15 @@ def test_each_of_two_processes_holds_half_of_every_weight(together, case):
 @pytest.mark.parametrize("case", TRAINED)
 def test_two_processes_train_what_one_trains(alone, together, case):
     """With a LoRA whose units hold frozen weights too; with a sharded reference, average and evaluations in full; with
-    two experts; where one process calls the network more often than the other; and where both share each sample's
-    sequence."""
+    two experts, also if all rewards are equal; where one process calls the network more often than the other; and
+    where both share each sample's sequence."""
     (one, weights), (two, shared) = alone[case], together[case]
     assert one["ratio"] == two["ratio"] == 0.0
     assert one["rewards"][0] == two["rewards"][0] and one["rewards"] == pytest.approx(two["rewards"], abs=1e-6)
     assert one["eval_rewards"] == pytest.approx(two["eval_rewards"], abs=1e-6)
     assert len(one["eval_rewards"]) == (case == "full") * 2
-    assert one["kl"][-1] > 0 and one["kl"] == pytest.approx(two["kl"], rel=1e-3)
+    assert bool(one["kl"]) == (case != "equal") and one["kl"] == pytest.approx(two["kl"], rel=1e-3)
+    assert all(kl > 0 for kl in one["kl"][-1:])
     assert difference(weights, shared) < 1e-6
 
 

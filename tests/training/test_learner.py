@@ -3,7 +3,8 @@
 import pytest
 import torch
 from accelerate.utils import DummyOptim
-from tiny_runs import trained_weights, trainer_for
+from tiny_runs import SMOOTH_VIDEOS, trained_weights, trainer_for
+from transformers import TrainerCallback
 
 from diffusion_grpo.rollout.reference import AdapterReference, CopiedReference
 
@@ -62,3 +63,22 @@ def test_the_average_is_shown_until_the_policy_is(tmp_path):
     for _ in range(2):
         trainer.learner.show_policy()
         assert all(torch.equal(value, policy[name]) for name, value in trained_weights(trainer).items())
+
+
+def test_equal_rewards_move_neither_of_two_experts(tmp_path):
+    """Adam would move both by its momentum; with several processes, networks without a gradient are skipped."""
+    seen = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            seen.append({name: value.clone() for name, value in trained_weights(trainer).items()})
+
+    columns = {"weight": [1.0, 1.0, 0.0, 0.0]}  # two prompts per update
+    settings = SMOOTH_VIDEOS | {"num_inference_steps": 6, "columns": columns, "shuffle_dataset": False}
+    trainer = trainer_for(tmp_path, "wan_experts", **settings, callbacks=[Watch()])
+    seen.append({name: value.clone() for name, value in trained_weights(trainer).items()})
+    trainer.train()
+    before, first, second = seen
+    moved = {name.split(".")[0] for name in before if not torch.equal(before[name], first[name])}
+    assert moved == {"transformer", "transformer_2"}
+    assert all(torch.equal(first[name], second[name]) for name in first)
