@@ -86,16 +86,26 @@ def choose_grid(rows: list[Row], recipe: str) -> tuple[float, ...]:
 
 
 def find_contenders(rows: list[Row], recipe: str) -> list[float]:
-    """Return the learning rates of a recipe that the first tuning seed leaves in the race.
+    """Return the learning rates of a recipe that are still in the race.
 
-    These are all but those whose score is `LEFT_BEHIND` or more below the best. The list is empty until each of
-    `LEARNING_RATES` has run on this seed.
+    These are all but those whose score is `LEFT_BEHIND` or more below the best: on the first tuning seed, and on
+    average over the first two, once all that are left have run on both. A rate that has run on all tuning seeds stays.
+    The list is empty until each of `LEARNING_RATES` has run on the first seed.
     """
-    scores = first_scores(rows, recipe)
-    if not scores.keys() >= set(LEARNING_RATES):
+    if not first_scores(rows, recipe).keys() >= set(LEARNING_RATES):
         return []
-    tried = {rate: scores[rate] for rate in choose_grid(rows, recipe) if rate in scores}
-    return [rate for rate, own in tried.items() if own > max(tried.values()) - LEFT_BEHIND]
+    found = tune_rows(rows, recipe)
+    left = [rate for rate in choose_grid(rows, recipe) if TUNE_SEEDS[0] in found[rate]]
+    for number, bound in enumerate(LEFT_BEHIND, start=1):
+        if not all(found[rate].keys() >= set(TUNE_SEEDS[:number]) for rate in left):
+            break
+        scores = {rate: statistics.mean(score(found[rate][seed]) for seed in TUNE_SEEDS[:number]) for rate in left}
+        left = [
+            rate
+            for rate in left
+            if scores[rate] > max(scores.values()) - bound or found[rate].keys() >= set(TUNE_SEEDS)
+        ]
+    return left
 
 
 def shared_tune_seeds(rows: list[Row], recipe: str) -> list[int]:
@@ -238,7 +248,8 @@ def _tune_table(rows: list[Row], names: list[str]) -> list[str]:
                 text = _format_tuned([found[seed] for seed in seeds])
                 cells.append(f"**{text}**" if rate == best else text)
             else:
-                cells.append(f"*{_format_tuned([found[TUNE_SEEDS[0]]])}*" if TUNE_SEEDS[0] in found else "–")
+                own = [found[seed] for seed in TUNE_SEEDS if seed in found]
+                cells.append(f"*{_format_tuned(own)}*" if own else "–")
         lines.append(_line([f"`{name}`", *cells, ", ".join(map(str, seeds)) or "–"]))
     tuned = [choose_learning_rate(rows, name) for name in names if is_tuned(rows, name)]
     return [
@@ -247,8 +258,8 @@ def _tune_table(rows: list[Row], names: list[str]) -> list[str]:
         "Each cell is the mean held-out reward over the budget's passes (the area under the curve), and in brackets",
         "the held-out reward at its end, both averaged over the seeds in the last column. The best of a line is bold.",
         "Recipes with guidance are scored with it.",
-        f"Italic cells are of seed {TUNE_SEEDS[0]} alone: there, these learning rates are {LEFT_BEHIND:g} or more",
-        "below the best, and are not tried on other seeds. A recipe of which one rate is left is tuned by then.",
+        "Italic cells are of the seeds on which these learning rates have run. They were too far below the best to be",
+        "tried on the others. A recipe of which one rate is left is tuned by then.",
         f"{LOWER_RATE:g} is tried where {min(LEARNING_RATES):g} is the best of the other three there.",
         f"Of the {len(tuned)} recipes that are tuned, {tuned.count(max(LEARNING_RATES))} are best at the highest rate "
         f"and {tuned.count(LOWER_RATE)} at the lowest.",

@@ -186,13 +186,19 @@ def test_the_learning_rate_with_the_largest_area_over_the_tuning_seeds_is_report
     assert recipe_results.score(short) == pytest.approx((0.8 + 0.9) / 2)
 
     assert recipe_results.choose_learning_rate(rows, "demo") is None and not recipe_results.is_tuned(rows, "demo")
-    rows = [tuning_row(low, 0, 0.83), tuning_row(middle, 0, 0.85), tuning_row(high, 0, 0.80)]
+    rows = [tuning_row(low, 0, 0.84), tuning_row(middle, 0, 0.85), tuning_row(high, 0, 0.80)]
     assert recipe_results.find_contenders(rows, "demo") == [low, middle]  # the highest is left behind
     assert recipe_results.choose_learning_rate(rows, "demo") == middle and not recipe_results.is_tuned(rows, "demo")
-    rows += [tuning_row(low, 1, 0.85), tuning_row(middle, 1, 0.80)]
+    rows += [tuning_row(low, 1, 0.84), tuning_row(middle, 1, 0.82)]
     assert recipe_results.choose_learning_rate(rows, "demo") == low
     rows += [tuning_row(low, 2, 0.60)]  # counts once the other contender has run on this seed too
     assert recipe_results.choose_learning_rate(rows, "demo") == low and not recipe_results.is_tuned(rows, "demo")
+    behind = [*rows[:3], tuning_row(low, 1, 0.84), tuning_row(middle, 1, 0.79)]
+    assert recipe_results.find_contenders(behind, "demo") == [low]  # the other is left behind over two seeds
+    assert recipe_results.is_tuned(behind, "demo")
+    behind.append(tuning_row(middle, 2, 0.99))  # has run on all seeds, so it counts
+    assert recipe_results.find_contenders(behind, "demo") == [low, middle]
+    assert not recipe_results.is_tuned(behind, "demo")
     rows += [tuning_row(middle, 2, 0.66), tuning_row(high, 1, 0.99)]
     assert recipe_results.choose_learning_rate(rows, "demo") == middle and recipe_results.is_tuned(rows, "demo")
     alone = [tuning_row(rate, 0, mean) for rate, mean in zip(LEARNING_RATES, (0.7, 0.85, 0.9), strict=True)]
@@ -222,7 +228,7 @@ def test_recipes_with_guidance_are_scored_with_it():
 
 def test_tuning_runs_what_the_first_seed_left_in_the_race_and_reports_follow_it(tmp_path, monkeypatch):
     low, middle, high = LEARNING_RATES
-    scores = {low: 0.83, middle: 0.85, high: 0.80}
+    scores = {low: 0.84, middle: 0.85, high: 0.80}
     made = []
 
     def make(recipe, rate, seed, arguments):
@@ -244,21 +250,29 @@ def test_tuning_runs_what_the_first_seed_left_in_the_race_and_reports_follow_it(
     assert run("tune", "2") == run("report", "3") == [] and made[5:] == [(low, 2), (middle, 2), (middle, 3)]
     # where one rate is left, there is nothing to decide on other seeds
     write_json(recipes.row_path(tmp_path, "demo", low, 0), tuning_row(low, 0, 0.5))
+    recipes.row_path(tmp_path, "demo", low, 2).unlink()
     assert run("tune", "1") == [] and len(made) == 8
     # where the lowest is the best, a lower one is tried in the same call
     shutil.rmtree(tmp_path / "demo")
     scores |= {low: 0.87, LOWER_RATE: 0.86}
     assert run("tune", "0") == [] and made[8:] == [*((rate, 0) for rate in LEARNING_RATES), (LOWER_RATE, 0)]
+    # where one rate is left after two seeds, the third has nothing to decide
+    scores[low], made[:] = 0.91, []
+    assert run("tune", "1,2") == run("report", "3") == []
+    assert made == [(LOWER_RATE, 1), (low, 1), (middle, 1), (low, 3)]
 
 
 def test_the_tuning_table_says_on_which_seeds_its_numbers_rest(tmp_path):
     low, middle, high = LEARNING_RATES
-    rows = [tuning_row(low, 0, 0.83), tuning_row(middle, 0, 0.85), tuning_row(high, 0, 0.80)]
-    rows += [tuning_row(low, 1, 0.87), tuning_row(middle, 1, 0.83), tuning_row(high, 1, 0.99), tuning_row(low, 2, 0.1)]
+    rows = [tuning_row(low, 0, 0.84), tuning_row(middle, 0, 0.85), tuning_row(high, 0, 0.80)]
+    rows += [tuning_row(low, 1, 0.86), tuning_row(middle, 1, 0.83), tuning_row(low, 2, 0.1)]
     lines = recipe_results.format_tables(rows)
     assert "| `demo` | – | **0.850 (0.850)** | 0.840 (0.840) | *0.800 (0.800)* | 0, 1 |" in lines
     lines = recipe_results.format_tables(rows[:2])
-    assert "| `demo` | – | *0.830 (0.830)* | *0.850 (0.850)* | – | – |" in lines
+    assert "| `demo` | – | *0.840 (0.840)* | *0.850 (0.850)* | – | – |" in lines
+    rows[4] = tuning_row(middle, 1, 0.80)  # is left behind over two seeds, and is not tried on the third
+    lines = recipe_results.format_tables(rows)
+    assert "| `demo` | – | **0.600 (0.600)** | *0.825 (0.825)* | *0.800 (0.800)* | 0, 1, 2 |" in lines
 
 
 def test_rows_of_other_settings_and_files_that_are_being_written_are_left_out(tmp_path, capsys):
