@@ -88,9 +88,9 @@ def choose_grid(rows: list[Row], recipe: str) -> tuple[float, ...]:
 def find_contenders(rows: list[Row], recipe: str) -> list[float]:
     """Return the learning rates of a recipe that are still in the race.
 
-    These are all but those whose score is `LEFT_BEHIND` or more below the best: on the first tuning seed, and on
-    average over the first two, once all that are left have run on both. A rate that has run on all tuning seeds stays.
-    The list is empty until each of `LEARNING_RATES` has run on the first seed.
+    A rate is dropped if its score is `LEFT_BEHIND` or more below the best on the first tuning seed, or later on average
+    over the first two. A rate that has run on all tuning seeds stays. The list is empty until each of `LEARNING_RATES`
+    has run on the first seed.
     """
     if not first_scores(rows, recipe).keys() >= set(LEARNING_RATES):
         return []
@@ -258,8 +258,8 @@ def _tune_table(rows: list[Row], names: list[str]) -> list[str]:
         "Each cell is the mean held-out reward over the budget's passes (the area under the curve), and in brackets",
         "the held-out reward at its end, both averaged over the seeds in the last column. The best of a line is bold.",
         "Recipes with guidance are scored with it.",
-        "Italic cells are of the seeds on which these learning rates have run. They were too far below the best to be",
-        "tried on the others. A recipe of which one rate is left is tuned by then.",
+        "Italic cells are of the seeds on which these learning rates have run: they were too far below the best to be",
+        "tried on the others, or the first seed is not finished. A recipe of which one rate is left is tuned by then.",
         f"{LOWER_RATE:g} is tried where {min(LEARNING_RATES):g} is the best of the other three there.",
         f"Of the {len(tuned)} recipes that are tuned, {tuned.count(max(LEARNING_RATES))} are best at the highest rate "
         f"and {tuned.count(LOWER_RATE)} at the lowest.",

@@ -240,12 +240,25 @@ class DistributedBackend:
         return [(one, True) for one in passes] + [(passes[-1], False)] * missing
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-        """Change an optimizer before an engine takes it.
+        """Change an optimizer before an engine takes it: let it skip networks whose gradient is 0.
+
+        Only networks that take turns are skipped. Gradients are dropped no earlier than in the step, because a
+        `GradScaler` needs at least one.
 
         Args:
             optimizer: optimizer of the trained weights.
-            model: the trained model, before an engine wraps it.
+            model: the trained model, before an engine wraps it; a `ModuleDict` if networks take turns.
         """
+        if isinstance(model, nn.ModuleDict):
+            networks = list(model.values())
+            optimizer.register_step_pre_hook(lambda *_: drop_gradients(self.find_idle(networks)))
+
+    def find_idle(self, networks: list[nn.Module]) -> list[nn.Module]:
+        """Return the networks whose gradient is 0: no process trains them in this update, or nothing is to be learned.
+
+        Gradients that were summed over the processes are equal on all of them, so all find the same networks.
+        """
+        return [network for network in networks if not any(map(has_gradient, network.parameters()))]
 
     def begin_update(self, optimizer: Any) -> None:
         """Clear gradients that the last update left behind."""
@@ -279,9 +292,7 @@ class DistributedBackend:
         self.accelerator.backward(loss)
 
     def finish_micro_batch(self, model: nn.Module, weights: TrainedWeights) -> None:
-        """Finish the gradients after the last pass of a micro-batch."""
-        if weights.take_turns:
-            drop_idle_gradients(self.accelerator.unwrap_model(model))
+        """Do what takes all processes after the last pass of a micro-batch."""
 
     @property
     def steps_in_backward(self) -> bool:
@@ -330,12 +341,12 @@ class DistributedBackend:
         return gather_json(self.accelerator, own)
 
 
-def drop_idle_gradients(experts: nn.ModuleDict) -> None:
-    """Drop the gradient of an expert where it is 0, so that the optimizer skips the expert.
+def has_gradient(parameter: nn.Parameter) -> bool:
+    """Return whether the gradient of a parameter is not 0."""
+    return parameter.grad is not None and bool(parameter.grad.any())
 
-    It is 0 if no process trains the expert at this step, or if all rewards are equal. Gradients that were summed over
-    the processes are equal on all of them, so all find the same experts idle.
-    """
-    for expert in experts.values():
-        if not any(parameter.grad.any() for parameter in expert.parameters() if parameter.grad is not None):
-            expert.zero_grad(set_to_none=True)
+
+def drop_gradients(networks: list[nn.Module]) -> None:
+    """Drop the gradients of networks, so that an optimizer skips them."""
+    for network in networks:
+        network.zero_grad(set_to_none=True)

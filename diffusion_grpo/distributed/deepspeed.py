@@ -245,9 +245,6 @@ class DeepSpeedBackend(DistributedBackend):
     def backward(self, loss: Tensor) -> None:
         self.accelerator.backward(loss, scale_wrt_gas=False)
 
-    def finish_micro_batch(self, model: nn.Module, weights: TrainedWeights) -> None:
-        """Do nothing: the engine has already reduced the gradients."""
-
     @property
     def steps_in_backward(self) -> bool:
         return True

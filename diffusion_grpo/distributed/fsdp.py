@@ -62,6 +62,7 @@ class FSDP2Backend(DistributedBackend):
         super().__init__(half, groups)
         self._plugin_args, self._keeps_gathered = plugin_args or {}, keeps_gathered
         self._weights: ShardedWeights | None = None
+        self._idle: list[nn.Module] = []  # networks without a gradient in this update
         _check_plugin(self._plugin_args, processes)
 
     @property
@@ -188,15 +189,16 @@ class FSDP2Backend(DistributedBackend):
         return method(*args)  # FSDP's hooks are on the network that the pipeline calls
 
     def finish_micro_batch(self, model: nn.Module, weights: TrainedWeights) -> None:
-        """Drop the gradient of an expert where it is 0 on all processes, as [`drop_idle_gradients`] does."""
+        """Exchange which networks have a gradient, if they take turns: a process may have a share of zeros only."""
         if not weights.take_turns:
             return
         networks = split(model)
-        own = [float(any(map(has_gradient, network.parameters()))) for network in networks]
-        trained = self.accelerator.reduce(torch.tensor(own, device=self.accelerator.device), "sum")
-        for network, count in zip(networks, trained.tolist(), strict=True):
-            if count == 0:
-                network.zero_grad(set_to_none=True)
+        own = [float(any(map(has_share_of_gradient, network.parameters()))) for network in networks]
+        trained = self.accelerator.reduce(torch.tensor(own, device=self.accelerator.device), "sum").tolist()
+        self._idle = [network for network, count in zip(networks, trained, strict=True) if count == 0]
+
+    def find_idle(self, networks: list[nn.Module]) -> list[nn.Module]:
+        return self._idle
 
     # Checkpoints
 
@@ -356,7 +358,7 @@ def split(model: nn.Module) -> list[nn.Module]:
     return list(model.values()) if isinstance(model, nn.ModuleDict) else [model]
 
 
-def has_gradient(parameter: nn.Parameter) -> bool:
+def has_share_of_gradient(parameter: nn.Parameter) -> bool:
     """Return whether this process's share of a parameter's gradient is not 0."""
     gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
     return gradient is not None and bool(gradient.any())

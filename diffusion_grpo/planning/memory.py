@@ -126,10 +126,11 @@ def estimate_memory(
         return found
     trajectory = batches.samples_per_process * (counted.sample_bytes + batches.trained_steps * counted.step_bytes)
     found.append(_place("trajectory", trajectory, args.offload_trajectories, "recorded by the rollout's own code"))
-    has_copy = _has_reference(args, peft_config)
-    visits = has_copy and args.offload_ref_model
-    gathered = _weigh_gathered(parts, args, 2 if has_copy and not visits else 1, sharding)
-    visiting = _weigh_weights(parts, args, sharding) + parts.buffers if visits else 0
+    has_copy, is_divided = _has_reference(args, peft_config), _divides_reference(args, sharding)
+    is_gathered = has_copy and is_divided and sharding.name == "zero3"  # FSDP2 gathers the policy only
+    gathered = _weigh_gathered(parts, args, 2 if is_gathered else 1, sharding)
+    visits = has_copy and args.offload_ref_model and not is_divided
+    visiting = _weigh_weights(parts, args, False) + parts.buffers if visits else 0
     return found + _list_phases(parts, args, counted, batches, gathered, visiting)
 
 
@@ -146,7 +147,7 @@ def _list_state(parts: Parts, args: DiffusionGRPOConfig, sharding: Sharding) -> 
     """List weights, gradients and optimizer states, as they are divided among the processes."""
     trained = parts.trained
     own, grads, states = count_bytes(trained), count_bytes(trained), count_optimizer_bytes(trained, args)
-    whole, masters = _weigh_weights(parts, args, sharding), 0
+    whole, masters = _weigh_weights(parts, args, sharding.keeps_masters), 0
     if sharding.keeps_masters:
         masters = 4 * sum(p.numel() for p in trained)  # whatever the dtype of the weights
         grads = masters // 2 if args.bf16 or args.fp16 else grads
@@ -159,7 +160,8 @@ def _list_state(parts: Parts, args: DiffusionGRPOConfig, sharding: Sharding) -> 
         _place("optimizer", sharding.share(states + masters, sharding.optimizer), away_optimizer, engine),
     ]
     if args.group_offload is not None:
-        present = own + sum(measure_groups(network, args) for network in parts.networks.values())
+        groups = [measure_groups(network, args) for network in parts.networks.values()]
+        present = own + max(groups)  # experts take turns, and the groups of one leave before those of the next come
         waiting = _weigh_pinned(parts) if args.group_offload_stream else parts.frozen
         present = min(present, whole + parts.buffers)
         found[0] = Memory("parameters", present, waiting, "the blocks that work, and what is trained")
@@ -175,9 +177,15 @@ def _list_state(parts: Parts, args: DiffusionGRPOConfig, sharding: Sharding) -> 
     return found
 
 
-def _weigh_weights(parts: Parts, args: DiffusionGRPOConfig, sharding: Sharding) -> int:
-    """Return the bytes of all weights of the networks, undivided and without buffers."""
-    if sharding.keeps_masters and (args.bf16 or args.fp16) and not parts.specs:
+def _weigh_weights(parts: Parts, args: DiffusionGRPOConfig, is_cast: bool) -> int:
+    """Return the bytes of all weights of the networks, undivided and without buffers.
+
+    Args:
+        parts: parts of the pipeline.
+        args: settings of the run.
+        is_cast: whether DeepSpeed casts them to the precision of the run.
+    """
+    if is_cast and (args.bf16 or args.fp16) and not parts.specs:
         return sum(2 * p.numel() if p.is_floating_point() else p.nbytes for p in parts.model.parameters())
     return count_bytes(parts.trained) + parts.frozen - parts.buffers
 
@@ -187,19 +195,24 @@ def _has_reference(args: DiffusionGRPOConfig, peft_config: PeftConfig | None) ->
     return args.needs_reference and peft_config is None
 
 
+def _divides_reference(args: DiffusionGRPOConfig, sharding: Sharding) -> bool:
+    """Return whether each process has only a share of the reference. ZeRO-3 keeps it whole if it is offloaded."""
+    return sharding.parameters and (sharding.name == "fsdp2" or not args.offload_ref_model)
+
+
 def _weigh_gathered(parts: Parts, args: DiffusionGRPOConfig, copies: int, sharding: Sharding) -> int:
     """Return the bytes that a process holds besides its shard while samples are made and weights are gathered.
 
     Args:
         parts: parts of the pipeline.
         args: settings of the run.
-        copies: number of networks on the accelerator: 2 with a reference.
+        copies: how often the networks are gathered: twice if the reference is too.
         sharding: how the training state is divided.
     """
     gathers = {"zero3": args.ds3_gather_for_generation, "fsdp2": args.fsdp_gather_for_generation}
     if sharding.processes == 1 or not gathers.get(sharding.name):
         return 0
-    whole = copies * _weigh_weights(parts, args, sharding)
+    whole = copies * _weigh_weights(parts, args, sharding.keeps_masters)
     return whole if sharding.offload_parameters else whole - sharding.share(whole, True)
 
 
@@ -210,11 +223,11 @@ def _list_copies(
     found = []
     own = sharding.share(count_bytes(parts.trained), sharding.parameters)
     if _has_reference(args, peft_config):
-        is_divided = sharding.parameters and not args.offload_ref_model
+        is_divided = _divides_reference(args, sharding)
         is_away = args.offload_ref_model or is_divided and sharding.offload_parameters
-        weights = sharding.share(_weigh_weights(parts, args, sharding), is_divided)
-        reference = _place("reference", weights, is_away, "a copy of the network")
-        if args.offload_ref_model:
+        whole = _weigh_weights(parts, args, is_divided and sharding.keeps_masters)  # else the engine does not see it
+        reference = _place("reference", sharding.share(whole, is_divided), is_away, "a copy of the network")
+        if args.offload_ref_model and not is_divided:
             reference.cpu += parts.buffers
         else:
             reference.accelerator += parts.buffers
@@ -365,9 +378,10 @@ def _weigh_dense(network: nn.Module) -> int:
 def measure_groups(network: nn.Module, args: DiffusionGRPOConfig) -> int:
     """Return the bytes of frozen weights and buffers that are on the accelerator at a time with `group_offload`.
 
-    With "block_level", this is what lies outside the blocks, which stays for a whole pass, and the largest group; with
-    "leaf_level", the largest layer and what the modules around it have of their own, or a whole block where it is
-    recomputed. If the next group is fetched early, it counts too. See diffusers' `apply_group_offloading`.
+    With "block_level", this is what lies outside the blocks, which stays for a whole pass, and the largest group. With
+    "leaf_level", it is the largest layer, plus weights that the modules around it own. With gradient checkpointing, it
+    is at least a whole block. If the next group is fetched early, it counts too. See diffusers'
+    `apply_group_offloading`.
     """
     is_ahead, per_group = args.group_offload_stream, args.group_offload_blocks
     if args.group_offload == "leaf_level":
@@ -411,14 +425,20 @@ def _list_chains(module: nn.Module, around: tuple[nn.Module, ...] = ()) -> Itera
 
 
 def _list_recomputed(network: nn.Module) -> list[nn.Module]:
-    """Return the blocks that gradient checkpointing recomputes; modules of diffusers that do so have a flag."""
+    """Return the blocks that gradient checkpointing recomputes.
+
+    Modules of diffusers that recompute what is in their lists have a flag. Those in the list of another one are not
+    recomputed as a whole: they recompute their own blocks.
+    """
+    flag = "gradient_checkpointing"
     return [
         block
         for module in network.modules()
-        if hasattr(module, "gradient_checkpointing")
+        if hasattr(module, flag)
         for child in module.children()
         if isinstance(child, nn.ModuleList)
         for block in child
+        if not hasattr(block, flag)
     ]
 
 

@@ -9,7 +9,6 @@ from diffusion_grpo.distributed.backend import DistributedBackend
 from diffusion_grpo.distributed.context_parallel import ContextGroups
 from diffusion_grpo.distributed.deepspeed import DeepSpeedBackend
 from diffusion_grpo.distributed.fsdp import FSDP2Backend
-from diffusion_grpo.distributed.weights import TrainedWeights
 
 
 class Sharded(DistributedBackend):
@@ -38,35 +37,39 @@ def test_engines_that_move_weights_themselves_refuse_swapped_blocks(kind):
         backend.check_group_offload()
 
 
-class Experts(torch.nn.ModuleDict):
+def make_experts():
     """Two networks of one weight each, which take turns."""
-
-    def __init__(self):
-        super().__init__({name: torch.nn.Linear(1, 1, bias=False) for name in ("transformer", "transformer_2")})
+    return torch.nn.ModuleDict({name: torch.nn.Linear(1, 1, bias=False) for name in ("transformer", "transformer_2")})
 
 
-class TakesTurns(TrainedWeights):
-    """As of several processes, where each pass gives every expert a gradient, if only of zero."""
-
-    leave_some_without_gradient = True
-
-
-def test_an_idle_expert_stays_as_it_is():
-    """Adam would move it by what it remembers, where its gradient of zero were kept."""
-    experts = Experts()
+@pytest.mark.parametrize("is_scaled", [False, True], ids=["float32", "float16"])
+def test_an_idle_expert_stays_as_it_is(is_scaled):
+    """Its gradients are 0, as DDP makes them, and Adam's momentum would move it; a scaler needs some gradients."""
+    experts = make_experts()
     optimizer = torch.optim.Adam(experts.parameters(), lr=0.1)
-    weights = TakesTurns(list(experts.parameters()), take_turns=True)
-    backend = DistributedBackend(None, ContextGroups())
-    backend.bind(SimpleNamespace(unwrap_model=lambda model: model), [])
+    scaler = torch.amp.GradScaler("cpu", enabled=is_scaled)
+    DistributedBackend(None, ContextGroups()).prepare_optimizer(optimizer, experts)
     moved = []
-    for trained in ("transformer", "transformer_2", "transformer_2"):
+    for trained in ("transformer", "transformer_2", "transformer_2", ""):
         before = {name: expert.weight.item() for name, expert in experts.items()}
         optimizer.zero_grad()
-        (experts[trained](torch.ones(1, 1)).sum() + weights.zero()).backward()
-        backend.finish_micro_batch(experts, weights)
-        optimizer.step()
+        outputs = {name: expert(torch.ones(1, 1)).sum() for name, expert in experts.items()}
+        scaler.scale(sum(output * (name == trained) for name, output in outputs.items())).backward()
+        scaler.step(optimizer)
+        scaler.update()
         moved.append({name for name, expert in experts.items() if expert.weight.item() != before[name]})
-    assert moved == [{"transformer"}, {"transformer_2"}, {"transformer_2"}]
+    assert moved == [{"transformer"}, {"transformer_2"}, {"transformer_2"}, set()]
+
+
+def test_a_network_alone_is_never_skipped():
+    network = torch.nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.Adam(network.parameters(), lr=0.1)
+    DistributedBackend(None, ContextGroups()).prepare_optimizer(optimizer, network)
+    for gradient in (1.0, 0.0):
+        before = network.weight.item()
+        network.weight.grad = torch.full((1, 1), gradient)
+        optimizer.step()
+        assert network.weight.item() != before
 
 
 @pytest.mark.parametrize(("stage", "is_cleared"), [(2, False), (3, True)])

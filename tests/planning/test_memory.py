@@ -71,22 +71,24 @@ def enlarge_positions(folder, size):
 
 
 @pytest.mark.parametrize(
-    ("level", "blocks", "stream", "positions", "is_recomputed"),
+    ("name", "level", "blocks", "stream", "positions", "is_recomputed"),
     [
-        ("block_level", 1, False, None, False),
-        ("block_level", 2, False, None, True),
-        ("block_level", 1, True, None, False),
-        ("leaf_level", 1, False, None, False),
-        ("leaf_level", 1, False, None, True),  # all layers of a block, while it is recomputed
-        ("leaf_level", 1, False, 96, False),  # the table of positions belongs to a module that has a layer
-        ("leaf_level", 1, True, 96, True),
+        ("sd3", "block_level", 1, False, None, False),
+        ("sd3", "block_level", 2, False, None, True),
+        ("sd3", "block_level", 1, True, None, False),
+        ("sd3", "leaf_level", 1, False, None, False),
+        ("sd3", "leaf_level", 1, False, None, True),  # all layers of a block, while it is recomputed
+        ("sd3", "leaf_level", 1, False, 96, False),  # the table of positions belongs to a module that has a layer
+        ("sd3", "leaf_level", 1, True, 96, True),
+        ("sdxl", "leaf_level", 1, False, None, True),  # recomputes its attentions block by block
+        ("wan_experts", "block_level", 1, True, None, False),  # one expert at a time
     ],
 )
 def test_swapped_blocks_take_what_the_largest_group_takes(
-    level, blocks, stream, positions, is_recomputed, tmp_path, monkeypatch
+    name, level, blocks, stream, positions, is_recomputed, tmp_path, monkeypatch
 ):
     swap = {"group_offload": level, "group_offload_blocks": blocks, "group_offload_stream": stream}
-    config = write_run(tmp_path, "sd3", **swap, gradient_checkpointing=is_recomputed)
+    config = write_run(tmp_path, name, **swap, gradient_checkpointing=is_recomputed)
     if positions is not None:
         enlarge_positions(tmp_path / "model", positions)
     planned = next(item for item in plan(config, []).memory if item.name == "parameters")
@@ -100,7 +102,7 @@ def test_swapped_blocks_take_what_the_largest_group_takes(
 
     monkeypatch.setattr(Group, "fetch", count)
     trainer = build_trainer(*parse_train_arguments(config, []))
-    network = trainer.policy.network
+    network = trainer.model  # experts together
     trainer.train()
     own = sum(p.nbytes for p in network.parameters() if p.requires_grad)
     assert planned.accelerator == own + most[0]

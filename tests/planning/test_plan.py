@@ -158,11 +158,32 @@ def test_networks_that_are_gathered_whole_are_there_while_samples_are_made(tmp_p
     whole, layers = items(f"--{setting}", "true"), items(f"--{setting}", "false")
     assert items()["denoising"] == (whole if is_default else layers)["denoising"]
     alone = {item.name: item.accelerator for item in plan(config, [], built=built).memory}
-    network = sum(alone[name] - layers[name].accelerator for name in ("parameters", "reference"))
+    gathered = ("parameters", "reference") if mode == "zero3" else ("parameters",)  # FSDP2 gathers the policy only
+    network = sum(alone[name] - layers[name].accelerator for name in gathered)
     assert whole["denoising"].accelerator - layers["denoising"].accelerator == network
     assert whole["activations"] == layers["activations"]  # updates gather block by block
     tables = size(build("sd3")[0].transformer.buffers())  # which are not divided
     assert whole["reference"].accelerator == -(-(alone["reference"] - tables) // 4) + tables
+
+
+def test_deepspeed_casts_weights_of_its_engines_and_no_buffers(tmp_path):
+    """The reference is in an engine only under ZeRO-3, if it is not offloaded."""
+    config, built = write_run(tmp_path, "sd3", use_peft=False, beta=0.1, bf16=True), Built()
+    network = build("sd3")[0].transformer
+    weights, tables = size(network.parameters()), size(network.buffers())  # in float32
+
+    def planned(mode, *words):
+        memory = plan(config, list(words), LaunchArguments(mode, num_processes=2), built).memory
+        return {item.name: (item.accelerator, item.cpu) for item in memory}
+
+    plain, sharded = planned("zero1"), planned("zero3")
+    assert plain["parameters"] == (weights // 2 + tables, 0) and plain["reference"] == (weights + tables, 0)
+    assert sharded["parameters"] == sharded["reference"] == (weights // 4 + tables, 0)
+    away = planned("zero3", "--offload_ref_model", "true")["reference"]
+    assert away == (0, weights + tables)
+    # FSDP2 casts nothing, and divides an offloaded reference too
+    shares = planned("fsdp2", "--offload_ref_model", "true")
+    assert shares["parameters"] == (weights // 2 + tables, 0) and shares["reference"] == (tables, weights // 2)
 
 
 def test_a_reference_from_cpu_memory_is_on_the_accelerator_for_its_pass(tmp_path):

@@ -66,7 +66,7 @@ def test_the_average_is_shown_until_the_policy_is(tmp_path):
 
 
 def test_equal_rewards_move_neither_of_two_experts(tmp_path):
-    """Adam would move both by its momentum; with several processes, networks without a gradient are skipped."""
+    """With its momentum, Adam would move both although their gradients are 0."""
     seen = []
 
     class Watch(TrainerCallback):
