@@ -88,9 +88,9 @@ def choose_grid(rows: list[Row], recipe: str) -> tuple[float, ...]:
 def find_contenders(rows: list[Row], recipe: str) -> list[float]:
     """Return the learning rates of a recipe that are still in the race.
 
-    A rate is dropped if its score is `LEFT_BEHIND` or more below the best on the first tuning seed, or later on average
-    over the first two. A rate that has run on all tuning seeds stays. The list is empty until each of `LEARNING_RATES`
-    has run on the first seed.
+    A rate is dropped if its score is `LEFT_BEHIND` or more below the best on the first tuning seed, or later on
+    average over the first two. A rate that has run on all tuning seeds stays. The list is empty until each of
+    `LEARNING_RATES` has run on the first seed.
     """
     if not first_scores(rows, recipe).keys() >= set(LEARNING_RATES):
         return []
