@@ -392,10 +392,11 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             with self._explain_out_of_memory(is_evaluating=True):
                 self.embeds.prepare(self.accelerator, list(datasets.values()), [], **(pipeline_kwargs or {}))
         try:
-            with contextlib.ExitStack() as held:
-                held.enter_context(self.monitor.propagate_errors())
-                held.enter_context(self._explain_out_of_memory(is_evaluating=True))
-                held.enter_context(avoid_cudnn_attention())  # as in `train`, for comparable images
+            with (
+                self.monitor.propagate_errors(),
+                self._explain_out_of_memory(is_evaluating=True),
+                avoid_cudnn_attention(),  # as in `train`, for comparable images
+            ):
                 metrics = self.evaluator.evaluate(
                     datasets,
                     metric_key_prefix,

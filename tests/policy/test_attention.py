@@ -42,6 +42,11 @@ def test_only_the_default_is_changed_and_it_comes_back_after_an_error_too(choice
         assert read_choice() == before
 
 
+def test_cudnn_stays_in_use_where_it_was_chosen_for_the_network():
+    with avoid_cudnn_attention(), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        assert is_enabled()  # as diffusers' backend `_native_cudnn` does for each call
+
+
 @pytest.mark.parametrize("choice", RUNS_ON_CPU)
 def test_rollouts_updates_and_evaluations(tmp_path, choice):
     choose, expected = CHOICES[choice]
