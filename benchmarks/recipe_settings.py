@@ -67,6 +67,9 @@ FLOW_GRPO = {
 }
 HALF = FLOW_GRPO | {"sde_window": [0, 5], "deterministic_outside_window": True}  # only the first half may be trained
 TWO_UPDATES = {"steps_per_generation": 8}  # a rollout of two updates, each sample trained once
+# MixGRPO's script moves its window by one step every 25 rollouts, 12 times in 300. About 50 updates fit into the long
+# budget here, so a move every 4 updates gives as many
+MOVING = {"sde_window_order": "sliding", "sde_window_interval": 4}
 FIRST_STEP = {"num_inference_steps": 6, "sde_window": [0, 1]}
 FIRST_OF_4 = {"num_inference_steps": 4, "sde_window": [0, 1]}
 # The first of six steps, and three longer ones after it
@@ -178,6 +181,20 @@ RECIPES = {
             {"sde_window_size": 1, "sde_window_order": "per_prompt", "step_weight": "velocity"},
         ),
         Recipe(
+            "mixgrpo",
+            "MixGRPO: 4 consecutive steps of 25, one step later every 4 updates; one latent per prompt",
+            FLOW_GRPO
+            | {"num_inference_steps": 25, "sde_window": [0, 23], "sde_window_size": 4}
+            | MOVING
+            | {"deterministic_outside_window": True, "same_initial_noise": True},
+            LONG,
+        ),
+        Recipe(
+            "mixgrpo_tuned",
+            "one of the first 3 of 6 steps, the next one every 4 updates; one latent per prompt",
+            {"sde_window_size": 1} | MOVING,
+        ),
+        Recipe(
             "grpo_guard",
             "GRPO-Guard: normalized ratios, 9 of 10 steps, two updates per rollout",
             FLOW_GRPO | TWO_UPDATES | {"loss_type": "grpo_guard", "loss_kwargs": {"clip_range": 4e-6}},
@@ -198,6 +215,17 @@ RECIPES = {
             "precise_tuned",
             "the first of 6 steps by the process of Precise, one latent per prompt",
             FIRST_STEP | {"sde_type": "precise", "noise_level": 1.5},
+        ),
+        Recipe(
+            "wan_sde",
+            "the process that Flow-GRPO has for Wan, at its noise 1.0, 9 of 10 steps",
+            FLOW_GRPO | {"sde_type": "wan_sde", "noise_level": 1.0},
+            LONG,
+        ),
+        Recipe(
+            "wan_sde_tuned",
+            "the first of 6 steps by the process that Flow-GRPO has for Wan, one latent per prompt",
+            FIRST_STEP | {"sde_type": "wan_sde", "noise_level": 1.0},
         ),
         Recipe(
             "dppo",
