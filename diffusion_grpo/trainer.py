@@ -166,6 +166,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             progress=self.progress,
         )
         build.check_shared_calls(self.train_dataset)
+        build.warn_of_guidance(self.train_dataset)
         self.update = build.make_update()
         self.replays = build.make_replays()
         scorer = build.make_scorer(lambda: self.state)
@@ -370,8 +371,9 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             `{prefix}_reward`, `{prefix}_reward_std_error`, and `{prefix}_rewards/{name}/mean` and `/std_error`. With
             several datasets, these are taken over all of them, and `{prefix}_{dataset}_...` over each. Rewards that
             are only watched (`watch_rewards`) give `{prefix}_watch/{name}/mean` and `/std_error`. There is also
-            `{prefix}_diversity` with `num_generations_eval` above 1, `{prefix}_kl` after a rollout if there is a
-            reference, and `{prefix}_rollouts/{name}` (`watch.ROLLOUTS`) for the training since the last evaluation.
+            `{prefix}_diversity` with `num_generations_eval` above 1, `{prefix}_kl` and
+            `{prefix}_velocity/ratio_to_ref` after a rollout if there is a reference (not for tokens), and
+            `{prefix}_rollouts/{name}` (`watch.ROLLOUTS`) for the training since the last evaluation.
 
         Raises:
             ValueError: `pipeline_kwargs` or a column sets an argument that the trainer controls, or the pipeline does

@@ -20,6 +20,8 @@ STEPS = [1, 3]
 class Stub:
     """A policy or reference whose prediction for the sample of seed i is row i of `clean`, at every step."""
 
+    component = ("transformer",)
+
     def __init__(self, clean: Tensor, target: Tensor, share: Tensor, origin: Tensor, moves: Tensor | None):
         self.clean, self.target, self.share, self.origin, self.moves = clean, target, share, origin, moves
         self.calls: list[tuple[list[int], int]] = []

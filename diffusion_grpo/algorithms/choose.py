@@ -102,27 +102,27 @@ def check_loss_kwargs(
         check_number(name, value, lambda x: x > 0, "above 0")
 
 
-def check_run_settings(loss_type: str | Loss | type[Algorithm], beta: float, is_loss_per_reward: bool) -> None:
+def check_run_settings(loss_type: str | Loss | type[Algorithm], changed: dict[str, str]) -> None:
     """Refuse settings of the run that a class of the user's own does not take and would silently ignore.
 
     Args:
         loss_type: as in [`find_algorithm`].
-        beta: weight of the KL divergence to the reference.
-        is_loss_per_reward: whether the advantages have a column per reward.
+        changed: settings without their default value, such as `beta=0.1`, by the keyword argument of the constructor
+            that they set.
 
     Raises:
-        ValueError: there is such a setting.
+        ValueError: the class does not take one of them.
     """
     found = find_algorithm(loss_type)
     if not inspect.isclass(found):
         return
-    needed = {"beta": f"beta={beta}"} if beta else {}
-    needed |= {"reward_weights": "multi_objective_aggregation='loss_per_reward'"} if is_loss_per_reward else {}
-    for name in needed.keys() - inspect.signature(found).parameters.keys():
-        raise ValueError(
-            f"{needed[name]} would have no effect: the constructor of {loss_type} has no argument {name}; add it "
-            "there, or leave the setting out."
-        )
+    taken = inspect.signature(found).parameters
+    for name, setting in changed.items():
+        if name not in taken:
+            raise ValueError(
+                f"{setting} would have no effect: the constructor of {loss_type} has no argument {name}; add it "
+                "there, or leave the setting out."
+            )
 
 
 def load_algorithm(

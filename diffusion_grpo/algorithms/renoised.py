@@ -100,8 +100,7 @@ class Renoised(Algorithm):
         measured["denoising_error"] = now.error()
         if distant is not None:
             distance = now.error(distant.clean)
-            measured |= {"loss/kl": self.beta * (weights * distance).mean(), "kl": distance}
-            measured["velocity/ratio_to_ref"] = now.norm() / distant.norm().clamp(min=1e-12)
+            measured |= {"loss/kl": self.beta * (weights * distance).mean(), "kl": distance, **now.compare(distant)}
             losses = losses + self.beta * distance
         metrics, counts = summarise_samples(measured, part.weights)
         total = (weights * losses).sum()

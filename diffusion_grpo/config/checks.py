@@ -13,6 +13,7 @@ from typing import Any
 
 from ..policy.log_prob_type import NOISE_UP_TO_1, check_log_prob
 from .defaults import Sizes
+from .names import RENAMED_LOSSES
 from .quantization import check_quantization
 from .source import (
     aggregation_names,
@@ -220,6 +221,8 @@ def _check_loss(loss: Any) -> None:
     """Refuse an unknown name; a dotted path or a function is checked when it is needed."""
     known = loss_names()
     if isinstance(loss, str) and "." not in loss and loss not in known:
+        if found := RENAMED_LOSSES.get(loss.lower().replace("-", "_")):
+            raise ValueError(f"loss_type={loss!r} {found}.")
         near = difflib.get_close_matches(loss, known, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ValueError(

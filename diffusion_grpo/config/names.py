@@ -14,6 +14,24 @@ RENAMED = {
     "disable_dropout": "leave it out, there is no dropout in training",
     "use_vllm": "leave it out, the diffusers pipeline makes the samples",
 }
+# what to write instead of losses that TRL or a paper has and this package has not, or has under another name
+AVERAGED_OVER_TOKENS = (
+    "differs from grpo only in how it averages over texts of different lengths; set loss_type='grpo'"
+)
+WRITE_YOUR_OWN = "is not included; use 'grpo', or write a loss of your own (docs/algorithms/own.md)"
+RENAMED_LOSSES = {
+    "dapo": f"{AVERAGED_OVER_TOKENS}, and epsilon_high for its higher clip",
+    "bnpo": AVERAGED_OVER_TOKENS,
+    "dr_grpo": f"{AVERAGED_OVER_TOKENS} and scale_rewards='none'",
+    "gspo": "is loss_type='grpo' with importance_sampling_level='sequence'",
+    **dict.fromkeys(("cispo", "sapo", "luspo", "vespo"), WRITE_YOUR_OWN),
+    **dict.fromkeys(("ddpo", "flow_grpo", "dance_grpo"), "is loss_type='grpo'"),
+    "mixgrpo": "is loss_type='grpo' with sde_window_size and sde_window_order='sliding'",
+    "flash_grpo": "is loss_type='grpo' with sde_window_order='per_prompt'",
+    "tempflow_grpo": "is loss_type='grpo' with branches and step_weight='noise'",
+    "diffusion_nft": "is loss_type='nft'",
+    "flow_dppo": "is loss_type='dppo'",
+}
 LONGEST = 150  # bytes; a file name has at most 255 and holds more than this name
 
 

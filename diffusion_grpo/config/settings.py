@@ -29,6 +29,9 @@ from .update import UpdateSettings
 
 logger = logging.getLogger(__name__)
 LAUNCHED_PRECISION = "ACCELERATE_MIXED_PRECISION"  # environment variable that `accelerate launch` sets
+# settings that an algorithm may take, by the keyword argument of its constructor
+OF_ALGORITHMS = {name: name for name in ("beta", "epsilon", "epsilon_high", "max_ratio_error")}
+OF_ALGORITHMS |= {"anchors_on_replay": "old_log_prob", "reward_weights": "multi_objective_aggregation"}
 WATCHING_SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # schedules that depend on evaluations
 
 
@@ -209,7 +212,7 @@ class DiffusionGRPOConfig(
         self.check_machine()
         is_first_replay = self.batch_sizes.updates_per_rollout == 1
         check_loss_kwargs(self.loss_type, self.loss_kwargs, is_first_replay)  # imports a loss of the user's own
-        check_run_settings(self.loss_type, self.beta, self.multi_objective_aggregation == "loss_per_reward")
+        check_run_settings(self.loss_type, list_algorithm_settings(self))
         load_advantage_fn(self.advantage_fn)
 
     @property
@@ -248,6 +251,16 @@ class DiffusionGRPOConfig(
     def to_dict(self) -> dict[str, Any]:
         """As `TrainingArguments.to_dict`, but replace tensors and images among the settings by their type and size."""
         return {name: describe(value) for name, value in super().to_dict().items()}
+
+
+def list_algorithm_settings(settings: DiffusionGRPOConfig) -> dict[str, str]:
+    """Return the settings of the algorithm that differ from their defaults, as text, by its keyword argument."""
+    changed = find_changed(settings)
+    if settings.multi_objective_aggregation != "loss_per_reward":  # others only change the advantages
+        changed -= {"multi_objective_aggregation"}
+    return {
+        keyword: f"{name}={getattr(settings, name)!r}" for keyword, name in OF_ALGORITHMS.items() if name in changed
+    }
 
 
 def find_changed(settings: DiffusionGRPOConfig) -> frozenset[str]:

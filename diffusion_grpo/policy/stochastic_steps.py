@@ -59,8 +59,9 @@ class CleanEstimate(NamedTuple):
     moves: Tensor | None = None
 
     def velocity(self) -> Tensor:
-        """Return `v`, (batch, ...) float32."""
-        return (self.origin - self.clean) / self.share
+        """Return `v`, (batch, ...) float32; 0 for elements that the step does not move."""
+        velocity = (self.origin - self.clean) / self.share
+        return velocity if self.moves is None else velocity * self.moves
 
 
 class StepDriver(Protocol):

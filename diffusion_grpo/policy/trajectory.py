@@ -195,6 +195,10 @@ class Denoised:
         """Return the (batch,) root mean square of `v`; float64, without gradient."""
         return self.mean(((self.origin - self.clean.detach()) / self.share) ** 2).sqrt()
 
+    def compare(self, reference: "Denoised") -> dict[str, Tensor]:
+        """Return the (batch,) ratio of the norm of `v` to that of the reference, as `velocity/ratio_to_ref`."""
+        return {"velocity/ratio_to_ref": self.norm() / reference.norm().clamp(min=1e-12)}
+
     @torch.no_grad()
     def size(self) -> Tensor:
         """Return the (batch,) root mean square of the network's own prediction, in units of `v`; float64.
@@ -403,7 +407,7 @@ class StepDistribution:
         if self.velocity is None or reference.velocity is None:
             return {}
         own, other = (step.velocity.flatten(1).norm(dim=1) for step in (self, reference))
-        return {"velocity/ratio_to_ref": own / other}
+        return {"velocity/ratio_to_ref": own / other.clamp(min=1e-12)}
 
 
 def first_of_each(sources: Tensor) -> Tensor:

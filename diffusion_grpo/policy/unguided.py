@@ -74,6 +74,24 @@ def find_guidance_argument(pipe: DiffusionPipeline, networks: Sequence[nn.Module
     raise UnsupportedPipeline(f"{type(pipe).__name__} takes neither guidance_scale nor true_cfg_scale.")
 
 
+def find_default_guidance(pipe: DiffusionPipeline, networks: Sequence[nn.Module]) -> float | None:
+    """Return the default of a pipeline's `guidance_scale` if it means classifier-free guidance; otherwise None.
+
+    Args:
+        pipe: the pipeline.
+        networks: the trained networks.
+
+    Raises:
+        UnsupportedPipeline: as in [`switch_guidance_off`].
+    """
+    parameters = inspect.signature(inspect.unwrap(type(pipe).__call__)).parameters
+    default = parameters["guidance_scale"].default if "guidance_scale" in parameters else None
+    if not isinstance(default, (int, float)):
+        return None
+    off = switch_guidance_off(pipe, networks, {"guidance_scale": default})["guidance_scale"]
+    return float(default) if default > off else None
+
+
 def _adds_guidance(pipe: DiffusionPipeline) -> bool:
     return any(base.__name__.startswith(ADDS_GUIDANCE) for base in type(pipe).__mro__)
 

@@ -15,7 +15,7 @@ from ..data.inputs import PipelineInputs
 from ..distributed.backend import DistributedBackend
 from ..policy.base import Policy
 from ..policy.token_process import TokenDistribution
-from ..policy.trajectory import StepDistribution, Trajectory
+from ..policy.trajectory import CleanSamples, StepDistribution, Trajectory
 from .buffer import RolloutBuffer
 
 
@@ -115,25 +115,34 @@ class Replays:
         now = self.log_probs(batch)
         return batch.mean_over_steps(now - batch.old_log_probs.to(now))
 
-    def divergences(self, batch: MicroBatch) -> Tensor:
-        """Return (batch, steps) KL divergences of the current policy from the reference."""
-        return self._compare(batch)[0]
+    def compare(self, batch: MicroBatch) -> tuple[Tensor, dict[str, float]]:
+        """Compare the current policy with the reference at the trained steps.
 
-    def _compare(self, batch: MicroBatch) -> tuple[Tensor, dict[str, float]]:
-        """Return the divergences, and the means of other metrics of the comparison."""
+        Returns:
+            (batch, steps) KL divergences, for re-noised samples mean squared distances of the predictions; and the
+            means of other metrics: `velocity/ratio_to_ref`, except for tokens.
+        """
         compared: dict[str, Tensor] = {}
 
         def measure(places: list[tuple[int, int]], part: Part, step: int) -> Tensor:
-            arguments = part.replay_arguments(step)
-            now, reference = self._policy.replay(**arguments), self._reference.replay(**arguments)
-            for name, values in now.compare(reference).items():
+            distance, others = self._compare_pass(part, step)
+            for name, values in others.items():
                 found = compared.setdefault(name, torch.full_like(batch.old_log_probs, torch.nan))
                 for (index, column), value in zip(places, values.tolist(), strict=True):
                     found[index, column] = value
-            return now.divergence(reference.mean)
+            return distance
 
         divergences = self._measure(batch, measure)
         return divergences, {name: values.double().mean().item() for name, values in compared.items()}
+
+    def _compare_pass(self, part: Part, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the (batch,) distances of one pass from the reference, and its other metrics."""
+        if isinstance(part.trajectory, CleanSamples):
+            now, other = (each.denoise(part.inputs, part.trajectory, step) for each in (self._policy, self._reference))
+            return now.error(other.clean), now.compare(other)
+        arguments = part.replay_arguments(step)
+        now, other = self._policy.replay(**arguments), self._reference.replay(**arguments)
+        return now.divergence(other.mean), now.compare(other)
 
     def rollout_divergences(self, rows: Rows, samples: list[Trajectory]) -> Tensor:
         """Return (samples, steps) KL divergences from the reference, in the batches of the rollout."""
@@ -141,7 +150,7 @@ class Replays:
         buffer = RolloutBuffer(rows, samples, advantages, self._inputs, self.batch_size, seed=0)
         found = []
         for batch in map(buffer.part, buffer.chunks()):
-            divergences, compared = self._compare(batch)
+            divergences, compared = self.compare(batch)
             found.append(divergences)
             for name, value in compared.items() if self._note is not None else ():
                 self._note(name, value, len(batch))

@@ -8,7 +8,7 @@ from ..config.settings import DiffusionGRPOConfig
 from ..rewards import Reward
 from ..rewards.contract import is_run_metric
 
-PLAIN = ("reward", "reward_std_error", "kl", "runtime")
+PLAIN = ("reward", "reward_std_error", "kl", "velocity/ratio_to_ref", "runtime")
 NEAR = 0.9  # a name as similar as this to that of a metric is taken for a misspelling
 OPEN = ("diversity", "rollouts/")  # prefixes of metrics named after embedders or training metrics
 

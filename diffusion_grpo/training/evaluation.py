@@ -114,8 +114,8 @@ class Evaluator:
         backend, monitor: distributed backend of the run, and monitor of its processes.
         run_passes: runs a method that calls the network.
         settings: returns the settings of evaluations, which a user may change from one to the next.
-        has_reference: whether there is a reference to measure the distance to. There is none for tokens and re-noised
-            samples, nor in full training with beta=0, where it would need a second copy of the weights.
+        has_reference: whether there is a reference to measure the distance to. There is none for tokens, nor in
+            full training with beta=0, where it would need a second copy of the weights.
 
     Raises:
         UnsupportedPipeline: a watched reward takes latents, but the policy has none.
@@ -235,15 +235,15 @@ class Evaluator:
         return contextlib.nullcontext() if self._average is None else self._average.place(is_shown=True)
 
     def _distance_to_reference(self) -> dict[str, float]:
-        """Measure the KL divergence at the trained steps of one micro-batch of the last rollout, whatever beta is.
+        """Compare the policy with the reference at the trained steps of one micro-batch of the last rollout.
 
-        Nothing is measured before the first rollout.
+        This does not depend on beta. Nothing is measured before the first rollout.
         """
         if self._feed.buffer is None or not self._has_reference:
             return {}
-        local = self._run_passes(self._replays.divergences, self._feed.buffer.micro_batch(0)).mean()
-        accelerator = self._backend.accelerator
-        return {"kl": accelerator.gather(local.to(accelerator.device)).mean().item()}
+        divergences, metrics = self._run_passes(self._replays.compare, self._feed.buffer.micro_batch(0))
+        own = {"kl": divergences.mean().item(), **metrics}
+        return gather_means(self._backend.accelerator, {name: [value] for name, value in own.items()})
 
     def _share_positions(self, total: int) -> tuple[list[int], int]:
         """Return the prompts that this process samples, and how many are its own; the rest keep processes in step."""

@@ -1,6 +1,7 @@
 """Make the objects that the trainer holds from the settings; packages below this one get values, not `args`."""
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from ..distributed.context_parallel import ContextGroups
 from ..distributed.failure import ProcessGroupMonitor
 from ..media.files import find_sampling_rate
 from ..policy.base import Policy
+from ..policy.unguided import find_default_guidance
 from ..rewards.overlap import Overlap
 from ..rewards.reward_processes import SampleChannel
 from ..rewards.unscored import UnscoredRollouts
@@ -57,6 +59,8 @@ from .show_progress import replace_progress
 from .start import RunRewards
 from .trackers import patch_trackers
 from .update import PolicyUpdate
+
+logger = logging.getLogger(__name__)
 
 
 def replays_anchor(args: DiffusionGRPOConfig, algorithm: Algorithm) -> bool:
@@ -283,6 +287,26 @@ class RunBuilder:
             (row,) = self._inputs.rows(dataset, [0])
             self._inputs.check_shared_calls(self._policy, row, self._args.loss_type)
 
+    def warn_of_guidance(self, dataset: Dataset | None) -> None:
+        """Warn if the rollout is guided by a default of the pipeline, and the loss trains without guidance.
+
+        Args:
+            dataset: the training dataset, whose columns may set the scale.
+        """
+        if not self._args.traits.is_renoised or not self._args.should_log:
+            return
+        given = {*self._inputs.fixed, *(() if dataset is None else dataset.column_names)}
+        default = find_default_guidance(self._policy.pipe, self._policy.networks)
+        if default is not None and "guidance_scale" not in given:
+            logger.warning(
+                "loss_type='%s' trains the prediction without guidance, but samples are made with the pipeline's "
+                "default, guidance_scale=%g. Set guidance_scale=1.0 to sample without guidance, as DiffusionNFT and "
+                "AWM do, or set guidance_scale=%g to keep it.",
+                self._args.loss_type,
+                default,
+                default,
+            )
+
     def make_update(self) -> PolicyUpdate:
         """Make the object that trains on micro-batches."""
         args, learner = self._args, self._learner
@@ -392,7 +416,7 @@ class RunBuilder:
             monitor=self._monitor,
             run_passes=learner.run_passes,
             settings=lambda: make_evaluation_settings(args, self._inputs.fps, rate),
-            has_reference=learner.reference is not None and not policy.draws_tokens and not args.traits.is_renoised,
+            has_reference=learner.reference is not None and not policy.draws_tokens,
         )
 
     def make_checkpointer(self, model: nn.Module, feed: RolloutFeed) -> Checkpointer:

@@ -131,6 +131,10 @@ class Deaf(Reinforce):
     ("settings", "message"),
     [
         ({"beta": 0.1}, "beta=0.1 would have no effect: the constructor of .*Deaf has no argument beta; add it there"),
+        ({"epsilon": 0.2}, "epsilon=0.2 would have no effect"),
+        ({"epsilon_high": 0.3}, "epsilon_high=0.3 would have no effect"),
+        ({"max_ratio_error": None}, "max_ratio_error=None would have no effect"),
+        ({"old_log_prob": "replay"}, "old_log_prob='replay' would have no effect.*argument anchors_on_replay"),
         (
             {"multi_objective_aggregation": "loss_per_reward"},
             "'loss_per_reward' would have no effect.*reward_weights",
@@ -140,7 +144,8 @@ class Deaf(Reinforce):
 def test_settings_of_the_run_that_a_class_does_not_take_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         DiffusionGRPOConfig("out", use_cpu=True, loss_type=path(Deaf), **settings)
-    DiffusionGRPOConfig("out", use_cpu=True, loss_type=path(Deaf))
+    plain = {"loss_type": path(Deaf), "multi_objective_aggregation": "normalize_then_sum"}
+    DiffusionGRPOConfig("out", use_cpu=True, **plain)  # what only changes the advantages has an effect
 
 
 class Remembering(Reinforce):

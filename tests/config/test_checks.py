@@ -31,6 +31,12 @@ REFUSED = [
         "'min_then_normalize' has no effect with advantage_fn='my.own'.*leave one of them out",
     ),
     ({"loss_type": "gropo"}, "Did you mean 'grpo'"),
+    (
+        {"loss_type": "dapo"},
+        "'dapo' differs from grpo only in how it averages over texts .* set loss_type='grpo', and",
+    ),
+    ({"loss_type": "Flow-GRPO"}, "loss_type='Flow-GRPO' is loss_type='grpo'\\.$"),
+    ({"loss_type": "cispo"}, "'cispo' is not included; use 'grpo', or write a loss of your own"),
     ({"cache_prompt_embeds": "dsik"}, "cache_prompt_embeds='dsik' is unknown.*Did you mean 'disk'"),
     ({"prompt_embeds_dir": "a"}, "prompt_embeds_dir has no effect with cache_prompt_embeds='off'; set it to 'disk'"),
     (

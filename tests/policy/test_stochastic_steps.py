@@ -7,7 +7,7 @@ import torch
 from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 
 from diffusion_grpo.policy.schedulers import stochastic_scheduler
-from diffusion_grpo.policy.stochastic_steps import UnsupportedScheduler
+from diffusion_grpo.policy.stochastic_steps import CleanEstimate, UnsupportedScheduler
 
 
 class Driver:
@@ -92,3 +92,10 @@ def test_ddim_steps_leave_out_a_learned_variance():
     timestep = scheduler.timesteps[1]
     means = [scheduler.distribution(given, timestep, sample, 1.0)[0] for given in (noise, both)]
     assert torch.equal(*means)
+
+
+def test_elements_that_a_step_does_not_move_have_no_velocity():
+    clean, moves = torch.tensor([[1.0, 2.0]]), torch.tensor([[True, False]])
+    estimate = CleanEstimate(clean, share=torch.tensor(0.5), origin=torch.zeros(1, 2))
+    assert estimate.velocity().tolist() == [[-2.0, -4.0]]
+    assert estimate._replace(moves=moves).velocity().tolist() == [[-2.0, 0.0]]

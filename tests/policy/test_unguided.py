@@ -7,7 +7,7 @@ import torch
 
 from diffusion_grpo.policy.drivers import UnsupportedPipeline
 from diffusion_grpo.policy.rollout import DenoisingPolicy, denoise, rollout
-from diffusion_grpo.policy.unguided import find_guidance_argument, switch_guidance_off
+from diffusion_grpo.policy.unguided import find_default_guidance, find_guidance_argument, switch_guidance_off
 
 
 def test_guidance_that_the_network_takes_as_an_input_stays():
@@ -157,3 +157,13 @@ def test_the_argument_that_guides_is_the_one_with_an_effect():
     assert find_guidance_argument(flux, [flux.transformer]) == "true_cfg_scale"
     with pytest.raises(UnsupportedPipeline, match="DDPMPipeline takes neither guidance_scale nor true_cfg_scale"):
         find_guidance_argument(diffusers.DDPMPipeline(None, None), [])
+
+
+@pytest.mark.parametrize(
+    ("name", "default"),
+    [("sd3", 7.0), ("sdxl", 5.0), ("flux", None), ("qwen_image", None), ("sd15_controlnet", 7.5), ("z_image", 5.0)],
+)
+def test_the_default_of_classifier_free_guidance_is_found(name, default):
+    pipe, _ = tiny_pipelines.build(name)
+    network = pipe.unet if hasattr(pipe, "unet") else pipe.transformer
+    assert find_default_guidance(pipe, [network]) == default

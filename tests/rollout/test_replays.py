@@ -5,9 +5,11 @@ import dataclasses
 import pytest
 import torch
 
+from diffusion_grpo.algorithms.batch import MicroBatch
 from diffusion_grpo.policy.trajectory import StepDistribution, StepScale
 from diffusion_grpo.rollout.replays import Replays
-from tests.algorithms.test_batch import batch_of, rows_of, samples_of
+from tests.algorithms.test_batch import batch_of, make_inputs, rows_of, samples_of
+from tests.renoised_parts import mean, problem, squares
 
 
 class Network:
@@ -72,7 +74,7 @@ def test_the_ratio_of_a_trajectory_is_the_mean_over_its_steps():
 
 
 def test_divergences_are_of_the_two_means():
-    found = make(Network(mean=1.0), Network(mean=3.0)).divergences(batch_of(3, STEPS[:3]))
+    found = make(Network(mean=1.0), Network(mean=3.0)).compare(batch_of(3, STEPS[:3]))[0]
     assert found.tolist() == [[pytest.approx((3 - 1) ** 2 / (2 * 0.5**2))] * 2] * 3
 
 
@@ -86,8 +88,21 @@ def test_divergences_are_averaged_over_the_numbers_that_move():
             count = torch.ones(len(now.mean))
             return dataclasses.replace(now, scale=StepScale(0.5 * count, count, 3 * count))
 
-    found = make(Holding(mean=1.0), Holding(mean=3.0)).divergences(batch_of(3, STEPS[:3]))
+    found = make(Holding(mean=1.0), Holding(mean=3.0)).compare(batch_of(3, STEPS[:3]))[0]
     assert found.tolist() == [[pytest.approx((3 - 1) ** 2 / (2 * 0.5**2))] * 2] * 3
+
+
+def test_predictions_on_renoised_samples_are_compared_too():
+    given = problem(is_masked=True)
+    rows, samples = rows_of(6), [given.part.trajectory[[row]] for row in range(6)]
+    batch = MicroBatch(rows, samples, [[0, 2, 5], [4, 3, 1]], given.advantages, given.part.old_log_probs, make_inputs)
+    distances, others = make(given.policy, given.reference).compare(batch)
+    both = (given.clean, given.reference.clean)
+    expected = squares(given, *both)[:, None].expand(6, 2)
+    torch.testing.assert_close(distances, expected.detach())
+    sizes = [mean(given, ((given.origin - clean) / given.share) ** 2).sqrt() for clean in both]
+    assert others == {"velocity/ratio_to_ref": pytest.approx((sizes[0] / sizes[1]).mean().item())}
+    assert given.policy.calls == given.reference.calls  # also in the pass that is repeated beside other processes
 
 
 def test_divergences_of_a_rollout_come_in_its_batches():

@@ -27,7 +27,8 @@ def check(metric, measured=MEASURED, datasets=(), **settings):
 
 @pytest.mark.parametrize(
     "metric",
-    ["reward", "eval_reward", "rewards/plain/mean", "eval_watch/sharpness/std_error", "eval_kl", "diversity/clip"],
+    ["reward", "eval_reward", "rewards/plain/mean", "eval_watch/sharpness/std_error", "eval_kl"]
+    + ["velocity/ratio_to_ref", "diversity/clip"],
 )
 def test_what_evaluations_log_is_taken(metric):
     check(metric)

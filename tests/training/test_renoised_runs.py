@@ -50,6 +50,20 @@ def assert_same_policy(one, other):
     assert all(torch.equal(value, expected[name]) for name, value in policy_weights(other).items())
 
 
+# Evaluations
+
+
+@pytest.mark.parametrize("loss", RENOISED)
+def test_evaluations_compare_the_policy_with_its_reference(tmp_path, loss):
+    """A LoRA has a reference whatever beta is, so what these losses tend to inflate is logged by default."""
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
+    trainer, _ = trained(tmp_path, **SHORT, loss_type=loss, **settings)
+    (distance,), (ratio,) = logged(trainer, "eval_kl"), logged(trainer, "eval_velocity/ratio_to_ref")
+    divergences, compared = trainer.learner.run_passes(trainer.replays.compare, trainer.feed.buffer.micro_batch(0))
+    assert distance == pytest.approx(divergences.mean().item()) and distance > 0
+    assert ratio == pytest.approx(compared["velocity/ratio_to_ref"]) and ratio not in (0.0, 1.0)
+
+
 # Kinds of schedulers and networks
 
 

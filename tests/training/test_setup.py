@@ -1,5 +1,7 @@
 """Set up what a run needs from its settings."""
 
+import re
+
 import pytest
 import torch
 from command_line import make_config
@@ -66,3 +68,20 @@ def test_advantages_are_not_clipped_where_the_loss_chooses_samples_by_them(tmp_p
     trainer.train()
     assert logged(trainer, "frac_advantage_clipped") == ([] if loss == "dpo" else [1.0])
     assert (max(map(abs, logged(trainer, "spread/advantage_max"))) > 1e-5) == (loss == "dpo")
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_warned"),
+    [
+        ({"loss_type": "nft", "guidance_scale": None}, True),
+        ({"loss_type": "nft", "guidance_scale": 7.0}, False),  # asked for
+        ({"loss_type": "nft", "guidance_scale": None, "columns": {"guidance_scale": [4.0] * 4}}, False),
+        ({"guidance_scale": None}, False),  # the guided prediction is trained
+        ({"loss_type": "nft", "name": "flux", "guidance_scale": None}, False),  # an input of the network
+    ],
+)
+def test_a_default_guidance_that_is_not_trained_is_named(tmp_path, caplog, settings, is_warned):
+    trainer_for(tmp_path, gradient_accumulation_steps=1, num_inference_steps=3, **settings)
+    message = "loss_type='nft' trains the prediction without guidance, but .*default, guidance_scale=7. Set guidance"
+    assert bool(re.search(message, caplog.text)) == is_warned
+    assert is_warned or "without guidance" not in caplog.text
