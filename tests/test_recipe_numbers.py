@@ -52,6 +52,7 @@ def means(rows: list[dict]) -> dict[str, str]:
     return {
         name: f"{statistics.mean(row['evaluations'][-1]['reward']['mean'] for row in own):.3f}"
         for name, own in shown.items()
+        if own  # not reported yet
     }
 
 
