@@ -102,12 +102,20 @@ def test_two_processes_train_what_one_trains(tmp_path, mode, settings):
     ],
 )
 def test_an_old_policy_and_an_average_go_on_where_two_processes_left_them(tmp_path, mode):
-    """A run that goes on inside a rollout ends with the weights of one that was not stopped, bit for bit."""
-    settings = NFT | {"mode": mode, "save_strategy": "steps", "save_steps": 1, "ema_decay": 0.5}
+    """A run that goes on inside a rollout ends with the weights of one that was not stopped, bit for bit.
+
+    Evaluations compare the average with the reference in between.
+    """
+    settings = NFT | {"mode": mode, "save_strategy": "steps", "save_steps": 1}
+    settings |= {"ema_decay": 0.5, "ema_update_interval": 1}
+    settings |= {"eval_strategy": "steps", "eval_steps": 1, "held_out": ["held out", "and another"]}
     _, log, weights = ran(tmp_path / "whole", 2, settings)
     point = str(tmp_path / "whole" / "run" / "checkpoint-1")
     _, rest, resumed = ran(tmp_path / "resumed", 2, settings, point)
     assert log[-1]["old/distance"] == rest[-1]["old/distance"] > 0
+    every = json.loads((tmp_path / "whole" / "run" / "result.json").read_text())["log"]
+    evaluated = [(entry["eval_kl"], entry["eval_velocity/ratio_to_ref"]) for entry in every if "eval_kl" in entry]
+    assert len(evaluated) == 3 and all(distance > 0 and 0 < ratio != 1 for distance, ratio in evaluated)
     assert weights.keys() == resumed.keys()
     for name, weight in weights.items():
         assert weight.equal(resumed[name]), name
