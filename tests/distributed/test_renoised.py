@@ -34,13 +34,15 @@ RUNS = {("awm", mode): AWM for mode in ("zero1", "zero2", "zero3")}
 RUNS |= {("dgpo", mode): DGPO for mode in ("zero1", "zero2")}
 RUNS |= {("dpo", mode): DPO for mode in ("zero1", "zero2", "fsdp2")}
 RUNS |= {("nft, two experts", mode): EXPERTS for mode in ("ddp", "zero3", "fsdp2")}
+RUNS |= {("awm, EDM", "ddp"): AWM | {"name": "cosmos"}, ("dgpo, DDIM", "fsdp2"): DGPO | {"name": "sd15"}}
 for _name, _settings in {"awm": AWM, "dgpo": DGPO, "dpo": DPO}.items():
     RUNS |= {(f"{_name}, all weights", mode): _settings | ALL_WEIGHTS for mode in ("zero2", "zero3", "fsdp2")}
 
 
 def ran(folder, processes, settings, resume=None):
     """What a run said of itself, what it logged of each update, and the weights at its end."""
-    rewards = "SMOOTH_VIDEO_REWARDS" if settings.get("name", "").startswith("wan") else "SMOOTH_REWARDS"
+    is_video = settings.get("name", "").startswith(("wan", "cosmos"))
+    rewards = "SMOOTH_VIDEO_REWARDS" if is_video else "SMOOTH_REWARDS"
     ranks_server.succeed(folder, processes, rank_runs.train, folder / "run", settings, rewards, resume)
     report = json.loads((folder / "run" / "result.json").read_text())
     log = [entry for entry in report["log"] if "denoising_error" in entry]
