@@ -295,9 +295,11 @@ class RunBuilder:
         """
         if not self._args.traits.is_renoised or not self._args.should_log:
             return
-        given = {*self._inputs.fixed, *(() if dataset is None else dataset.column_names)}
+        columns = () if dataset is None else dataset.column_names
+        if "guidance_scale" in self._inputs.fixed or "guidance_scale" in columns:
+            return
         default = find_default_guidance(self._policy.pipe, self._policy.networks)
-        if default is not None and "guidance_scale" not in given:
+        if default is not None:
             logger.warning(
                 "loss_type='%s' trains the prediction without guidance, but samples are made with the pipeline's "
                 "default, guidance_scale=%g. Set guidance_scale=1.0 to sample without guidance, as DiffusionNFT and "
