@@ -102,7 +102,7 @@ def test_nothing_is_compiled_after_the_first_update_and_the_ratio_stays_one(tmp_
 
 
 def test_the_ratio_is_one_although_graphs_with_a_gradient_round_otherwise(tmp_path, monkeypatch):
-    """The anchor of a single update is its own replay; the distance from the rollout is still measured, and bounded."""
+    """The anchor of a single update is its own replay; the drift from the rollout is still measured and bounded."""
     compile_module = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: compile_module(self, backend=round_otherwise))
     settings = {"name": "wan", "rewards": bright}
