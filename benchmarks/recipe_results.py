@@ -2,7 +2,6 @@
 
 import json
 import statistics
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 from recipe_settings import LEARNING_RATES, LEFT_BEHIND, LOWER_RATE, RECIPES, TUNE_SEEDS, find_phase
 
 Row = dict[str, Any]
+COSTS = "costs.json"  # in the rows' folder: the CPU time of a pass of each recipe, all from one machine
 BASELINE = "flow_grpo_long"  # whose passes to the target are those that others are compared with
 START, END = "<!-- rows: written by --table -->", "<!-- end of rows -->"
 SOME, SOME_END = "<!-- rows of ", "<!-- end of these rows -->"  # on other pages: a short table of the recipes named
@@ -131,29 +131,29 @@ def choose_learning_rate(rows: list[Row], recipe: str) -> float | None:
     )
 
 
-def timed_rows(rows: list[Row], recipe: str) -> list[Row]:
-    """Return the rows of a recipe whose time counts: those of one machine, without a preloaded library.
+def read_costs(folder: Path) -> dict[str, float]:
+    """Return the CPU minutes of a pass of each recipe whose cost was measured with the settings that it has now.
 
-    It is the machine that trained the most recipes, so that as many as possible can be compared. Of several, the one
-    with the most rows.
+    Args:
+        folder: the rows' folder. Without a file of costs in it, there are none.
     """
-    plain = [row for row in rows if not row.get("preload")]
-    numbers = Counter(row["machine"] for row in plain)
-    recipes = Counter(machine for _, machine in {(row["recipe"], row["machine"]) for row in plain})
-    machine = max(numbers, key=lambda name: (recipes[name], numbers[name]), default=None)
-    return [row for row in plain if row["recipe"] == recipe and row["machine"] == machine]
+    path = folder / COSTS
+    if not path.is_file():
+        return {}
+    found = json.loads(path.read_text(encoding="utf-8"))["recipes"]
+    known = {name for name in found if name in RECIPES and found[name]["settings"] == RECIPES[name].settings}
+    return {name: found[name]["cpu_seconds_per_pass"] / 60 for name in found if name in known}
 
 
-def cpu_minutes_per_pass(rows: list[Row], recipe: str) -> float | None:
-    """Return what a pass of a recipe costs; None if it has no row whose time counts."""
-    own = timed_rows(rows, recipe)
-    return sum(row["cpu_seconds"] for row in own) / sum(row["passes"] for row in own) / 60 if own else None
+def format_tables(rows: list[Row], costs: dict[str, float]) -> list[str]:
+    """Return Markdown: the reported seeds, the tuning over the grid, and what each recipe is.
 
-
-def format_tables(rows: list[Row]) -> list[str]:
-    """Return Markdown: the reported seeds, the tuning over the grid, and what each recipe is."""
+    Args:
+        rows: as from [`read_rows`].
+        costs: as from [`read_costs`].
+    """
     names = list(dict.fromkeys(row["recipe"] for row in rows))
-    lines = ["## Reported seeds", "", *_report_table(rows)]
+    lines = ["## Reported seeds", "", *_report_table(rows, costs)]
     lines += [
         "",
         "## Tuning",
@@ -170,7 +170,7 @@ def format_tables(rows: list[Row]) -> list[str]:
     return [*lines, "", f"Versions: {', '.join(versions)}."]
 
 
-def _report_table(rows: list[Row]) -> list[str]:
+def _report_table(rows: list[Row], costs: dict[str, float]) -> list[str]:
     reported = [row for row in rows if row["phase"] == "report"]
     if not reported:
         return ["No row of this phase yet."]
@@ -187,7 +187,8 @@ def _report_table(rows: list[Row]) -> list[str]:
         cells += [format_range(own, "passes", ".0f"), _list_ends(own, "reward"), _list_ends(own, "tesseract")]
         cells += [_list_crossings(own), format_range(own, "eval_passes", "g")]
         cells += [", ".join(format_share(row, baseline) for row in own)]
-        lines.append(_line([*cells, _format_minutes(rows, name, statistics.mean(row["passes"] for row in own))]))
+        passes = statistics.mean(row["passes"] for row in own)
+        lines.append(_line([*cells, f"{passes * costs[name]:.1f}" if name in costs else "–"]))
     return [
         *lines,
         "",
@@ -195,14 +196,8 @@ def _report_table(rows: list[Row]) -> list[str]:
         "smallest and the largest of the seeds. The more passes lie between evaluations (*evaluated every*), the more",
         f"*passes to {target:g}* are overstated. *Of `{BASELINE}`* is their share of those of `{BASELINE}`",
         f"on the same seed, at its better learning rate. Where that does not reach {target:g}, it is a bound from",
-        "all of its passes. A star marks CPU minutes that rest on a single row.",
+        "all of its passes. CPU minutes are all passes times the cost of one.",
     ]
-
-
-def _format_minutes(rows: list[Row], name: str, passes: float) -> str:
-    """Write what these passes cost, with a star where this rests on a single row."""
-    cost = cpu_minutes_per_pass(rows, name)
-    return "–" if cost is None else f"{passes * cost:.1f}" + "\\*" * (len(timed_rows(rows, name)) == 1)
 
 
 def format_range(rows: list[Row], key: str, kind: str) -> str:
@@ -286,12 +281,12 @@ def _line(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def write_tables(page: Path, rows: list[Row], plot: Path) -> None:
-    """Write the tables into a page between its two marks, or make a page of them."""
+def write_tables(page: Path, rows: list[Row], costs: dict[str, float], plot: Path) -> None:
+    """Write the tables into a page between its two marks, or make a page of them; show the plot if it is there."""
     text = page.read_text(encoding="utf-8") if page.is_file() else f"{START}\n{END}\n"
     before, _, rest = text.partition(START)
     after = _text_after(END, rest, page)
-    lines = format_tables(rows)
+    lines = format_tables(rows, costs)
     if plot.is_file():
         lines = [f"![held-out reward against passes and CPU minutes]({plot.relative_to(page.parent)})", "", *lines]
     page.write_text("\n".join([before + START, "", *lines, "", END + after]), encoding="utf-8")
@@ -336,12 +331,13 @@ def _summary_table(rows: list[Row], names: list[str]) -> list[str]:
     return lines
 
 
-def save_plot(path: Path, rows: list[Row]) -> None:
+def save_plot(path: Path, rows: list[Row], costs: dict[str, float]) -> None:
     """Draw held-out reward against passes and against CPU minutes, a line per recipe: the mean over its seeds.
 
     A band goes from the lowest to the highest seed. Recipes of each budget have two pictures beside each other, and a
     legend in the order of their ends; one that is tuned as another is left out. The reported seeds are drawn; of a
-    recipe without any, the tuning seeds; of several learning rates the best.
+    recipe without any, the tuning seeds; of several learning rates the best. Recipes without a cost are drawn against
+    passes only.
     """
     from matplotlib import colormaps, rc_context
     from matplotlib.figure import Figure
@@ -359,7 +355,7 @@ def save_plot(path: Path, rows: list[Row]) -> None:
             for place, name in enumerate(sorted(curves, key=lambda name: -curves[name][1][:, -1].mean())):
                 passes, values = curves[name]
                 is_reported = any(row["recipe"] == name and row["phase"] == "report" for row in own)
-                cost, color = cpu_minutes_per_pass(rows, name), colormaps["tab10"](place % 10)
+                cost, color = costs.get(name), colormaps["tab10"](place % 10)
                 style = {"color": color, "linestyle": ("-", "--", ":")[place // 10 % 3], "linewidth": 1.4}
                 for axes, scale in ((left, 1.0), (right, cost)):
                     if scale:

@@ -299,15 +299,36 @@ def train_row(
         "target": TARGET,
         "passes_to_target": find_crossing(race.evaluations, TARGET),
         "evaluations": race.evaluations,
-        "machine": machine(),
-        "threads": torch.get_num_threads(),
-        "preload": Path(os.environ.get("LD_PRELOAD", "")).name or None,  # such as mkl_avx512.so
+        **describe_machine(),
         "versions": {package: importlib.metadata.version(package) for package in PACKAGES},
         "commit": commit,
         "command": f"python benchmarks/recipes.py --row {recipe.name} {learning_rate:g} {seed}"
         f" --max-passes {max_passes:g} --eval-passes {eval_passes:g}"
         + (f" --max-updates {max_updates}" if max_updates else ""),
     }
+
+
+def measure_cost(recipe: Recipe, sizes: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the CPU time of a recipe's passes, from its third and fourth update.
+
+    The first two warm the allocator up. Where two updates share a rollout, two are a whole turn.
+
+    Args:
+        recipe: what is changed in the demo.
+        sizes: settings of a smaller run, for tests.
+    """
+    sizes = {"eval_max_prompts": 2} | (sizes or {})  # evaluations mark the updates, and are not measured
+    row = train_row(recipe, 1e-4, 0, max_passes=recipe.max_passes, max_updates=4, eval_passes=1.0, sizes=sizes)
+    before, after = (next(it for it in row["evaluations"] if it["update"] == update) for update in (2, 4))
+    passes, seconds = (after[key] - before[key] for key in ("passes", "cpu_seconds"))
+    made = {key: row[key] for key in ("settings", "versions", "commit")}
+    return made | {"passes": passes, "cpu_seconds_per_pass": seconds / passes}
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return what times depend on: the processor, the number of threads, and a preloaded library."""
+    preload = Path(os.environ.get("LD_PRELOAD", "")).name or None  # such as mkl_avx512.so
+    return {"machine": machine(), "threads": torch.get_num_threads(), "preload": preload}
 
 
 def read_commit() -> str:

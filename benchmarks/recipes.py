@@ -6,7 +6,8 @@ up its budget of network passes: what papers publish 1480, which is 40 updates o
 Every (recipe, learning rate, seed) is one run in a process of its own and one JSON file; a file that is there is not
 made again, so the race can be stopped and started at any time. First each recipe is tuned over the same learning rates
 (seeds 0 to 2; a rate that is far behind on seed 0 is not tried on the others, and a lower one is added where the
-lowest is best there), then its best one is reported (seeds 3 to 5).
+lowest is best there), then its best one is reported (seeds 3 to 5). At the end, the CPU time of a pass of each recipe
+is measured in a few updates, for all recipes on one machine.
 """
 
 import argparse
@@ -17,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from recipe_results import (
+    COSTS,
     SUMMARIES,
     choose_grid,
     choose_learning_rate,
     find_contenders,
     find_files,
     is_tuned,
+    read_costs,
     read_rows,
     save_plot,
     write_summaries,
@@ -133,6 +136,38 @@ def run_row(recipe: Recipe, rate: float, seed: int, arguments: argparse.Namespac
     return [f"{path}: the run ended with exit code {done.returncode}"] if done.returncode else []
 
 
+def make_costs(recipes: list[Recipe], arguments: argparse.Namespace) -> list[str]:
+    """Measure what a pass of each recipe costs, where that is not known yet, in a process of its own.
+
+    Returns:
+        what could not be measured, a line each.
+    """
+    known, problems = read_costs(arguments.out), []
+    for recipe in [recipe for recipe in recipes if recipe.name not in known]:
+        print(f"{recipe.name}, cost of a pass", flush=True)
+        done = subprocess.run([sys.executable, __file__, "--cost", recipe.name, "--out", str(arguments.out)])
+        if done.returncode:
+            problems.append(f"{recipe.name}, cost of a pass: ended with exit code {done.returncode}")
+    return problems
+
+
+def make_cost(arguments: argparse.Namespace) -> None:
+    """Measure what a pass of one recipe costs in this process, and add it to the file of costs."""
+    from recipe_run import describe_machine, measure_cost
+
+    from diffusion_grpo.cli.inputs import hide_loading_bars
+    from diffusion_grpo.run.records import write_json
+
+    path, here = arguments.out / COSTS, describe_machine()
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else here | {"recipes": {}}
+    for key, value in here.items():
+        if found[key] != value:
+            sys.exit(f"{path} was measured with {key} {found[key]}, now {value}; delete it to measure all here.")
+    hide_loading_bars("tiny")
+    costs = found["recipes"] | {arguments.cost: measure_cost(RECIPES[arguments.cost])}
+    write_json(path, here | {"recipes": {name: costs[name] for name in RECIPES if name in costs}})
+
+
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -145,6 +180,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     every = [*TUNE_SEEDS, *REPORT_SEEDS]
     parser.add_argument("--seeds", type=numbers, default=every, help="of the phases' seeds only these; default: all")
     parser.add_argument("--row", nargs=3, metavar=("RECIPE", "RATE", "SEED"), help="train one row in this process")
+    parser.add_argument("--costs", action="store_true", help="only measure what a pass costs, where not known yet")
+    parser.add_argument("--cost", metavar="RECIPE", help="measure what one recipe's pass costs in this process")
     help_text = "budget: network passes per sample of an update, summed over updates; default: each recipe's own"
     parser.add_argument("--max-passes", type=float, help=help_text)
     parser.add_argument("--max-updates", type=int, help="end each run after so many updates, to try it out")
@@ -156,7 +193,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--table", action="store_true", help="only write the tables to OUT.md, and print them")
     parser.add_argument("--plot", action="store_true", help="only draw OUT/race.png")
     arguments = parser.parse_args(words)
-    named = [*arguments.recipes, *(arguments.row[:1] if arguments.row else [])]
+    named = [*arguments.recipes, *(arguments.row or [])[:1], *filter(None, [arguments.cost])]
     if unknown := [name for name in named if name not in RECIPES]:
         parser.error(f"unknown recipe {unknown[0]!r}; --list shows them")
     if arguments.row:
@@ -180,12 +217,13 @@ def show_results(arguments: argparse.Namespace, table: bool, plot: bool) -> None
     print(f"Rows of this budget in {arguments.out}: {len(rows)}{left_out}.")
     if not rows:
         return
+    costs = read_costs(arguments.out)
     image, page = arguments.out / "race.png", arguments.out.with_name(f"{arguments.out.name}.md")
     if plot:
-        save_plot(image, rows)
+        save_plot(image, rows, costs)
         print(f"Plot: {image}")
     if table:
-        write_tables(page, rows, image)
+        write_tables(page, rows, costs, image)
         for summary in (arguments.out.parent / name for name in SUMMARIES):
             if summary.is_file():
                 write_summaries(summary, rows)
@@ -199,11 +237,11 @@ def main() -> int:
             lacking = find_unknown(recipe)
             print(f"{recipe.name:<18} {recipe.summary}{f' [this package has {lacking}]' if lacking else ''}")
         return 0
-    if arguments.row:
-        lacking = find_unknown(RECIPES[arguments.row[0]])
+    if single := arguments.cost or arguments.row and arguments.row[0]:
+        lacking = find_unknown(RECIPES[single])
         if lacking:
-            sys.exit(f"{arguments.row[0]} cannot be trained: this package has {lacking}.")
-        make_row(arguments)
+            sys.exit(f"{single} cannot be trained: this package has {lacking}.")
+        make_cost(arguments) if arguments.cost else make_row(arguments)
         return 0
     if arguments.table or arguments.plot:
         show_results(arguments, arguments.table, arguments.plot)
@@ -215,8 +253,10 @@ def main() -> int:
             print(f"{name}: skipped, this package has {lacking}")
         else:
             recipes.append(RECIPES[name])
-    phases = [arguments.phase] if arguments.phase else SEEDS
+    phases = [] if arguments.costs else [arguments.phase] if arguments.phase else SEEDS
     problems = [line for phase in phases for line in run_phase(phase, recipes, arguments)]
+    if not arguments.phase:
+        problems += make_costs(recipes, arguments)
     show_results(arguments, table=True, plot=True)
     print(*problems, sep="\n", end="\n" if problems else "")
     return 1 if problems else 0

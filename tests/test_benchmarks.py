@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -223,7 +224,7 @@ def test_recipes_with_guidance_are_scored_with_it():
     for point, reward in zip(row["evaluations"], (0.9, 0.96, 0.94), strict=True):
         point["guided"] = entry(point["passes"], reward)
     assert recipe_results.score(row) == pytest.approx((0.93 + 0.95) / 2)
-    assert "| `dgpo` | – | *0.940 (0.940)* | – | – | – |" in recipe_results.format_tables([row])
+    assert "| `dgpo` | – | *0.940 (0.940)* | – | – | – |" in recipe_results.format_tables([row], {})
 
 
 def test_tuning_runs_what_the_first_seed_left_in_the_race_and_reports_follow_it(tmp_path, monkeypatch):
@@ -266,12 +267,12 @@ def test_the_tuning_table_says_on_which_seeds_its_numbers_rest(tmp_path):
     low, middle, high = LEARNING_RATES
     rows = [tuning_row(low, 0, 0.84), tuning_row(middle, 0, 0.85), tuning_row(high, 0, 0.80)]
     rows += [tuning_row(low, 1, 0.86), tuning_row(middle, 1, 0.83), tuning_row(low, 2, 0.1)]
-    lines = recipe_results.format_tables(rows)
+    lines = recipe_results.format_tables(rows, {})
     assert "| `demo` | – | **0.850 (0.850)** | 0.840 (0.840) | *0.800 (0.800)* | 0, 1 |" in lines
-    lines = recipe_results.format_tables(rows[:2])
+    lines = recipe_results.format_tables(rows[:2], {})
     assert "| `demo` | – | *0.840 (0.840)* | *0.850 (0.850)* | – | – |" in lines
     rows[4] = tuning_row(middle, 1, 0.80)  # is left behind over two seeds, and is not tried on the third
-    lines = recipe_results.format_tables(rows)
+    lines = recipe_results.format_tables(rows, {})
     assert "| `demo` | – | **0.600 (0.600)** | *0.825 (0.825)* | *0.800 (0.800)* | 0, 1, 2 |" in lines
 
 
@@ -338,10 +339,10 @@ def test_tables_compare_each_seed_with_flow_grpo(tmp_path):
     rows[6] |= {"eval_passes": 18.5, "updates": 9, "passes_per_sample": 10.5, "passes": 94.5}
     page = tmp_path / "page.md"
     page.write_text(f"before\n{recipe_results.START}\na stale row\n{recipe_results.END}\nafter\n")
-    recipe_results.write_tables(page, rows, tmp_path / "none.png")
+    recipe_results.write_tables(page, rows, {}, tmp_path / "none.png")
     text = page.read_text()
     (line,) = (line for line in text.splitlines() if line.startswith("| `demo` | 0.001 |"))
-    assert "| 8, –, 10 | 9 to 18.5 | 0.100, –, < 0.100 | 3.3 |" in line
+    assert "| 8, –, 10 | 9 to 18.5 | 0.100, –, < 0.100 | – |" in line
     assert "| 9 to 10.5 | 9 to 11 | 94 to 99 |" in line  # numbers of all seeds, not of the first
     assert recipe_results.choose_shown(rows, "nft") == []  # a table without the baseline has no shares
     assert text.startswith("before\n") and text.endswith("after\n") and "stale" not in text
@@ -359,31 +360,45 @@ def test_a_recipe_that_is_tuned_as_another_has_its_learning_rate_and_no_tuning_o
     chosen, arguments = [RECIPES["longer"], RECIPES["demo"]], recipes.parse(["--seeds=0,3"])
     assert recipes.run_phase("tune", chosen, arguments) == ["demo 0"]
     assert recipes.run_phase("report", chosen, arguments) == ["longer 3", "demo 3"]
-    tables = recipe_results.format_tables([*rows, *reported])
+    tables = recipe_results.format_tables([*rows, *reported], {})
     first = [line.split(" | ")[0] for line in tables[tables.index("## Tuning") :]]
     assert first.count("| `longer`") == 1 and first.count("| `demo`") == 2  # one each in the table of recipes
 
 
-def test_what_a_pass_costs_is_of_one_machine_and_of_rows_without_a_preloaded_library(tmp_path):
-    rows = [made_row("demo", rate, 0, [0.7, 0.9]) for rate in LEARNING_RATES]
-    rows[1] |= {"preload": "mkl_avx512.so", "cpu_seconds": 100}
-    rows += [made_row("demo", 1e-3, 1, [0.7, 0.9]) | {"machine": "another machine", "cpu_seconds": 100}]
-    busier = [row | {"machine": "a third machine"} for row in (*rows, *rows) if not row.get("preload")]
-    assert recipe_results.timed_rows(rows + busier, "demo") == busier
-    other = made_row("dpo", 1e-3, 0, [0.7, 0.8])  # the machine with the fewest rows has the most recipes now
-    assert recipe_results.timed_rows([*rows, other, *busier], "demo") == [rows[0], *rows[2:-1]]
-    assert recipe_results.timed_rows([], "demo") == []
-    assert recipe_results.cpu_minutes_per_pass(rows, "demo") == pytest.approx(200 / 99 / 60)
-    assert recipe_results.cpu_minutes_per_pass(rows[1:2], "demo") is None
-    page = tmp_path / "page.md"
-    for own, minutes in ((rows, "3.3"), (rows[:1], r"3.3\*")):  # a single row is marked
-        recipe_results.write_tables(page, [row | {"phase": "report"} for row in own], tmp_path / "none.png")
-        assert f"| {minutes} |" in page.read_text()
+def test_what_a_pass_costs_is_measured_after_two_updates():
+    cost = recipe_run.measure_cost(Recipe("mine", "", {"num_inference_steps": 6, "sde_window": [0, 1]}), SMALL)
+    assert cost["passes"] == 2 * (FIRST + 5 + 3 * FIRST) and 0 < cost["cpu_seconds_per_pass"] < 10
+
+
+def test_what_a_pass_costs_is_of_one_machine_and_of_the_settings_of_now(tmp_path, capsys, monkeypatch):
+    measured = {"settings": RECIPES["demo"].settings, "cpu_seconds_per_pass": 30.0, "passes": 36.0}
+    made = []
+    monkeypatch.setattr(recipe_run, "measure_cost", lambda recipe: made.append(recipe.name) or measured)
+    arguments = recipes.parse(["--cost=demo", f"--out={tmp_path}"])
+    recipes.make_cost(arguments)
+    found = json.loads((tmp_path / "costs.json").read_text())
+    assert found == recipe_run.describe_machine() | {"recipes": {"demo": measured}} and made == ["demo"]
+    assert recipe_results.read_costs(tmp_path) == {"demo": 0.5} and recipe_results.read_costs(tmp_path / "none") == {}
+    ran = []
+    monkeypatch.setattr(recipes.subprocess, "run", lambda words: ran.append(words) or Namespace(returncode=1))
+    assert recipes.make_costs([RECIPES["demo"]], arguments) == ran == []
+    assert recipes.make_costs([RECIPES["dpo"]], arguments) == ["dpo, cost of a pass: ended with exit code 1"]
+    assert ran[0][2:] == ["--cost", "dpo", "--out", str(tmp_path)]
+    rows, page = [made_row("demo", 1e-3, 3, [0.7, 0.9]), made_row("dpo", 1e-3, 3, [0.7, 0.9])], tmp_path / "page.md"
+    recipe_results.write_tables(page, rows, recipe_results.read_costs(tmp_path), tmp_path / "none.png")
+    demo, dpo = page.read_text().splitlines()[6:8]
+    assert demo.endswith("| 49.5 |") and dpo.endswith("| – |")  # 99 passes
+    monkeypatch.setattr(recipe_run, "machine", lambda: "another machine")
+    with pytest.raises(SystemExit, match="now another machine; delete it to measure all here"):
+        recipes.make_cost(arguments)
+    assert made == ["demo"]
+    monkeypatch.setitem(RECIPES, "demo", Recipe("demo", "", {"beta": 0.5}))
+    assert recipe_results.read_costs(tmp_path) == {}
 
 
 def write_whole(page, rows):
     """Write the page of all rows."""
-    recipe_results.write_tables(page, rows, page.with_suffix(".png"))
+    recipe_results.write_tables(page, rows, {}, page.with_suffix(".png"))
 
 
 def test_short_tables_on_other_pages_are_of_the_recipes_that_they_name(tmp_path):
