@@ -25,18 +25,9 @@ from ..distributed.backend import DistributedBackend
 from ..distributed.collectives import gather_means
 from ..distributed.failure import ProcessGroupMonitor
 from ..policy.base import Policy
-from ..policy.rollout import rollout
 from ..policy.trajectory import sample_seed
-from ..rewards import Reward, RewardError
-from ..rollout.diversity import (
-    cosine_distance,
-    embed_samples,
-    find_embedders,
-    kind_of,
-    make_thumbnails,
-    measure_diversity,
-    pixel_distance,
-)
+from ..rewards import Reward
+from ..rollout.diversity import cosine_distance, measure_diversity, pixel_distance
 from ..rollout.feed import RolloutFeed
 from ..rollout.generation import RolloutGenerator
 from ..rollout.replays import Replays
@@ -45,6 +36,7 @@ from ..run.records import write_files, write_inputs, write_samples
 from ..run.standard_error import measure_mean
 from ..run.watch import summarise_rollouts
 from .average import PolicyAverage
+from .evaluation_samples import EvaluationSampler, EvaluationSettings, Scores
 from .watched_rewards import load_watched_rewards
 
 
@@ -52,8 +44,9 @@ from .watched_rewards import load_watched_rewards
 class _Part:
     """One process's share of the evaluation of one dataset.
 
-    `rewards`, (samples, functions), belong to this process's samples; `every` has those of all processes. Their last
-    columns are the `watched` rewards. `combined`, (samples,), are the combined trained rewards of all processes.
+    `samples` has None in place of those that are not shown and were dropped once they had been scored. `rewards`,
+    (samples, functions), belong to this process's samples; `every` has those of all processes. Their last columns are
+    the `watched` rewards. `combined`, (samples,), are the combined trained rewards of all processes.
     """
 
     samples: list[Any]
@@ -65,37 +58,6 @@ class _Part:
     combined: Tensor
     watched: list[Reward]
     diversity: dict[str, float]
-
-
-@dataclasses.dataclass(frozen=True)
-class EvaluationSettings:
-    """Settings of evaluations.
-
-    Attributes:
-        seed: seed of the run.
-        num_generations: number of samples per prompt.
-        num_inference_steps: number of denoising steps.
-        batch_size: number of samples per pipeline call.
-        reward_batch_size: number of samples per call of a reward, or per prompt if that is more.
-        watched: names of rewards that are only watched (`watch_rewards`).
-        shown: number of images that are kept of the main evaluation.
-        aggregation: how several rewards are combined into one number.
-        fps: frames per second of videos.
-        sampling_rate: sampling rate of sound in hertz; None without sound.
-        folder: output folder of the run.
-    """
-
-    seed: int
-    num_generations: int
-    num_inference_steps: int
-    batch_size: int
-    reward_batch_size: int
-    watched: list[str] | None
-    shown: int
-    aggregation: str
-    fps: float
-    sampling_rate: int | None
-    folder: Path
 
 
 class Evaluator:
@@ -139,10 +101,20 @@ class Evaluator:
         settings: Callable[[], EvaluationSettings],
         has_reference: bool,
     ):
-        self._policy, self._inputs, self._scorer, self._generator = policy, inputs, scorer, generator
+        self._inputs, self._scorer = inputs, scorer
         self._rewards, self._weights = scorer.rewards + eval_rewards, torch.tensor(reward_weights)
         self._feed, self._replays, self._average, self._has_reference = feed, replays, average, has_reference
         self._backend, self._monitor, self._run_passes, self._read_settings = backend, monitor, run_passes, settings
+        self._sampler = EvaluationSampler(
+            policy=policy,
+            inputs=inputs,
+            generator=generator,
+            backend=backend,
+            scorer=scorer,
+            rewards=self._rewards,
+            load_watched=self._load_watched,
+            settings=settings,
+        )
         self._loaded: dict[tuple[str, str | None], list[Reward]] = {}  # watched rewards
         if any(map(takes_only_latents, self._load_watched(None))):
             policy.check_latents()
@@ -183,7 +155,9 @@ class Evaluator:
     ) -> dict[str, float]:
         start = time.perf_counter()
         own_metrics: dict[str, list[float]] = defaultdict(list)  # kept apart from those of training
-        parts = {name: self._measure(data, pipeline_kwargs, own_metrics) for name, data in datasets.items()}
+        is_kept &= prefix == "eval"
+        log_metric = lambda name, value: own_metrics[name].append(value)  # noqa: E731
+        parts = {name: self._measure(data, pipeline_kwargs, log_metric, is_kept) for name, data in datasets.items()}
         watched = next(iter(parts.values())).watched
         metrics = self._metrics(prefix, list(parts.values()), watched)
         for name, part in parts.items() if parts.keys() != {UNNAMED} else ():
@@ -218,7 +192,7 @@ class Evaluator:
     def _write_validation(self, prompts: list[str], step: int) -> Path:
         positions, own = self._share_positions(len(prompts))
         rows = [{"prompt": prompts[position]} for position in positions]
-        samples = self._run_passes(self._sample, rows, positions, {})
+        samples = self._run_passes(self._sampler.sample, rows, positions)
         number = own if self._backend.groups.is_first else 0
         folder = self._settings.folder / "validation" / f"step-{step:06d}"
         stems = [folder / f"{position:04d}" for position in positions[:number]]
@@ -252,7 +226,9 @@ class Evaluator:
         spare = math.ceil(total / groups.count) - len(own) if self._backend.passes_together else 0
         return own + [0] * spare, len(own)
 
-    def _measure(self, dataset: Dataset, pipeline_kwargs: dict, own_metrics: dict[str, list[float]]) -> _Part:
+    def _measure(
+        self, dataset: Dataset, pipeline_kwargs: dict, log_metric: Callable[[str, float], None], is_kept: bool
+    ) -> _Part:
         count, processes = self._settings.num_generations, self._backend.groups.count
         total = len(dataset) * count
         prompts, own = self._share_positions(len(dataset))
@@ -261,35 +237,29 @@ class Evaluator:
             [prompt * count + turn for prompt in range(process, len(dataset), processes) for turn in range(count)]
             for process in range(processes)
         ]
-        funcs, extra = self._rewards, {}
-        kind, points, local = None, {}, None
         # a process that fails here does not reach the collectives over samples
         with self._monitor.barrier_after("reads rows for the evaluation"):
             rows = self._inputs.rows(dataset, [position // count for position in mine])
         with self._monitor.barrier_after("samples for the evaluation"):
-            takes_latents = any(map(takes_only_latents, funcs + self._load_watched(None)))
-            latents = [None] * len(rows) if takes_latents else None
-            samples = self._run_passes(self._sample, rows, mine, pipeline_kwargs, latents)
-            samples, rows, mine = (part[: own * count] for part in (samples, rows, mine))
-            latents = latents and latents[: own * count]
-            positions, scored, latents = self._scorer.exchange(made, count, samples, latents)
-            if positions:
-                kind, groups = kind_of(scored), [position // count for position in positions]
-                looked_at = funcs + self._load_watched(kind)
-                scored_rows = rows if positions == mine else self._inputs.rows(dataset, groups)
-                log_metric = lambda name, value: own_metrics[name].append(value)  # noqa: E731
-                size = self._settings.reward_batch_size
-                local = self._scorer.score(looked_at, scored, scored_rows, groups, size, log_metric, extra, latents)
-                _check_extra(extra, funcs)
-                points = _points(funcs, scored) if count > 1 and kind is not None else {}
-        kind, *_ = self._backend.gather_json(kind)  # the first process always has samples
+            scores, shown = Scores(log_metric), self._settings.shown if is_kept else 0
+            ran = rows, mine, own * count, pipeline_kwargs, shown, scores
+            samples, latents = self._run_passes(self._sampler.sample_and_score, *ran)
+            rows, mine = rows[: own * count], mine[: own * count]
+            if not scores.positions:  # they had to wait until all samples were made
+                positions, scored, latents = self._scorer.exchange(made, count, samples, latents)
+                if positions:
+                    groups = [position // count for position in positions]
+                    scored_rows = rows if positions == mine else self._inputs.rows(dataset, groups)
+                    self._sampler.score(scores, scored, scored_rows, positions, latents)
+        kind, *_ = self._backend.gather_json(scores.kind)  # the first process always has samples
         watched = self._load_watched(kind)
-        local = torch.empty(0, len(funcs) + len(watched)) if local is None else local
+        local = torch.cat([torch.empty(0, len(self._rewards) + len(watched)), *scores.rewards])
+        extra, positions = scores.extra, scores.positions
         if self._scorer.channel is not None:
             self._scorer.channel.close()
             extra = self._scorer.share_extra(extra, positions, mine)
         every = self._gather(local, positions, total)
-        found = self._diversity(points, positions, total)
+        found = self._diversity({name: torch.cat(own) for name, own in scores.points.items()}, positions, total)
         return _Part(samples, rows, mine, every[mine], extra, every, self._combine(every), watched, found)
 
     def _load_watched(self, kind: str | None) -> list[Reward]:
@@ -325,39 +295,6 @@ class Evaluator:
         for name, column in zip(names, rewards.T, strict=True):
             metrics |= _mean_and_error(f"{prefix}_{name}", column, count, "/mean", "/std_error")
         return metrics
-
-    def _sample(
-        self,
-        rows: list[dict],
-        positions: list[int],
-        pipeline_kwargs: dict,
-        latents: list[Tensor | None] | None = None,
-    ) -> list[Any]:
-        """Return the sample of each row; store the latents from which it is decoded in `latents`, if given."""
-        settings, samples = self._settings, [None] * len(rows)
-        self._generator.learn_inputs(rows)
-        for first in range(0, len(rows), settings.batch_size):
-            self._policy.prompts.clear()
-            parts = self._inputs.parts(rows[first : first + settings.batch_size])
-            for part, _ in self._backend.equalize_outside_updates(parts):  # a repeated part gives the same samples
-                chosen = [first + number for number in part]
-                own = None if latents is None else []
-                arguments = self._inputs.of_evaluation([rows[row] for row in chosen], **pipeline_kwargs)
-                images, _ = rollout(
-                    self._policy,
-                    arguments,
-                    seeds=[sample_seed(settings.seed, "evaluation", positions[row]) for row in chosen],
-                    num_inference_steps=settings.num_inference_steps,
-                    noise_level=0.0,
-                    latents=own,
-                )
-                self._inputs.check_samples(images, len(chosen), arguments)
-                for number, row in enumerate(chosen):
-                    samples[row] = images[number]
-                    if latents is not None:
-                        latents[row] = own[number]
-        self._policy.prompts.clear()  # prompts encoded in other batches differ in the last bits
-        return samples
 
     def _gather(self, local: Tensor, positions: list[int], total: int) -> Tensor:
         """Gather `local` (positions, ...) from all processes and return (total, ...) in the order of the samples."""
@@ -413,21 +350,6 @@ class Evaluator:
         groups = self._backend.groups
         rank = f"-rank{groups.index}" if groups.count > 1 else ""
         write_samples(folder / f"{name_of_step}{rank}.parquet", dict(columns))
-
-
-def _check_extra(extra: dict[str, list], rewards: list[Reward]) -> None:
-    """Refuse a logged column named like a reward, which has its own column in the table."""
-    for reward in rewards:
-        if reward.name in extra:
-            raise RewardError(
-                f"log_extra({reward.name!r}) has the name of a reward, a column of the table; change it."
-            )
-
-
-def _points(funcs: list[Reward], samples: list[Any]) -> dict[str, Tensor]:
-    """Return the points whose distances are measured: thumbnails, and embeddings of rewards that have them."""
-    embedded = {f"diversity/{reward.name}": embed_samples(reward, samples) for reward in find_embedders(funcs)}
-    return {"diversity": make_thumbnails(samples).float()} | embedded
 
 
 def _mean_and_error(

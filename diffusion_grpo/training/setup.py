@@ -50,7 +50,8 @@ from .callbacks import (
     ValidationCallback,
 )
 from .checkpoints import Checkpointer
-from .evaluation import EvaluationSettings, Evaluator
+from .evaluation import Evaluator
+from .evaluation_samples import EvaluationSettings
 from .learner import Learner
 from .metrics import Metrics
 from .progress import UpdateProgress

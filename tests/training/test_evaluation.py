@@ -368,7 +368,7 @@ def test_evaluations_draw_no_noise_in_their_steps(tmp_path, monkeypatch):
         levels.append(noise_level)
         return rollout(*arguments, noise_level=noise_level, **keywords)
 
-    monkeypatch.setattr("diffusion_grpo.training.evaluation.rollout", watched)
+    monkeypatch.setattr("diffusion_grpo.training.evaluation_samples.rollout", watched)
     shade_and_constant(tmp_path / "watched")
     assert levels and set(levels) == {0.0}
 

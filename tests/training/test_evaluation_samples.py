@@ -1,0 +1,98 @@
+"""Evaluations in parts: which samples stay in memory, and the same results as when all are scored at the end."""
+
+import gc
+import weakref
+
+import pyarrow.parquet
+import pytest
+import torch
+from datasets import Dataset
+from tiny_runs import brightness, trainer_for
+
+from diffusion_grpo.policy.rollout import rollout
+from diffusion_grpo.rewards import batchwise, takes_latents
+from diffusion_grpo.training.evaluation_samples import Scores
+
+PROMPTS = list("53142")
+
+
+@batchwise
+def waiting(images, **columns):
+    return [0.0] * len(images)
+
+
+@takes_latents
+def latent_mean(latents, **columns):
+    return [float(latent.mean()) for latent in latents]
+
+
+class Brightness:
+    """The mean pixel of each image; logs a column now and then. Knows how many samples there were at each call."""
+
+    __name__ = "brightness"
+
+    def __init__(self):
+        self.made, self.alive = [], []
+
+    def rollout(self, *args, **settings):
+        samples, trajectory = rollout(*args, **settings)
+        self.made += map(weakref.ref, samples)
+        return samples, trajectory
+
+    def __call__(self, images, prompts, log_extra, log_metric, **columns):
+        gc.collect()
+        self.alive.append(sum(sample() is not None for sample in self.made))
+        log_metric("size", len(images))
+        if "4" in prompts:
+            log_extra("has_four", [prompt == "4" for prompt in prompts])
+        return brightness(images)
+
+
+def evaluate(folder, *others, shown=1, **settings):
+    """The metrics, the table and the reward of an evaluation of five prompts, two samples each."""
+    reward = Brightness()
+    settings = {"num_generations_eval": 2, "per_device_eval_batch_size": 2, "num_completions_to_log": shown} | settings
+    trainer = trainer_for(folder, rewards=[reward, *others], eval_strategy="steps", eval_steps=2, **settings)
+    trainer.eval_dataset = Dataset.from_dict({"prompt": PROMPTS})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("diffusion_grpo.training.evaluation_samples.rollout", reward.rollout)
+        metrics = trainer.evaluate()
+    return metrics, pyarrow.parquet.read_table(folder / "evaluations" / "step-000000.parquet").to_pydict(), reward
+
+
+def test_samples_are_dropped_once_they_are_scored_and_nothing_else_changes(tmp_path):
+    metrics, table, parts = evaluate(tmp_path / "parts", latent_mean)
+    expected, whole_table, whole = evaluate(tmp_path / "whole", latent_mean, waiting)
+    assert parts.alive == [4, 5, 3]  # two prompts in a call, one image that is shown
+    assert whole.alive == [10, 10, 10]
+    same = [name for name in metrics if not name.endswith(("runtime", "reward", "reward_std_error"))]
+    assert {name: metrics[name] for name in same} == {name: expected[name] for name in same}
+    assert {"eval_size", "eval_diversity", "eval_watch/sharpness/mean", "eval_rewards/latent_mean/mean"} <= set(same)
+    columns = table.keys() - {"file", "image", "reward"}
+    assert {name: table[name] for name in columns} == {name: whole_table[name] for name in columns}
+    assert table["has_four"] == [None] * 4 + [False, False, True, True] + [None] * 2
+    assert [name is not None for name in table["file"]] == [True] + [False] * 9
+    assert len(list((tmp_path / "parts" / "evaluations" / "step-000000").iterdir())) == 1
+
+
+def test_parts_are_whole_pipeline_calls(tmp_path):
+    """Samples do not depend on how many are scored together."""
+    settings = {"per_device_eval_batch_size": 3, "num_generations_eval": 1}
+    metrics, _, parts = evaluate(tmp_path / "parts", **settings)
+    expected, _, whole = evaluate(tmp_path / "whole", waiting, **settings)
+    assert parts.alive == whole.alive == [5, 5]  # 4 samples per call of a reward, 12 in each part
+    assert metrics["eval_rewards/brightness/mean"] == expected["eval_rewards/brightness/mean"]
+
+
+def test_no_sample_is_kept_of_an_evaluation_that_shows_none(tmp_path):
+    assert evaluate(tmp_path, shown=0)[2].alive == [4, 4, 2]
+
+
+@pytest.mark.parametrize("found", [{}, {"width": [5, 6]}])
+def test_columns_of_some_parts_have_none_for_the_others(found):
+    scores = Scores(print)
+    scores.add([0, 2], torch.zeros(2, 1), {"height": [1, 2]}, {})
+    scores.add([4, 6], torch.ones(2, 1), found, {"diversity": torch.zeros(2, 3)})
+    assert scores.extra == {"height": [1, 2, None, None]} | {name: [None, None, *own] for name, own in found.items()}
+    assert scores.positions == [0, 2, 4, 6] and [len(own) for own in scores.rewards] == [2, 2]
+    assert [own.shape for own in scores.points["diversity"]] == [(2, 3)]
