@@ -318,7 +318,7 @@ def measure_cost(recipe: Recipe, sizes: dict[str, Any] | None = None) -> dict[st
         sizes: settings of a smaller run, for tests.
     """
     sizes = {"eval_max_prompts": 2} | (sizes or {})  # evaluations mark the updates, and are not measured
-    row = train_row(recipe, 1e-4, 0, max_passes=recipe.max_passes, max_updates=4, eval_passes=1.0, sizes=sizes)
+    row = train_row(recipe, 1e-4, 0, max_passes=recipe.max_passes, max_updates=4, eval_passes=0.01, sizes=sizes)
     before, after = (next(it for it in row["evaluations"] if it["update"] == update) for update in (2, 4))
     passes, seconds = (after[key] - before[key] for key in ("passes", "cpu_seconds"))
     made = {key: row[key] for key in ("settings", "versions", "commit")}
