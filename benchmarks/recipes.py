@@ -140,31 +140,40 @@ def make_costs(recipes: list[Recipe], arguments: argparse.Namespace) -> list[str
     """Measure what a pass of each recipe costs, where that is not known yet, in a process of its own.
 
     Returns:
-        what could not be measured, a line each.
+        what could not be measured, after which the rest is not tried.
     """
     known, problems = read_costs(arguments.out), []
     for recipe in [recipe for recipe in recipes if recipe.name not in known]:
         print(f"{recipe.name}, cost of a pass", flush=True)
         done = subprocess.run([sys.executable, __file__, "--cost", recipe.name, "--out", str(arguments.out)])
-        if done.returncode:
+        if done.returncode:  # on another machine, all would fail
             problems.append(f"{recipe.name}, cost of a pass: ended with exit code {done.returncode}")
+            break
     return problems
 
 
 def make_cost(arguments: argparse.Namespace) -> None:
-    """Measure what a pass of one recipe costs in this process, and add it to the file of costs."""
+    """Measure what a pass of one recipe costs in this process, and add it to the file of costs.
+
+    Raises:
+        SystemExit: the file has costs of another machine.
+    """
     from recipe_run import describe_machine, measure_cost
 
     from diffusion_grpo.cli.inputs import hide_loading_bars
     from diffusion_grpo.run.records import write_json
 
     path, here = arguments.out / COSTS, describe_machine()
-    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else here | {"recipes": {}}
+
+    def read() -> dict[str, Any]:
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else here | {"recipes": {}}
+
     for key, value in here.items():
-        if found[key] != value:
-            sys.exit(f"{path} was measured with {key} {found[key]}, now {value}; delete it to measure all here.")
+        if read()[key] != value:
+            sys.exit(f"{path} was measured with {key} {read()[key]}, now {value}; delete it to measure all here.")
     hide_loading_bars("tiny")
-    costs = found["recipes"] | {arguments.cost: measure_cost(RECIPES[arguments.cost])}
+    measured = measure_cost(RECIPES[arguments.cost])
+    costs = read()["recipes"] | {arguments.cost: measured}  # another process may have added some meanwhile
     write_json(path, here | {"recipes": {name: costs[name] for name in RECIPES if name in costs}})
 
 
@@ -173,7 +182,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = lambda text: text.split(",")  # noqa: E731
     numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
-    parser.add_argument("--phase", choices=SEEDS, help="only this one; default: tune, then report")
+    parser.add_argument("--phase", choices=SEEDS, help="only this one; default: tune, report and --costs")
     parser.add_argument(
         "--recipes", type=names, default=list(RECIPES), help="to train, separated by commas; default: all"
     )
@@ -255,7 +264,7 @@ def main() -> int:
             recipes.append(RECIPES[name])
     phases = [] if arguments.costs else [arguments.phase] if arguments.phase else SEEDS
     problems = [line for phase in phases for line in run_phase(phase, recipes, arguments)]
-    if not arguments.phase:
+    if arguments.costs or not arguments.phase and not arguments.max_updates:
         problems += make_costs(recipes, arguments)
     show_results(arguments, table=True, plot=True)
     print(*problems, sep="\n", end="\n" if problems else "")

@@ -194,6 +194,8 @@ def fail(folder, settings, where):
     def fragile(images, **columns):
         if rank() == 1 and where == "reward" and own.state.global_step == 1:
             raise ValueError("the scorer is out")
+        if rank() == 1 and where == "evaluation" and "11" in columns["prompts"]:
+            raise ValueError("the scorer is out")
         if rank() == 1 and where in ("slow", "dead"):
             if where == "dead":
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -1,6 +1,6 @@
 """Call the rewards, in rollouts and in evaluations, with everything that a reward may ask for.
 
-Rollouts are scored while they are made, evaluations afterwards; rewards get the same keywords in both.
+Rollouts are scored while the next samples are made, evaluations in between; rewards get the same keywords in both.
 """
 
 import functools
@@ -148,6 +148,7 @@ class RewardScorer:
         log_metric: Callable[[str, float], None],
         extra: dict[str, list],
         latents: list[Tensor] | None = None,
+        first: int = 0,
     ) -> Tensor:
         """Score samples; return (samples, functions) float32 rewards, with NaN for None.
 
@@ -159,6 +160,7 @@ class RewardScorer:
             samples, rows, groups, latents: one value per sample; latents if a reward takes them.
             batch_size: number of samples per call; larger groups are not split.
             log_metric, extra: as in [`RewardScorer.finish_rollout`].
+            first: index of the first sample in the evaluation, for files and messages about a failed call.
         """
         whole = [number for number, reward in enumerate(funcs) if waits_for_all(reward)]
         split = [number for number in range(len(funcs)) if number not in whole]
@@ -168,7 +170,8 @@ class RewardScorer:
         for numbers, indices in chosen:
             own = ([part[index] for index in indices] for part in (samples, rows, groups))
             some = None if latents is None else [latents[index] for index in indices]
-            scoring = self._scoring([funcs[number] for number in numbers], *own, some, indices)
+            places = [first + index for index in indices]
+            scoring = self._scoring([funcs[number] for number in numbers], *own, some, places)
             parts.append((indices, numbers, scoring))
         self._overlap.score([scoring for *_, scoring in parts], self._announce)
         values = functools.partial(collect_values, parts, (len(samples), len(funcs)))

@@ -36,7 +36,7 @@ from ..run.records import write_files, write_inputs, write_samples
 from ..run.standard_error import measure_mean
 from ..run.watch import summarise_rollouts
 from .average import PolicyAverage
-from .evaluation_samples import EvaluationSampler, EvaluationSettings, Scores
+from .evaluation_samples import EvaluationSampler, EvaluationSettings, Share
 from .watched_rewards import load_watched_rewards
 
 
@@ -101,14 +101,13 @@ class Evaluator:
         settings: Callable[[], EvaluationSettings],
         has_reference: bool,
     ):
-        self._inputs, self._scorer = inputs, scorer
+        self._inputs, self._scorer, self._generator = inputs, scorer, generator
         self._rewards, self._weights = scorer.rewards + eval_rewards, torch.tensor(reward_weights)
         self._feed, self._replays, self._average, self._has_reference = feed, replays, average, has_reference
         self._backend, self._monitor, self._run_passes, self._read_settings = backend, monitor, run_passes, settings
         self._sampler = EvaluationSampler(
             policy=policy,
             inputs=inputs,
-            generator=generator,
             backend=backend,
             scorer=scorer,
             rewards=self._rewards,
@@ -155,9 +154,10 @@ class Evaluator:
     ) -> dict[str, float]:
         start = time.perf_counter()
         own_metrics: dict[str, list[float]] = defaultdict(list)  # kept apart from those of training
-        is_kept &= prefix == "eval"
+        is_kept = is_kept and prefix == "eval" and self._backend.groups.is_first
+        shown = self._count_shown(len(datasets)) if is_kept else 0
         log_metric = lambda name, value: own_metrics[name].append(value)  # noqa: E731
-        parts = {name: self._measure(data, pipeline_kwargs, log_metric, is_kept) for name, data in datasets.items()}
+        parts = {name: self._measure(data, pipeline_kwargs, log_metric, shown) for name, data in datasets.items()}
         watched = next(iter(parts.values())).watched
         metrics = self._metrics(prefix, list(parts.values()), watched)
         for name, part in parts.items() if parts.keys() != {UNNAMED} else ():
@@ -172,7 +172,7 @@ class Evaluator:
         metrics[f"{prefix}_runtime"] = time.perf_counter() - start
         if prefix == "eval":
             metrics |= {f"eval_{name}": value for name, value in summarise_rollouts(history).items()}
-            if is_kept and self._backend.groups.is_first:
+            if is_kept:
                 self._keep(parts, step)
             self._backend.accelerator.wait_for_everyone()
         return metrics
@@ -192,7 +192,8 @@ class Evaluator:
     def _write_validation(self, prompts: list[str], step: int) -> Path:
         positions, own = self._share_positions(len(prompts))
         rows = [{"prompt": prompts[position]} for position in positions]
-        samples = self._run_passes(self._sampler.sample, rows, positions)
+        self._generator.learn(rows)
+        samples = self._run_passes(self._sampler.sample, rows, positions, {})
         number = own if self._backend.groups.is_first else 0
         folder = self._settings.folder / "validation" / f"step-{step:06d}"
         stems = [folder / f"{position:04d}" for position in positions[:number]]
@@ -227,40 +228,59 @@ class Evaluator:
         return own + [0] * spare, len(own)
 
     def _measure(
-        self, dataset: Dataset, pipeline_kwargs: dict, log_metric: Callable[[str, float], None], is_kept: bool
+        self, dataset: Dataset, pipeline_kwargs: dict, log_metric: Callable[[str, float], None], shown: int
     ) -> _Part:
         count, processes = self._settings.num_generations, self._backend.groups.count
         total = len(dataset) * count
         prompts, own = self._share_positions(len(dataset))
         mine = [prompt * count + turn for prompt in prompts for turn in range(count)]  # a prompt's samples in a row
-        made = [
-            [prompt * count + turn for prompt in range(process, len(dataset), processes) for turn in range(count)]
-            for process in range(processes)
-        ]
         # a process that fails here does not reach the collectives over samples
         with self._monitor.barrier_after("reads rows for the evaluation"):
             rows = self._inputs.rows(dataset, [position // count for position in mine])
-        with self._monitor.barrier_after("samples for the evaluation"):
-            scores, shown = Scores(log_metric), self._settings.shown if is_kept else 0
-            ran = rows, mine, own * count, pipeline_kwargs, shown, scores
-            samples, latents = self._run_passes(self._sampler.sample_and_score, *ran)
-            rows, mine = rows[: own * count], mine[: own * count]
-            if not scores.positions:  # they had to wait until all samples were made
-                positions, scored, latents = self._scorer.exchange(made, count, samples, latents)
+        share = Share(rows, mine, own * count, shown, pipeline_kwargs, log_metric)
+        self._make_samples(share, math.ceil(len(dataset) / processes) * count)
+        rows, mine = rows[: share.own], mine[: share.own]
+        if not self._sampler.scores_in_parts:
+            made = [
+                [prompt * count + turn for prompt in range(process, len(dataset), processes) for turn in range(count)]
+                for process in range(processes)
+            ]
+            with self._monitor.barrier_after("scores the evaluation"):
+                latents = share.latents if self._sampler.takes_latents else None
+                positions, scored, latents = self._scorer.exchange(made, count, share.samples, latents)
                 if positions:
                     groups = [position // count for position in positions]
                     scored_rows = rows if positions == mine else self._inputs.rows(dataset, groups)
-                    self._sampler.score(scores, scored, scored_rows, positions, latents)
-        kind, *_ = self._backend.gather_json(scores.kind)  # the first process always has samples
+                    self._sampler.score(share, scored, scored_rows, positions, latents)
+        kind, *_ = self._backend.gather_json(share.kind)  # the first process always has samples
         watched = self._load_watched(kind)
-        local = torch.cat([torch.empty(0, len(self._rewards) + len(watched)), *scores.rewards])
-        extra, positions = scores.extra, scores.positions
+        local = torch.cat([torch.empty(0, len(self._rewards) + len(watched)), *share.rewards])
+        extra, positions = share.extra, share.scored
         if self._scorer.channel is not None:
             self._scorer.channel.close()
             extra = self._scorer.share_extra(extra, positions, mine)
         every = self._gather(local, positions, total)
-        found = self._diversity({name: torch.cat(own) for name, own in scores.points.items()}, positions, total)
-        return _Part(samples, rows, mine, every[mine], extra, every, self._combine(every), watched, found)
+        found = self._diversity({name: torch.cat(own) for name, own in share.points.items()}, positions, total)
+        return _Part(share.samples, rows, mine, every[mine], extra, every, self._combine(every), watched, found)
+
+    def _make_samples(self, share: Share, longest: int) -> None:
+        """Make the samples of a share, and score them on the way if the rewards allow it.
+
+        Processes meet after each part and not while one of them scores, so that a reward may take its time or fail.
+
+        Args:
+            share: what this process makes.
+            longest: number of samples of the process that makes the most; all processes have equally many parts.
+        """
+        in_parts = self._sampler.scores_in_parts
+        size = self._sampler.part_size if in_parts else longest
+        for first in range(0, longest, size):
+            with self._monitor.barrier_after("samples for the evaluation"):
+                if first == 0:
+                    self._generator.learn(share.rows)
+                self._run_passes(self._sampler.sample_part, share, first, first + size)
+                if in_parts:
+                    self._sampler.score_part(share, is_last=first + size >= longest)
 
     def _load_watched(self, kind: str | None) -> list[Reward]:
         """Return the rewards to watch on samples of this kind; without a kind, those that are watched on any.
@@ -312,6 +332,10 @@ class Evaluator:
         together = torch.zeros(len(rewards), dtype=torch.long)
         return combine(rewards[:, : len(self._weights)], self._weights, self._settings.aggregation, together)
 
+    def _count_shown(self, datasets: int) -> int:
+        """Return how many images are kept of each of several datasets."""
+        return math.ceil(self._settings.shown / datasets)
+
     def _keep(self, parts: dict[str, _Part], step: int) -> None:
         """Write images of the first prompts of each dataset, and one table of all samples of this process."""
         settings = self._settings
@@ -321,7 +345,7 @@ class Evaluator:
         logged = {name for part in parts.values() for name in part.extra}
         for reward in next(iter(parts.values())).watched:
             names.append(f"watch/{reward.name}" if reward.name in logged else reward.name)
-        shown = math.ceil(settings.shown / len(parts))
+        shown = self._count_shown(len(parts))
         columns: dict[str, list] = defaultdict(list)
         for dataset, part in parts.items():
             stem, count = f"{dataset}-" if len(parts) > 1 else "", len(part.rows)

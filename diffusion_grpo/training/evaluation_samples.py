@@ -16,7 +16,6 @@ from ..policy.trajectory import sample_seed
 from ..rewards import Reward, RewardError
 from ..rewards.overlap import waits_for_all
 from ..rollout.diversity import embed_samples, find_embedders, kind_of, make_thumbnails
-from ..rollout.generation import RolloutGenerator
 from ..rollout.scoring import RewardScorer, takes_only_latents
 
 
@@ -52,49 +51,77 @@ class EvaluationSettings:
 
 
 @dataclasses.dataclass
-class Scores:
-    """What this process has measured of the samples that it scores, in the order in which it scored them.
+class Share:
+    """One process's share of an evaluation: its samples, and what was measured of those that it scored.
 
     Args:
+        rows, positions: dataset row and position of each sample; those after `own` only keep processes in step.
+        own: number of samples that count.
+        shown: number of positions whose samples are kept after they have been scored.
+        pipeline_kwargs: pipeline arguments that override those of training.
         log_metric: called with the metrics that rewards log.
 
     Attributes:
-        kind: kind of the samples, as from [`~diffusion_grpo.rollout.diversity.kind_of`]; None before the first ones.
-        positions: position of each sample in the evaluation.
-        rewards: (samples, functions) tensors, one for each time that samples were added.
-        extra: columns that rewards added, one value per sample.
-        points: tensors of what diversity is computed from, one for each time that samples were added.
+        samples: the samples made so far, as far as they count; None in place of dropped ones.
+        latents: latents of these samples, None in place of dropped ones; empty unless a reward takes latents.
+        kind: kind of the samples, as from [`~diffusion_grpo.rollout.diversity.kind_of`]; None before any is scored.
+        scored: positions of the samples that were scored, in this order.
+        rewards: (samples, functions) tensors that together cover `scored`.
+        extra: columns that rewards added, one value for each of `scored`.
+        points: tensors of what diversity is computed from, which together cover `scored`.
     """
 
+    rows: list[dict]
+    positions: list[int]
+    own: int
+    shown: int
+    pipeline_kwargs: dict[str, Any]
     log_metric: Callable[[str, float], None]
+    samples: list[Any] = dataclasses.field(default_factory=list)
+    latents: list[Tensor | None] = dataclasses.field(default_factory=list)
     kind: str | None = None
-    positions: list[int] = dataclasses.field(default_factory=list)
+    scored: list[int] = dataclasses.field(default_factory=list)
     rewards: list[Tensor] = dataclasses.field(default_factory=list)
     extra: dict[str, list] = dataclasses.field(default_factory=dict)
     points: dict[str, list[Tensor]] = dataclasses.field(default_factory=dict)
 
-    def add(self, positions: list[int], rewards: Tensor, extra: dict[str, list], points: dict[str, Tensor]) -> None:
-        """Add what was measured of samples; a column that is missing here or was missing before has None there."""
+    def add_scores(
+        self, positions: list[int], rewards: Tensor, extra: dict[str, list], points: dict[str, Tensor]
+    ) -> None:
+        """Add what was measured of some samples.
+
+        Args:
+            positions: their positions.
+            rewards: (samples, functions) rewards.
+            extra: columns that rewards added. A column that other samples lack has None for those.
+            points: what diversity is computed from, by the name of the metric.
+        """
         for name in self.extra | extra:
-            column = self.extra.setdefault(name, [None] * len(self.positions))
+            column = self.extra.setdefault(name, [None] * len(self.scored))
             column += extra.get(name, [None] * len(positions))
-        self.positions += positions
+        self.scored += positions
         self.rewards.append(rewards)
         for name, own in points.items():
             self.points.setdefault(name, []).append(own)
 
+    def drop(self, first: int, end: int) -> None:
+        """Drop the samples and latents of a range, except the samples that are shown."""
+        for index in range(first, end):
+            if self.positions[index] >= self.shown:
+                self.samples[index] = None
+        self.latents[first:end] = [None] * len(self.latents[first:end])
+
 
 class EvaluationSampler:
-    """Makes and scores one process's samples of an evaluation.
+    """Sampler of evaluations, which also has the samples scored.
 
     Args:
         policy: the policy that samples.
         inputs: makes the arguments of the pipeline's calls.
-        generator: finds out in which form the pipeline takes dataset rows.
         backend: distributed backend of the run.
         scorer: calls the rewards.
         rewards: trained and evaluation-only rewards.
-        load_watched: returns the rewards to watch on samples of a kind; see `Evaluator`.
+        load_watched: returns the rewards to watch on samples of a kind, or of any kind if it is None.
         settings: returns the settings of evaluations.
     """
 
@@ -103,117 +130,118 @@ class EvaluationSampler:
         *,
         policy: Policy,
         inputs: PipelineInputs,
-        generator: RolloutGenerator,
         backend: DistributedBackend,
         scorer: RewardScorer,
         rewards: list[Reward],
         load_watched: Callable[[str | None], list[Reward]],
         settings: Callable[[], EvaluationSettings],
     ):
-        self._policy, self._inputs, self._generator, self._backend = policy, inputs, generator, backend
+        self._policy, self._inputs, self._backend = policy, inputs, backend
         self._scorer, self._rewards, self._load_watched = scorer, rewards, load_watched
         self._read_settings = settings
 
-    def sample(self, rows: list[dict], positions: list[int]) -> list[Any]:
-        """Return the sample of each row; score nothing."""
-        self._generator.learn_inputs(rows)
-        return self._sample(rows, positions, {})
+    @property
+    def scores_in_parts(self) -> bool:
+        """Whether samples are scored before all have been made; the same on all processes.
 
-    def sample_and_score(
-        self,
-        rows: list[dict],
-        positions: list[int],
-        own: int,
-        pipeline_kwargs: dict[str, Any],
-        shown: int,
-        scores: Scores,
-    ) -> tuple[list[Any], list[Tensor] | None]:
-        """Sample some prompts at a time and score them, so that only the samples to be shown stay in memory.
+        They are not if a reward waits for all of them, or if other processes score them.
+        """
+        rewards = self._rewards + self._load_watched(None)  # those for one kind are cheap, and wait for nothing
+        return self._scorer.channel is None and not any(map(waits_for_all, rewards))
 
-        If a reward waits for all samples, or other processes score them, all samples are kept and none is scored.
+    @property
+    def takes_latents(self) -> bool:
+        """Whether a reward takes latents in place of pixels."""
+        return any(map(takes_only_latents, self._rewards + self._load_watched(None)))
+
+    @property
+    def part_size(self) -> int:
+        """How many samples to make before some can be scored: whole pipeline calls, for one call of a reward."""
+        size = self._read_settings().batch_size
+        return math.ceil(self._call_size / size) * size
+
+    @property
+    def _call_size(self) -> int:
+        """Number of samples in a call of a reward: whole prompts."""
+        settings = self._read_settings()
+        return max(settings.reward_batch_size // settings.num_generations, 1) * settings.num_generations
+
+    def sample_part(self, share: Share, first: int, end: int) -> None:
+        """Make the samples of a range of rows."""
+        rows, positions = share.rows[first:end], share.positions[first:end]
+        latents = [None] * len(rows) if self.takes_latents else None
+        share.samples += self.sample(rows, positions, share.pipeline_kwargs, latents)
+        share.latents += latents or []
+        del share.samples[share.own :], share.latents[share.own :]
+
+    def score_part(self, share: Share, is_last: bool) -> None:
+        """Score the samples that fill calls of the rewards, or all that are left, and drop them.
 
         Args:
-            rows, positions: dataset row and position of each sample.
-            own: number of samples that count; the rest keep processes in step.
-            pipeline_kwargs: pipeline arguments that override those of training.
-            shown: number of positions whose samples are kept.
-            scores: takes the scores.
+            share: has been scored in this way so far.
+            is_last: whether all samples have been made.
 
-        Returns:
-            the samples that count and their latents, with None in place of dropped ones; no latents (None) unless a
-            reward takes them.
+        Raises:
+            RewardError: as in [`EvaluationSampler.score`].
         """
-        self._generator.learn_inputs(rows)
-        takes_latents = any(map(takes_only_latents, self._rewards + self._load_watched(None)))
-        samples: list[Any] = []
-        latents: list[Tensor | None] | None = [] if takes_latents else None
-        size = self._part_size()
-        for first in range(0, len(rows), size):
-            part = slice(first, first + size)
-            some = [None] * len(rows[part]) if takes_latents else None
-            made = self._sample(rows[part], positions[part], pipeline_kwargs, some)
-            part = slice(first, max(first, min(first + size, own)))
-            made, some = made[: part.stop - first], some and some[: part.stop - first]
-            if made and self._scores_in_parts(made):
-                self.score(scores, made, rows[part], positions[part], some)
-                made = [one if at < shown else None for one, at in zip(made, positions[part], strict=True)]
-                some = some and [None] * len(made)
-            samples += made
-            if latents is not None:
-                latents += some
-        return samples, latents
+        first, end = len(share.scored), len(share.samples)
+        end -= 0 if is_last else (end - first) % self._call_size
+        if first < end:
+            part = slice(first, end)
+            latents = share.latents[part] if self.takes_latents else None
+            self.score(share, share.samples[part], share.rows[part], share.positions[part], latents)
+            share.drop(first, end)
 
     def score(
-        self,
-        scores: Scores,
-        samples: list[Any],
-        rows: list[dict],
-        positions: list[int],
-        latents: list[Tensor] | None,
+        self, share: Share, samples: list[Any], rows: list[dict], positions: list[int], latents: list[Tensor] | None
     ) -> None:
         """Score samples by all rewards, and measure what their diversity is computed from.
+
+        Args:
+            share: takes the scores.
+            samples, rows, positions: one value per sample; another process may have made it.
+            latents: latents of the samples, if a reward takes them.
 
         Raises:
             RewardError: a reward fails, or logs a column named like a reward.
         """
         settings, extra = self._read_settings(), {}
-        count, scores.kind = settings.num_generations, kind_of(samples)
-        looked_at = self._rewards + self._load_watched(scores.kind)
+        count, share.kind = settings.num_generations, share.kind or kind_of(samples)
+        looked_at = self._rewards + self._load_watched(share.kind)
         groups = [position // count for position in positions]
-        size, log_metric = settings.reward_batch_size, scores.log_metric
-        found = self._scorer.score(looked_at, samples, rows, groups, size, log_metric, extra, latents)
+        found = self._scorer.score(
+            looked_at,
+            samples,
+            rows,
+            groups,
+            settings.reward_batch_size,
+            share.log_metric,
+            extra,
+            latents,
+            first=len(share.scored),
+        )
         for reward in self._rewards:
             if reward.name in extra:
                 raise RewardError(
                     f"log_extra({reward.name!r}) has the name of a reward, a column of the table; change it."
                 )
-        scores.add(positions, found, extra, self._find_points(samples) if count > 1 and scores.kind else {})
+        points = self._find_points(samples) if count > 1 and share.kind is not None else {}
+        share.add_scores(positions, found, extra, points)
 
-    def _find_points(self, samples: list[Any]) -> dict[str, Tensor]:
-        """Return the points whose distances are measured: thumbnails, and embeddings of rewards that have them."""
-        embedders = find_embedders(self._rewards)
-        embedded = {f"diversity/{reward.name}": embed_samples(reward, samples) for reward in embedders}
-        return {"diversity": make_thumbnails(samples).float()} | embedded
-
-    def _part_size(self) -> int:
-        """Return how many samples are scored together: whole pipeline calls, and whole calls of the rewards."""
-        settings = self._read_settings()
-        prompts = max(settings.reward_batch_size // settings.num_generations, 1)
-        return math.lcm(settings.batch_size, prompts * settings.num_generations)
-
-    def _scores_in_parts(self, samples: list[Any]) -> bool:
-        """Return whether samples can be scored here before all have been made."""
-        rewards = self._rewards + self._load_watched(kind_of(samples))
-        return self._scorer.channel is None and not any(map(waits_for_all, rewards))
-
-    def _sample(
+    def sample(
         self,
         rows: list[dict],
         positions: list[int],
         pipeline_kwargs: dict[str, Any],
         latents: list[Tensor | None] | None = None,
     ) -> list[Any]:
-        """Return the sample of each row; store the latents from which it is decoded in `latents`, if given."""
+        """Return the sample of each row.
+
+        Args:
+            rows, positions: dataset row and position of each sample. The position determines the sample's seed.
+            pipeline_kwargs: pipeline arguments that override those of training.
+            latents: takes the latents from which the samples are decoded; has one entry per row.
+        """
         settings, samples = self._read_settings(), [None] * len(rows)
         for first in range(0, len(rows), settings.batch_size):
             self._policy.prompts.clear()
@@ -237,3 +265,9 @@ class EvaluationSampler:
                         latents[row] = own[number]
         self._policy.prompts.clear()  # prompts encoded in other batches differ in the last bits
         return samples
+
+    def _find_points(self, samples: list[Any]) -> dict[str, Tensor]:
+        """Return the points whose distances are measured: thumbnails, and embeddings of rewards that have them."""
+        embedders = find_embedders(self._rewards)
+        embedded = {f"diversity/{reward.name}": embed_samples(reward, samples) for reward in embedders}
+        return {"diversity": make_thumbnails(samples).float()} | embedded

@@ -49,6 +49,18 @@ def test_an_error_of_one_process_is_that_of_all(tmp_path, where, words):
         assert (tmp_path / "run" / "checkpoint-1" / "trainer_state.json").is_file()
 
 
+@pytest.mark.parametrize("mode", ["fsdp2", pytest.param("zero3", marks=pytest.mark.distributed)])
+def test_a_reward_that_fails_within_an_evaluation_ends_all_with_a_checkpoint(tmp_path, mode):
+    """In the second of two parts, after which the other process would sample again."""
+    settings = SMALL | {"mode": mode, "ddp_timeout": 600, "held_out": [str(number) for number in range(16)]}
+    settings |= {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}
+    ended = ranks_server.run(tmp_path, 2, rank_runs.fail, tmp_path / "run", settings, "evaluation", limit=120)
+    assert ended.codes == [1, 1] and ended.seconds < LIMIT
+    assert all(re.search("RewardError: .*'fragile' raised ValueError: the scorer is out", log) for log in ended.logs)
+    assert "Process 1 of 2 failed" in ended.logs[0] and "Process 1 of 2" not in ended.logs[1]
+    assert (tmp_path / "run" / "checkpoint-1" / "trainer_state.json").is_file()
+
+
 def test_rows_that_one_process_cannot_read_end_all(tmp_path):
     """Before a collective of the rollout, to which that process does not come."""
     settings = SMALL | {"mode": "fsdp2", "ddp_timeout": 600}

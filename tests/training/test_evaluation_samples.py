@@ -10,8 +10,8 @@ from datasets import Dataset
 from tiny_runs import brightness, trainer_for
 
 from diffusion_grpo.policy.rollout import rollout
-from diffusion_grpo.rewards import batchwise, takes_latents
-from diffusion_grpo.training.evaluation_samples import Scores
+from diffusion_grpo.rewards import RewardError, batchwise, takes_latents
+from diffusion_grpo.training.evaluation_samples import Share
 
 PROMPTS = list("53142")
 
@@ -19,6 +19,10 @@ PROMPTS = list("53142")
 @batchwise
 def waiting(images, **columns):
     return [0.0] * len(images)
+
+
+def fails_on_four(images, prompts, **columns):
+    return [float("inf") if prompt == "4" else 0.0 for prompt in prompts]
 
 
 @takes_latents
@@ -32,7 +36,7 @@ class Brightness:
     __name__ = "brightness"
 
     def __init__(self):
-        self.made, self.alive = [], []
+        self.made, self.alive, self.sizes = [], [], []
 
     def rollout(self, *args, **settings):
         samples, trajectory = rollout(*args, **settings)
@@ -42,6 +46,7 @@ class Brightness:
     def __call__(self, images, prompts, log_extra, log_metric, **columns):
         gc.collect()
         self.alive.append(sum(sample() is not None for sample in self.made))
+        self.sizes.append(len(images))
         log_metric("size", len(images))
         if "4" in prompts:
             log_extra("has_four", [prompt == "4" for prompt in prompts])
@@ -75,13 +80,27 @@ def test_samples_are_dropped_once_they_are_scored_and_nothing_else_changes(tmp_p
     assert len(list((tmp_path / "parts" / "evaluations" / "step-000000").iterdir())) == 1
 
 
-def test_parts_are_whole_pipeline_calls(tmp_path):
-    """Samples do not depend on how many are scored together."""
-    settings = {"per_device_eval_batch_size": 3, "num_generations_eval": 1}
-    metrics, _, parts = evaluate(tmp_path / "parts", **settings)
-    expected, _, whole = evaluate(tmp_path / "whole", waiting, **settings)
-    assert parts.alive == whole.alive == [5, 5]  # 4 samples per call of a reward, 12 in each part
+@pytest.mark.parametrize(
+    ("batch", "count", "calls"), [(3, 1, [(4, 5), (1, 5)]), (2, 3, [(3, 4), (3, 6), (3, 7), (3, 7), (3, 4)])]
+)
+def test_parts_are_whole_pipeline_calls_and_scored_in_whole_calls_of_the_reward(tmp_path, batch, count, calls):
+    """Samples and scores do not depend on what is in memory: a part, what is left of the last one, an image to show.
+
+    Parts of two pipeline calls of 3 samples, scored 4 at a time; then of two calls of 2 samples, scored 3 at a time.
+    """
+    settings = {"per_device_eval_batch_size": batch, "num_generations_eval": count}
+    metrics, table, parts = evaluate(tmp_path / "parts", **settings)
+    expected, whole_table, whole = evaluate(tmp_path / "whole", waiting, **settings)
+    assert list(zip(parts.sizes, parts.alive, strict=True)) == calls
+    assert whole.sizes == parts.sizes and set(whole.alive) == {5 * count}
     assert metrics["eval_rewards/brightness/mean"] == expected["eval_rewards/brightness/mean"]
+    assert table["brightness"] == whole_table["brightness"]
+
+
+def test_a_sample_on_which_a_reward_fails_has_its_place_in_the_evaluation(tmp_path):
+    with pytest.raises(RewardError, match=r"\(prompt '4'\). The sample is saved as .*/fails_on_four-6.png"):
+        evaluate(tmp_path, fails_on_four)
+    assert [path.name for path in tmp_path.glob("failures/*.png")] == ["fails_on_four-6.png"]
 
 
 def test_no_sample_is_kept_of_an_evaluation_that_shows_none(tmp_path):
@@ -90,9 +109,9 @@ def test_no_sample_is_kept_of_an_evaluation_that_shows_none(tmp_path):
 
 @pytest.mark.parametrize("found", [{}, {"width": [5, 6]}])
 def test_columns_of_some_parts_have_none_for_the_others(found):
-    scores = Scores(print)
-    scores.add([0, 2], torch.zeros(2, 1), {"height": [1, 2]}, {})
-    scores.add([4, 6], torch.ones(2, 1), found, {"diversity": torch.zeros(2, 3)})
-    assert scores.extra == {"height": [1, 2, None, None]} | {name: [None, None, *own] for name, own in found.items()}
-    assert scores.positions == [0, 2, 4, 6] and [len(own) for own in scores.rewards] == [2, 2]
-    assert [own.shape for own in scores.points["diversity"]] == [(2, 3)]
+    share = Share([], [], 0, 0, {}, print)
+    share.add_scores([0, 2], torch.zeros(2, 1), {"height": [1, 2]}, {})
+    share.add_scores([4, 6], torch.ones(2, 1), found, {"diversity": torch.zeros(2, 3)})
+    assert share.extra == {"height": [1, 2, None, None]} | {name: [None, None, *own] for name, own in found.items()}
+    assert share.scored == [0, 2, 4, 6] and [len(own) for own in share.rewards] == [2, 2]
+    assert [own.shape for own in share.points["diversity"]] == [(2, 3)]
