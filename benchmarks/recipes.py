@@ -168,9 +168,10 @@ def make_cost(arguments: argparse.Namespace) -> None:
     def read() -> dict[str, Any]:
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else here | {"recipes": {}}
 
+    found = read()
     for key, value in here.items():
-        if read()[key] != value:
-            sys.exit(f"{path} was measured with {key} {read()[key]}, now {value}; delete it to measure all here.")
+        if found[key] != value:
+            sys.exit(f"{path} was measured with {key} {found[key]}, now {value}; delete it to measure all here.")
     hide_loading_bars("tiny")
     measured = measure_cost(RECIPES[arguments.cost])
     costs = read()["recipes"] | {arguments.cost: measured}  # another process may have added some meanwhile
@@ -239,6 +240,12 @@ def show_results(arguments: argparse.Namespace, table: bool, plot: bool) -> None
         print(page.read_text(encoding="utf-8"), f"Page: {page}", sep="\n")
 
 
+def refuse_unknown(name: str) -> None:
+    """End the program if this package lacks something that a recipe needs."""
+    if lacking := find_unknown(RECIPES[name]):
+        sys.exit(f"{name} cannot be trained: this package has {lacking}.")
+
+
 def main() -> int:
     arguments = parse()
     if arguments.list:
@@ -246,11 +253,13 @@ def main() -> int:
             lacking = find_unknown(recipe)
             print(f"{recipe.name:<18} {recipe.summary}{f' [this package has {lacking}]' if lacking else ''}")
         return 0
-    if single := arguments.cost or arguments.row and arguments.row[0]:
-        lacking = find_unknown(RECIPES[single])
-        if lacking:
-            sys.exit(f"{single} cannot be trained: this package has {lacking}.")
-        make_cost(arguments) if arguments.cost else make_row(arguments)
+    if arguments.cost:
+        refuse_unknown(arguments.cost)
+        make_cost(arguments)
+        return 0
+    if arguments.row:
+        refuse_unknown(arguments.row[0])
+        make_row(arguments)
         return 0
     if arguments.table or arguments.plot:
         show_results(arguments, arguments.table, arguments.plot)

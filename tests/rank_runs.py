@@ -25,6 +25,7 @@ from diffusion_grpo.rewards import batchwise, groupwise, takes_latents
 from diffusion_grpo.rewards.models.base import ModelReward
 from diffusion_grpo.rollout import generation
 from diffusion_grpo.run import weights as hub
+from diffusion_grpo.training import evaluation_samples
 
 
 def rank():
@@ -194,7 +195,7 @@ def fail(folder, settings, where):
     def fragile(images, **columns):
         if rank() == 1 and where == "reward" and own.state.global_step == 1:
             raise ValueError("the scorer is out")
-        if rank() == 1 and where == "evaluation" and "11" in columns["prompts"]:
+        if rank() == 1 and where == "evaluation" and "3" in columns["prompts"]:
             raise ValueError("the scorer is out")
         if rank() == 1 and where in ("slow", "dead"):
             if where == "dead":
@@ -219,6 +220,7 @@ def fail(folder, settings, where):
 
     inputs.PipelineInputs.rows = rows
     failure.NOTICE_INTERVAL, failure.HEARTBEAT, failure.GRACE_PERIOD = 1.0, 0.5, 1.0
+    evaluation_samples.KEPT_BYTES = 1
     if rank() == 1 and where == "late":
         wait = failure.ProcessGroupMonitor.wait_for_all
         failure.ProcessGroupMonitor.wait_for_all = lambda *args: (wait(*args), time.sleep(5))
@@ -253,9 +255,12 @@ def die(folder, settings, moment, calls):
     built(folder, settings).train()
 
 
-def evaluate(folder, settings):
-    """Evaluate without training, by a reward that logs."""
+def evaluate(folder, settings, trains=False):
+    """Evaluate by a reward that logs, in the smallest parts; train first to have the weights sharded."""
+    evaluation_samples.KEPT_BYTES = 1
     own = built(folder, settings, uneven)
+    if trains:
+        own.train()
     metrics = own.evaluate()
     if own.is_world_process_zero():
         (Path(folder) / "result.json").write_text(json.dumps(metrics))

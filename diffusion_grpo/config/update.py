@@ -200,15 +200,16 @@ class UpdateSettings:
     ds3_gather_for_generation: bool = field(
         default=True,
         metadata={
-            "help": "Under DeepSpeed ZeRO-3, gather the whole network once per rollout and evaluation, which is fast "
-            "but takes the memory of the whole network. With false it is gathered layer by layer."
+            "help": "Under DeepSpeed ZeRO-3, gather the whole network once per rollout and once per part of an "
+            "evaluation, which is fast but takes the memory of the whole network. With false it is gathered layer by "
+            "layer."
         },
     )
     fsdp_gather_for_generation: bool = field(
         default=False,
         metadata={
-            "help": "Under FSDP2, gather each block once per rollout or evaluation and keep it, which is fast but "
-            "takes the memory of the whole network; by default a block is gathered for each of its calls."
+            "help": "Under FSDP2, gather each block once per rollout or part of an evaluation and keep it, which is "
+            "fast but takes the memory of the whole network; by default a block is gathered for each of its calls."
         },
     )
     offload_ref_model: bool = field(

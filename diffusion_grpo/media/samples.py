@@ -28,6 +28,17 @@ def as_images(samples: list) -> list:
     return samples if all(new is old for new, old in zip(converted, samples, strict=True)) else converted
 
 
+def count_bytes(sample: Any) -> int:
+    """Return how many bytes the frames, the array or the tensor of a sample take in memory.
+
+    Args:
+        sample: a PIL image, which takes four bytes per pixel; a sequence of frames; an array or a tensor.
+    """
+    if isinstance(sample, Image.Image):
+        return 4 * sample.width * sample.height
+    return sum(map(count_bytes, sample)) if isinstance(sample, (list, tuple)) else getattr(sample, "nbytes", 0)
+
+
 def convert_image(image: Image.Image, mode: str | None) -> Image.Image:
     """Return an image with 8 bits per channel, in the given mode (of Pillow) if there is one.
 

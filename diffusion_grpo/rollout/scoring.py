@@ -1,6 +1,7 @@
 """Call the rewards, in rollouts and in evaluations, with everything that a reward may ask for.
 
-Rollouts are scored while the next samples are made, evaluations in between; rewards get the same keywords in both.
+Rollouts are scored while the next samples are made, evaluations after some prompts at a time. Rewards get the same
+keywords in both.
 """
 
 import functools
@@ -160,7 +161,7 @@ class RewardScorer:
             samples, rows, groups, latents: one value per sample; latents if a reward takes them.
             batch_size: number of samples per call; larger groups are not split.
             log_metric, extra: as in [`RewardScorer.finish_rollout`].
-            first: index of the first sample in the evaluation, for files and messages about a failed call.
+            first: number of samples that this process has scored before, for files and messages about a failed call.
         """
         whole = [number for number, reward in enumerate(funcs) if waits_for_all(reward)]
         split = [number for number in range(len(funcs)) if number not in whole]

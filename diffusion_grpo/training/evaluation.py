@@ -41,8 +41,8 @@ from .watched_rewards import load_watched_rewards
 
 
 @dataclasses.dataclass
-class _Part:
-    """One process's share of the evaluation of one dataset.
+class _Result:
+    """What the evaluation of one dataset found: this process's samples, and the rewards of all.
 
     `samples` has None in place of those that are not shown and were dropped once they had been scored. `rewards`,
     (samples, functions), belong to this process's samples; `every` has those of all processes. Their last columns are
@@ -155,16 +155,16 @@ class Evaluator:
         start = time.perf_counter()
         own_metrics: dict[str, list[float]] = defaultdict(list)  # kept apart from those of training
         is_kept = is_kept and prefix == "eval" and self._backend.groups.is_first
-        shown = self._count_shown(len(datasets)) if is_kept else 0
+        shown = math.ceil(self._settings.shown / len(datasets)) if is_kept else 0  # of each dataset
         log_metric = lambda name, value: own_metrics[name].append(value)  # noqa: E731
-        parts = {name: self._measure(data, pipeline_kwargs, log_metric, shown) for name, data in datasets.items()}
-        watched = next(iter(parts.values())).watched
-        metrics = self._metrics(prefix, list(parts.values()), watched)
-        for name, part in parts.items() if parts.keys() != {UNNAMED} else ():
-            metrics |= self._metrics(f"{prefix}_{name}", [part], watched)
-            metrics |= {f"{prefix}_{name}_{key}": value for key, value in part.diversity.items()}
-        for key in dict.fromkeys(key for part in parts.values() for key in part.diversity):
-            found = {name: part.diversity[key] for name, part in parts.items() if key in part.diversity}
+        results = {name: self._measure(data, pipeline_kwargs, log_metric, shown) for name, data in datasets.items()}
+        watched = next(iter(results.values())).watched
+        metrics = self._metrics(prefix, list(results.values()), watched)
+        for name, result in results.items() if results.keys() != {UNNAMED} else ():
+            metrics |= self._metrics(f"{prefix}_{name}", [result], watched)
+            metrics |= {f"{prefix}_{name}_{key}": value for key, value in result.diversity.items()}
+        for key in dict.fromkeys(key for result in results.values() for key in result.diversity):
+            found = {name: result.diversity[key] for name, result in results.items() if key in result.diversity}
             prompts = [len(datasets[name]) for name in found]
             metrics[f"{prefix}_{key}"] = statistics.fmean(found.values(), prompts)
         own = gather_means(self._backend.accelerator, own_metrics)
@@ -173,7 +173,7 @@ class Evaluator:
         if prefix == "eval":
             metrics |= {f"eval_{name}": value for name, value in summarise_rollouts(history).items()}
             if is_kept:
-                self._keep(parts, step)
+                self._keep(results, step, shown)
             self._backend.accelerator.wait_for_everyone()
         return metrics
 
@@ -229,16 +229,17 @@ class Evaluator:
 
     def _measure(
         self, dataset: Dataset, pipeline_kwargs: dict, log_metric: Callable[[str, float], None], shown: int
-    ) -> _Part:
+    ) -> _Result:
         count, processes = self._settings.num_generations, self._backend.groups.count
         total = len(dataset) * count
         prompts, own = self._share_positions(len(dataset))
         mine = [prompt * count + turn for prompt in prompts for turn in range(count)]  # a prompt's samples in a row
         # a process that fails here does not reach the collectives over samples
         with self._monitor.barrier_after("reads rows for the evaluation"):
+            self._load_watched(None)
             rows = self._inputs.rows(dataset, [position // count for position in mine])
         share = Share(rows, mine, own * count, shown, pipeline_kwargs, log_metric)
-        self._make_samples(share, math.ceil(len(dataset) / processes) * count)
+        self._sample_and_score(share, math.ceil(len(dataset) / processes) * count)
         rows, mine = rows[: share.own], mine[: share.own]
         if not self._sampler.scores_in_parts:
             made = [
@@ -261,26 +262,29 @@ class Evaluator:
             extra = self._scorer.share_extra(extra, positions, mine)
         every = self._gather(local, positions, total)
         found = self._diversity({name: torch.cat(own) for name, own in share.points.items()}, positions, total)
-        return _Part(share.samples, rows, mine, every[mine], extra, every, self._combine(every), watched, found)
+        return _Result(share.samples, rows, mine, every[mine], extra, every, self._combine(every), watched, found)
 
-    def _make_samples(self, share: Share, longest: int) -> None:
+    def _sample_and_score(self, share: Share, longest: int) -> None:
         """Make the samples of a share, and score them on the way if the rewards allow it.
 
-        Processes meet after each part and not while one of them scores, so that a reward may take its time or fail.
+        Processes meet once all have scored their part. So no process waits in a collective for a reward that is slow
+        or fails.
 
         Args:
             share: what this process makes.
             longest: number of samples of the process that makes the most; all processes have equally many parts.
         """
-        in_parts = self._sampler.scores_in_parts
-        size = self._sampler.part_size if in_parts else longest
-        for first in range(0, longest, size):
+        in_parts, first = self._sampler.scores_in_parts, 0
+        while first < longest:
+            largest = max(self._backend.gather_json(share.largest))
+            end = min(first + self._sampler.count_part(largest), longest) if in_parts else longest
             with self._monitor.barrier_after("samples for the evaluation"):
                 if first == 0:
                     self._generator.learn(share.rows)
-                self._run_passes(self._sampler.sample_part, share, first, first + size)
+                self._run_passes(self._sampler.sample_part, share, first, end)
                 if in_parts:
-                    self._sampler.score_part(share, is_last=first + size >= longest)
+                    self._sampler.score_part(share, is_last=end == longest)
+            first = end
 
     def _load_watched(self, kind: str | None) -> list[Reward]:
         """Return the rewards to watch on samples of this kind; without a kind, those that are watched on any.
@@ -306,10 +310,10 @@ class Evaluator:
             found[key] = measure_diversity(every, groups, pixel_distance if key == "diversity" else cosine_distance)
         return found
 
-    def _metrics(self, prefix: str, parts: list[_Part], watched: list[Reward]) -> dict[str, float]:
-        """Return means and standard errors of the rewards of all parts, leaving out unscored samples."""
-        count, rewards = self._settings.num_generations, torch.cat([part.every for part in parts])
-        metrics = _mean_and_error(f"{prefix}_reward", torch.cat([part.combined for part in parts]), count)
+    def _metrics(self, prefix: str, results: list[_Result], watched: list[Reward]) -> dict[str, float]:
+        """Return means and standard errors of the rewards of all datasets, leaving out unscored samples."""
+        count, rewards = self._settings.num_generations, torch.cat([result.every for result in results])
+        metrics = _mean_and_error(f"{prefix}_reward", torch.cat([result.combined for result in results]), count)
         names = [f"rewards/{reward.name}" for reward in self._rewards]
         names += [f"watch/{reward.name}" for reward in watched]
         for name, column in zip(names, rewards.T, strict=True):
@@ -332,42 +336,37 @@ class Evaluator:
         together = torch.zeros(len(rewards), dtype=torch.long)
         return combine(rewards[:, : len(self._weights)], self._weights, self._settings.aggregation, together)
 
-    def _count_shown(self, datasets: int) -> int:
-        """Return how many images are kept of each of several datasets."""
-        return math.ceil(self._settings.shown / datasets)
-
-    def _keep(self, parts: dict[str, _Part], step: int) -> None:
+    def _keep(self, results: dict[str, _Result], step: int, shown: int) -> None:
         """Write images of the first prompts of each dataset, and one table of all samples of this process."""
         settings = self._settings
         folder, name_of_step = settings.folder / "evaluations", f"step-{step:06d}"
         (folder / name_of_step).mkdir(parents=True, exist_ok=True)
         names = [reward.name for reward in self._rewards]
-        logged = {name for part in parts.values() for name in part.extra}
-        for reward in next(iter(parts.values())).watched:
+        logged = {name for result in results.values() for name in result.extra}
+        for reward in next(iter(results.values())).watched:
             names.append(f"watch/{reward.name}" if reward.name in logged else reward.name)
-        shown = self._count_shown(len(parts))
         columns: dict[str, list] = defaultdict(list)
-        for dataset, part in parts.items():
-            stem, count = f"{dataset}-" if len(parts) > 1 else "", len(part.rows)
+        for dataset, result in results.items():
+            stem, count = f"{dataset}-" if len(results) > 1 else "", len(result.rows)
             stems = [
                 folder / name_of_step / f"{stem}{position:04d}" if position < shown else None
-                for position in part.positions
+                for position in result.positions
             ]
-            files = write_files(part.samples, stems, folder.parent, settings.fps, settings.sampling_rate)
+            files = write_files(result.samples, stems, folder.parent, settings.fps, settings.sampling_rate)
             stems = [stem and folder / "inputs" / stem.name for stem in stems]
-            files |= write_inputs(map(self._inputs.find_images, part.rows), stems, folder.parent)
+            files |= write_inputs(map(self._inputs.find_images, result.rows), stems, folder.parent)
             table = {
                 "step": [step] * count,
                 "dataset": [dataset] * count,
-                "row": [position // settings.num_generations for position in part.positions],
-                "prompt": [row.get("prompt", "") for row in part.rows],
-                "seed": [sample_seed(settings.seed, "evaluation", position) for position in part.positions],
+                "row": [position // settings.num_generations for position in result.positions],
+                "prompt": [row.get("prompt", "") for row in result.rows],
+                "seed": [sample_seed(settings.seed, "evaluation", position) for position in result.positions],
                 **files,
-                **dict(zip(names, part.rewards.T.tolist(), strict=True)),
-                "reward": part.combined[part.positions].tolist(),
+                **dict(zip(names, result.rewards.T.tolist(), strict=True)),
+                "reward": result.combined[result.positions].tolist(),
             }
             done = len(columns["step"])
-            for name, values in (part.extra | table).items():  # a column may belong to one dataset alone
+            for name, values in (result.extra | table).items():  # a column may belong to one dataset alone
                 columns[name] += [None] * (done - len(columns[name])) + values
         for values in columns.values():
             values += [None] * (len(columns["step"]) - len(values))

@@ -1,4 +1,4 @@
-"""Make the samples of an evaluation and score them, a few prompts at a time where the rewards allow it."""
+"""Make the samples of an evaluation and score them, some prompts at a time where the rewards allow it."""
 
 import dataclasses
 import math
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..data.inputs import PipelineInputs
 from ..distributed.backend import DistributedBackend
+from ..media.samples import count_bytes
 from ..policy.base import Policy
 from ..policy.rollout import rollout
 from ..policy.trajectory import sample_seed
@@ -17,6 +18,8 @@ from ..rewards import Reward, RewardError
 from ..rewards.overlap import waits_for_all
 from ..rollout.diversity import embed_samples, find_embedders, kind_of, make_thumbnails
 from ..rollout.scoring import RewardScorer, takes_only_latents
+
+KEPT_BYTES = 2**30  # about the most that the samples of an evaluation take, in each process, until they are scored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,18 +55,19 @@ class EvaluationSettings:
 
 @dataclasses.dataclass
 class Share:
-    """One process's share of an evaluation: its samples, and what was measured of those that it scored.
+    """One process's share of the evaluation of one dataset: its samples, and what was measured of those it scored.
 
     Args:
         rows, positions: dataset row and position of each sample; those after `own` only keep processes in step.
         own: number of samples that count.
-        shown: number of positions whose samples are kept after they have been scored.
+        shown: samples at positions below this are kept after they have been scored.
         pipeline_kwargs: pipeline arguments that override those of training.
         log_metric: called with the metrics that rewards log.
 
     Attributes:
         samples: the samples made so far, as far as they count; None in place of dropped ones.
         latents: latents of these samples, None in place of dropped ones; empty unless a reward takes latents.
+        largest: number of bytes of the largest sample.
         kind: kind of the samples, as from [`~diffusion_grpo.rollout.diversity.kind_of`]; None before any is scored.
         scored: positions of the samples that were scored, in this order.
         rewards: (samples, functions) tensors that together cover `scored`.
@@ -79,6 +83,7 @@ class Share:
     log_metric: Callable[[str, float], None]
     samples: list[Any] = dataclasses.field(default_factory=list)
     latents: list[Tensor | None] = dataclasses.field(default_factory=list)
+    largest: int = 0
     kind: str | None = None
     scored: list[int] = dataclasses.field(default_factory=list)
     rewards: list[Tensor] = dataclasses.field(default_factory=list)
@@ -93,7 +98,7 @@ class Share:
         Args:
             positions: their positions.
             rewards: (samples, functions) rewards.
-            extra: columns that rewards added. A column that other samples lack has None for those.
+            extra: columns that rewards added. Samples without a value in a column get None.
             points: what diversity is computed from, by the name of the metric.
         """
         for name in self.extra | extra:
@@ -113,7 +118,7 @@ class Share:
 
 
 class EvaluationSampler:
-    """Sampler of evaluations, which also has the samples scored.
+    """Makes the samples of evaluations, and has them scored.
 
     Args:
         policy: the policy that samples.
@@ -154,11 +159,18 @@ class EvaluationSampler:
         """Whether a reward takes latents in place of pixels."""
         return any(map(takes_only_latents, self._rewards + self._load_watched(None)))
 
-    @property
-    def part_size(self) -> int:
-        """How many samples to make before some can be scored: whole pipeline calls, for one call of a reward."""
+    def count_part(self, largest: int) -> int:
+        """Return the number of samples in a part: whole pipeline calls, and at least one call of a reward.
+
+        Parts are as large as `KEPT_BYTES` allows, because rewards that wait for servers answer many samples together,
+        and because each part may gather sharded weights.
+
+        Args:
+            largest: number of bytes of the largest sample of any process; 0 before there is one.
+        """
         size = self._read_settings().batch_size
-        return math.ceil(self._call_size / size) * size
+        least = math.ceil(self._call_size / size) * size
+        return least * max(KEPT_BYTES // largest // least, 1) if largest else least
 
     @property
     def _call_size(self) -> int:
@@ -170,7 +182,9 @@ class EvaluationSampler:
         """Make the samples of a range of rows."""
         rows, positions = share.rows[first:end], share.positions[first:end]
         latents = [None] * len(rows) if self.takes_latents else None
-        share.samples += self.sample(rows, positions, share.pipeline_kwargs, latents)
+        made = self.sample(rows, positions, share.pipeline_kwargs, latents)
+        share.largest = max(share.largest, *map(count_bytes, made)) if made else share.largest
+        share.samples += made
         share.latents += latents or []
         del share.samples[share.own :], share.latents[share.own :]
 
@@ -178,7 +192,7 @@ class EvaluationSampler:
         """Score the samples that fill calls of the rewards, or all that are left, and drop them.
 
         Args:
-            share: has been scored in this way so far.
+            share: scored by this method alone so far.
             is_last: whether all samples have been made.
 
         Raises:

@@ -51,7 +51,7 @@ def test_an_error_of_one_process_is_that_of_all(tmp_path, where, words):
 
 @pytest.mark.parametrize("mode", ["fsdp2", pytest.param("zero3", marks=pytest.mark.distributed)])
 def test_a_reward_that_fails_within_an_evaluation_ends_all_with_a_checkpoint(tmp_path, mode):
-    """In the second of two parts, after which the other process would sample again."""
+    """In the first of two parts, after which the other process would sample again."""
     settings = SMALL | {"mode": mode, "ddp_timeout": 600, "held_out": [str(number) for number in range(16)]}
     settings |= {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}
     ended = ranks_server.run(tmp_path, 2, rank_runs.fail, tmp_path / "run", settings, "evaluation", limit=120)

@@ -157,24 +157,36 @@ def test_samples_rewards_and_weights_of_any_number_of_processes(tmp_path, settin
     assert max((weights[name] - moved[name]).abs().max() for name in weights) > 1e-4
 
 
-@pytest.mark.parametrize("held_out", [["a", "b", "c"], ["alone"]], ids=["three rows", "one row"])
-def test_an_evaluation_counts_every_row_once(tmp_path, held_out):
+@pytest.mark.parametrize(
+    ("mode", "held_out"),
+    [
+        ("ddp", list("abcdefghi")),  # three parts, of which one process has two
+        ("ddp", ["alone"]),
+        pytest.param("fsdp2", list("abcdefghi"), marks=pytest.mark.distributed),
+        pytest.param("zero3", list("abcdefghi"), marks=pytest.mark.distributed),
+        pytest.param("zero3-layered", list("abcdefghi"), marks=pytest.mark.distributed),
+    ],
+)
+def test_an_evaluation_counts_every_row_once(tmp_path, mode, held_out):
     settings = {
         "held_out": held_out,
         "num_generations_eval": 2,
         "per_device_eval_batch_size": 2,
         "eval_strategy": "no",
     }
-    metrics = []
+    trains, metrics = mode != "ddp", []
+    if trains:
+        settings |= {"gradient_accumulation_steps": 2, "max_steps": 1, "learning_rate": 1e-9}
     for count in (1, 2):
-        ranks_server.succeed(tmp_path / str(count), count, rank_runs.evaluate, tmp_path / str(count), settings)
+        own = settings | {"mode": "ddp" if count == 1 else mode, "per_device_train_batch_size": 4 // count}
+        ranks_server.succeed(tmp_path / str(count), count, rank_runs.evaluate, tmp_path / str(count), own, trains)
         metrics.append(json.loads((tmp_path / str(count) / "result.json").read_text()))
         rows = [pyarrow.parquet.read_table(path) for path in (tmp_path / str(count)).glob("evaluations/*.parquet")]
         assert sum(len(part) for part in rows) == 2 * len(held_out)
         assert {prompt for part in rows for prompt in part["prompt"].to_pylist()} == set(held_out)
-    metrics = [{k: v for k, v in own.items() if "runtime" not in k and "of_rank" not in k} for own in metrics]
-    assert metrics[0].keys() == metrics[1].keys() and "eval_reward" in metrics[0]
-    assert metrics[0] == pytest.approx(metrics[1], abs=1e-7)
+    one, two = ({key: own[key] for key in own if key.startswith(("eval_reward", "eval_diversity"))} for own in metrics)
+    assert one.keys() == two.keys() >= {"eval_reward", "eval_diversity"}
+    assert one == pytest.approx(two, abs=1e-7 if mode == "ddp" else 1e-5)
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.distributed)])

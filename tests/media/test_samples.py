@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from diffusion_grpo.media.files import VideoWithSound
-from diffusion_grpo.media.samples import as_images, convert_image, copy_value
+from diffusion_grpo.media.samples import as_images, convert_image, copy_value, count_bytes
 
 
 def make_image(shade: int, size: int = 8) -> Image.Image:
@@ -66,3 +66,10 @@ def test_images_of_more_bits_are_scaled_to_eight() -> None:
     assert convert_image(image, "RGB") is image and convert_image(image, "L").getpixel((0, 0)) == 7
     with pytest.raises(ValueError, match="holds floats"):
         convert_image(Image.new("F", (2, 2)), "RGB")
+
+
+def test_the_memory_of_samples_is_counted() -> None:
+    image = Image.new("RGB", (8, 5))
+    assert count_bytes(image) == 160 and count_bytes([image, image]) == count_bytes((image,)) * 2 == 320
+    assert count_bytes(torch.zeros(2, 3)) == count_bytes(np.zeros((2, 3), np.float32)) == 24
+    assert count_bytes("sound") == 0

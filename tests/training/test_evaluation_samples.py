@@ -53,7 +53,7 @@ class Brightness:
         return brightness(images)
 
 
-def evaluate(folder, *others, shown=1, **settings):
+def evaluate(folder, *others, shown=1, kept_bytes=1, **settings):
     """The metrics, the table and the reward of an evaluation of five prompts, two samples each."""
     reward = Brightness()
     settings = {"num_generations_eval": 2, "per_device_eval_batch_size": 2, "num_completions_to_log": shown} | settings
@@ -61,6 +61,7 @@ def evaluate(folder, *others, shown=1, **settings):
     trainer.eval_dataset = Dataset.from_dict({"prompt": PROMPTS})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("diffusion_grpo.training.evaluation_samples.rollout", reward.rollout)
+        patch.setattr("diffusion_grpo.training.evaluation_samples.KEPT_BYTES", kept_bytes)
         metrics = trainer.evaluate()
     return metrics, pyarrow.parquet.read_table(folder / "evaluations" / "step-000000.parquet").to_pydict(), reward
 
@@ -84,9 +85,9 @@ def test_samples_are_dropped_once_they_are_scored_and_nothing_else_changes(tmp_p
     ("batch", "count", "calls"), [(3, 1, [(4, 5), (1, 5)]), (2, 3, [(3, 4), (3, 6), (3, 7), (3, 7), (3, 4)])]
 )
 def test_parts_are_whole_pipeline_calls_and_scored_in_whole_calls_of_the_reward(tmp_path, batch, count, calls):
-    """Samples and scores do not depend on what is in memory: a part, what is left of the last one, an image to show.
+    """First a single part, two pipeline calls of up to 3 samples, which the reward gets 4 at a time.
 
-    Parts of two pipeline calls of 3 samples, scored 4 at a time; then of two calls of 2 samples, scored 3 at a time.
+    Then parts of two calls of 2 samples. The reward gets 3 at a time, and the rest of a part waits for the next one.
     """
     settings = {"per_device_eval_batch_size": batch, "num_generations_eval": count}
     metrics, table, parts = evaluate(tmp_path / "parts", **settings)
@@ -95,6 +96,12 @@ def test_parts_are_whole_pipeline_calls_and_scored_in_whole_calls_of_the_reward(
     assert whole.sizes == parts.sizes and set(whole.alive) == {5 * count}
     assert metrics["eval_rewards/brightness/mean"] == expected["eval_rewards/brightness/mean"]
     assert table["brightness"] == whole_table["brightness"]
+
+
+@pytest.mark.parametrize(("kept", "calls"), [(10, [4, 7, 7]), (8, [4, 7, 7]), (7, [4, 5, 3])])
+def test_parts_grow_until_their_samples_take_the_memory_that_they_may(tmp_path, kept, calls):
+    """Once the size of a sample is known, 16 pixels wide and high. The first part is as small as it can be."""
+    assert evaluate(tmp_path, kept_bytes=kept * 4 * 16 * 16)[2].alive == calls
 
 
 def test_a_sample_on_which_a_reward_fails_has_its_place_in_the_evaluation(tmp_path):
@@ -115,3 +122,9 @@ def test_columns_of_some_parts_have_none_for_the_others(found):
     assert share.extra == {"height": [1, 2, None, None]} | {name: [None, None, *own] for name, own in found.items()}
     assert share.scored == [0, 2, 4, 6] and [len(own) for own in share.rewards] == [2, 2]
     assert [own.shape for own in share.points["diversity"]] == [(2, 3)]
+
+
+def test_latents_of_all_and_samples_but_the_shown_ones_are_dropped():
+    share = Share([], [0, 2, 4, 6], 4, 3, {}, print, samples=list("abcd"), latents=[torch.zeros(1)] * 4)
+    share.drop(0, 3)
+    assert share.samples == ["a", "b", None, "d"] and [own is None for own in share.latents] == [True] * 3 + [False]
