@@ -228,7 +228,7 @@ def busy(answering):
     def start(times: int, count_scored) -> str:
         def answer(number):
             if number <= times:
-                return 503, '{"error": "full"}', {"Retry-After": "0.1", "X-Scored": count_scored(number)}
+                return 503, '{"error": "full"}', {"Retry-After": "0.2", "X-Scored": count_scored(number)}
             return 200, '{"scores": [0.5, 0.5, 0.5, 0.5, 0.5]}', {}
 
         return answering(answer)[0]
@@ -237,9 +237,9 @@ def busy(answering):
 
 
 def test_a_server_that_scores_for_others_is_waited_for_longer_than_one_that_scores_nothing(busy) -> None:
-    options = {"batch_size": 5, "concurrency": 1, "retries": 0, "timeout": 0.5}
+    options = {"batch_size": 5, "concurrency": 1, "retries": 0, "timeout": 2}
     assert scores_of(RemoteReward(busy(15, str), "x", **options)) == [0.5] * 10
-    with pytest.warns(UserWarning, match="queue was full for 0.5 s"), pytest.raises(RewardError, match="no server"):
+    with pytest.warns(UserWarning, match="queue was full for 2 s"), pytest.raises(RewardError, match="no server"):
         scores_of(RemoteReward(busy(15, lambda number: "3"), "x", **options))
 
 
