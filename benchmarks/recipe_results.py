@@ -141,8 +141,11 @@ def read_costs(folder: Path) -> dict[str, float]:
     if not path.is_file():
         return {}
     found = json.loads(path.read_text(encoding="utf-8"))["recipes"]
-    known = {name for name in found if name in RECIPES and found[name]["settings"] == RECIPES[name].settings}
-    return {name: found[name]["cpu_seconds_per_pass"] / 60 for name in found if name in known}
+    return {
+        name: cost["cpu_seconds_per_pass"] / 60
+        for name, cost in found.items()
+        if name in RECIPES and cost["settings"] == RECIPES[name].settings
+    }
 
 
 def format_tables(rows: list[Row], costs: dict[str, float]) -> list[str]:

@@ -311,7 +311,7 @@ def train_row(
 def measure_cost(recipe: Recipe, sizes: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return the CPU time of a recipe's passes, from its third and fourth update.
 
-    The first two warm the allocator up. If two updates share a rollout, the next two are a whole rollout's.
+    The first two are left out as a warm-up. If two updates share a rollout, the next two are a whole rollout's.
 
     Args:
         recipe: what is changed in the demo.
