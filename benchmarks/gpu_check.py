@@ -91,14 +91,14 @@ RATIO = (  # what compiles comes last: it takes three times as long
     "nf4-compile"
 ).split()
 MODES = ("DDP", "ZeRO-2", "ZeRO-3", "FSDP2")
-SIZES = (  # seconds on an H100: the first two were measured, the others are guesses; Wan was not finished after 143
-    ("flux-bf16", 45),
-    ("sd35m-lora", 45),
-    ("flux-nf4", 55),
-    ("sdxl", 45),
-    ("sd35m-full", 50),
+SIZES = (  # seconds on an H100, with the start; the last two were not measured
+    ("flux-bf16", 48),
+    ("sd35m-lora", 40),
+    ("flux-nf4", 62),
+    ("sdxl", 61),
+    ("sd35m-full", 38),
     ("qwen-nf4", 70),
-    ("wan21", 180),
+    ("wan21", 120),
 )
 
 
