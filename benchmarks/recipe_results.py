@@ -256,9 +256,9 @@ def _tune_table(rows: list[Row], names: list[str]) -> list[str]:
         "Each cell is the mean held-out reward over the budget's passes (the area under the curve), and in brackets",
         "the held-out reward at its end, both averaged over the seeds in the last column. The best of a line is bold.",
         "Recipes with guidance are scored with it.",
-        "Italic cells are of the seeds on which these learning rates have run: they were too far below the best to be",
-        "tried on the others, or the first seed is not finished. A recipe of which one rate is left is tuned by then.",
-        f"{LOWER_RATE:g} is tried where {min(LEARNING_RATES):g} is the best of the other three there.",
+        "A cell is in italics if its rate did not run on all of these seeds, because it was too far below the best or",
+        "because the seed is not finished. The tuning of a recipe ends when only one rate is left.",
+        f"{LOWER_RATE:g} is tried only if {min(LEARNING_RATES):g} is the best of the other three on seed 0.",
         f"Of the {len(tuned)} recipes that are tuned, {tuned.count(max(LEARNING_RATES))} are best at the highest rate "
         f"and {tuned.count(LOWER_RATE)} at the lowest.",
         "For these, the best rate may lie outside the grid.",
