@@ -31,9 +31,10 @@ class Advantages:
 
     Attributes:
         advantages: `(samples,)` float32, never NaN. With `"loss_per_reward"`, the weighted sum before the clip.
-        ranking: `(samples,)` float32, the advantages before the clip, by which `best_of_n` chooses.
-        rewards: `(samples,)` float32, weighted sum (or minimum, or product) of the functions, with a mean in place of
-            what is missing in a sum; NaN if none of them scored the sample.
+        ranking: `(samples,)` float32, the advantages before the clip, by which `best_of_n` chooses; NaN if no function
+            scored the sample.
+        rewards: `(samples,)` float32, weighted sum (or minimum, or product) of the functions, with means in place of
+            missing values (see `combine`); NaN if none of them scored the sample.
         group_std: `(samples,)` float32, standard deviation of `rewards` in the sample's group (or in its batch, if
             rewards are compared within the batch or no group has a second sample); 0 if all rewards there are equal.
         frac_reward_zero_std: share of the samples whose `group_std` is 0.
@@ -76,8 +77,8 @@ def compute_advantages(
     Args:
         rewards: `(samples, functions)` float32; NaN where a function leaves the sample out. The sample then takes no
             part in that function's statistics, and the function neither helps nor harms it: where the functions are
-            summed first, it gets the mean of the samples that it is compared with (TRL gives it 0). A sample left out
-            by all has the advantage 0.
+            combined first, it gets the mean of the samples that it is compared with (TRL gives it 0). A sample left
+            out by all has the advantage 0.
         groups: `(samples,)` int64, the group of each sample; any numbers, in any order, at least two samples per
             group.
         weights: `(functions,)`, weight of each function.
@@ -139,7 +140,7 @@ def compute_advantages(
     is_apart = multi_objective_aggregation == "loss_per_reward"
     return Advantages(
         advantages=(advantages if is_apart else advantages.clamp(-clip, clip)).float().to(device),
-        ranking=advantages.float().to(device),
+        ranking=advantages.masked_fill(total.isnan(), torch.nan).float().to(device),
         rewards=total.float().to(device),
         group_std=std.float().to(device),
         frac_reward_zero_std=(std == 0).double().mean().item(),
@@ -187,15 +188,18 @@ def check_inputs(
 def combine(
     columns: torch.Tensor, weights: torch.Tensor, aggregation: str, compared: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Combine the rewards of several functions into one number per sample; NaN does not count.
+    """Combine the rewards of several functions into one number per sample.
+
+    NaN counts as the function's mean over the samples that are compared with this one. If the function scored none of
+    them, it is left out of a minimum or product. A sum takes its mean over all samples: this is the same for all that
+    are compared, and does not make their reward smaller than that of others.
 
     Args:
         columns: `(samples, functions)`.
         weights: `(functions,)`, weight of each function.
         aggregation: the weighted sum, the smallest of the weighted values (`"min_then_normalize"`), or the product of
             the values, each to the power of its weight (`"product_then_normalize"`).
-        compared: `(samples,)` int64; in a sum, NaN counts as the function's mean over the samples of equal numbers.
-            Without it, NaN counts as 0.
+        compared: `(samples,)` int64; samples with equal numbers are compared with each other. By default, all are.
 
     Returns:
         `(samples,)`, NaN where every function is NaN.
@@ -203,20 +207,22 @@ def combine(
     Raises:
         ValueError: a value below 0 (or 0 to a negative power) in a product.
     """
-    is_missing = columns.isnan()
+    together = torch.zeros(len(columns), dtype=torch.int64)
+    is_unscored, filled = columns.isnan().all(1), fill(columns, together if compared is None else compared)
+    is_missing = filled.isnan()
     if aggregation == "min_then_normalize":
-        total = (columns * weights).masked_fill(is_missing, torch.inf).amin(1)
+        total = (filled * weights).masked_fill(is_missing, torch.inf).amin(1)
     elif aggregation == "product_then_normalize":
-        factors = (columns**weights).masked_fill(is_missing, 1.0)
-        if (columns < 0).any() or not factors.isfinite().all():
+        factors = (filled**weights).masked_fill(is_missing, 1.0)
+        if (filled < 0).any() or not factors.isfinite().all():
             raise ValueError(
-                f"product_then_normalize multiplies rewards, but one is {columns[~is_missing].min().item():g}; give "
+                f"product_then_normalize multiplies rewards, but one is {filled[~is_missing].min().item():g}; give "
                 "that reward a clip of [0, high], positive weights, or use min_then_normalize."
             )
         total = factors.prod(1)
     else:
-        return sum_weighted(columns if compared is None else fill(columns, compared), weights)
-    return total.masked_fill(is_missing.all(1), torch.nan)
+        total = sum_weighted(torch.where(is_missing, columns.nanmean(0), filled), weights)
+    return total.masked_fill(is_unscored, torch.nan)
 
 
 def fill(columns: torch.Tensor, compared: torch.Tensor) -> torch.Tensor:
@@ -275,8 +281,10 @@ def normalize(rewards: torch.Tensor, compared: torch.Tensor, scaled: torch.Tenso
 def best_of_n(advantages: torch.Tensor, groups: torch.Tensor, n: int, generator: torch.Generator) -> torch.Tensor:
     """Keep the n/2 best and n/2 worst samples of each group, which carry most of the signal (arXiv 2505.07818).
 
+    Samples without a value are kept only if fewer than n have one.
+
     Args:
-        advantages: `(samples,)`.
+        advantages: `(samples,)`; NaN for a sample that no reward scored.
         groups: `(samples,)` int64, the group of each sample.
         n: even, at least 2, at most the size of the smallest group.
         generator: CPU generator that shuffles the kept samples.
@@ -302,7 +310,11 @@ def best_of_n(advantages: torch.Tensor, groups: torch.Tensor, n: int, generator:
     kept = []
     for name in torch.unique(names):
         members = (names == name).nonzero().squeeze(1)
-        order = members[values[members].argsort(descending=True, stable=True)]
+        is_unscored = values[members].isnan()
+        scored, others = members[~is_unscored], members[is_unscored]
+        order = scored[values[scored].argsort(descending=True, stable=True)]
+        if len(order) < n:
+            order = torch.cat([order, others[: n - len(order)]])
         kept += [order[: n // 2], order[-n // 2 :]]
     kept = torch.cat(kept)
     return kept[torch.randperm(len(kept), generator=generator)].to(advantages.device)

@@ -37,13 +37,13 @@ def estimate_advantages(rewards: Tensor, values: Tensor, gamma: float, lam: floa
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
     """Compute PPO's clipped value loss: half the mean of the larger squared error, with or without the clip.
 
-    As in the code of PPO's authors (arXiv 1707.06347 leaves it out), a value that moved further than `clip` in the
+    An unknown target counts as an error of 0, so that a known one weighs the same in any micro-batch. As in the code of PPO's authors (arXiv 1707.06347 leaves it out), a value that moved further than `clip` in the
     right direction gets no gradient.
 
     Args:
         values: `(batch, steps)` values under the current model, with gradient.
         old_values: `(batch, steps)` values at the rollout.
-        returns: `(batch, steps)` targets; NaN is ignored.
+        returns: `(batch, steps)` targets; NaN where they are unknown.
         clip: largest change of a value before it is clipped; `None` does not clip.
     """
     is_known, returns = ~returns.isnan(), returns.nan_to_num()
@@ -51,4 +51,4 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
     if clip is not None:
         clipped = old_values + (values - old_values).clamp(-clip, clip)
         error = torch.maximum(error, (clipped - returns) ** 2)
-    return 0.5 * error.masked_fill(~is_known, 0.0).sum() / is_known.sum().clamp(min=1)
+    return 0.5 * error.masked_fill(~is_known, 0.0).mean()

@@ -23,11 +23,14 @@ def find_distinct(dataset: Dataset, inputs: PipelineInputs) -> dict[Key, int]:
         inputs: the inputs of the pipeline, which know the columns that it takes.
     """
     columns = inputs.columns(dataset)
-    names = [name for name in dataset.column_names if name in inputs.accepted]
     if has_transform(dataset):  # the transform decides what a row holds
         rows = (columns.rows([index])[0] for index in range(len(dataset)))
-        keys = [tuple((name, _reduce(row[name], index)) for name in names) for index, row in enumerate(rows)]
+        keys = [
+            tuple((name, _reduce(value, index)) for name, value in row.items() if name in inputs.accepted)
+            for index, row in enumerate(rows)
+        ]
     else:
+        names = [name for name in dataset.column_names if name in inputs.accepted]
         values = [_read_column(columns, name) for name in names]
         keys = [tuple(zip(names, row, strict=True)) for row in zip(*values, strict=True)] or [()] * len(dataset)
     found: dict[Key, int] = {}

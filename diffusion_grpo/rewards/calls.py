@@ -112,7 +112,9 @@ def score(
     scoring = Scoring(reward_funcs, batch)
     scoring.taken |= {reward.name for reward in scoring.rewards}
     score_here([scoring], announce)
-    return scoring.values(failure_dir, log_metric, log_extra)
+    values = scoring.values(failure_dir, log_metric, log_extra)
+    warn_of_unscored(values)
+    return values
 
 
 class Scoring:
@@ -187,8 +189,6 @@ class Scoring:
                     whole[row] = value
         for name, column in extras.items() if log_extra else ():
             log_extra(name, column)
-        if self.rewards and values.isnan().all(dim=1).any():
-            _warn_unscored()
         return values
 
 
@@ -308,7 +308,12 @@ def _read_values(calls: list[Call], batch: Batch, folder: Path | None) -> list[f
     return [calls[0].reward.value(sum(values) / len(values)) if values else math.nan for values in found]
 
 
+def warn_of_unscored(values: Tensor) -> None:
+    """Warn, once per process, if `(samples, functions)` rewards have a sample that no function scored."""
+    if values.shape[1] and values.isnan().all(dim=1).any():
+        _warn_unscored()
+
+
 @cache
 def _warn_unscored() -> None:
-    """Warn of unscored samples, once per process."""
-    warnings.warn("Some samples got None from every reward function; they do not contribute.", stacklevel=3)
+    warnings.warn("Some samples got None from every reward function; they do not contribute.", stacklevel=4)

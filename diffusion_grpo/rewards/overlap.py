@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .calls import SETTINGS, Scoring, restore_settings, score_here
+from .calls import SETTINGS, Scoring, restore_settings, score_here, warn_of_unscored
 from .contract import Reward, is_marked
 from .event_loop import run_in_loop
 
@@ -275,6 +275,7 @@ def collect_values(
         )
     for name, column in extras.items():
         log_extra(name, column)
+    warn_of_unscored(values)
     return values
 
 

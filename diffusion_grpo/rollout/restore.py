@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch.nn import functional
 
 from ..algorithms.batch import Rows
 from ..data.inputs import PipelineInputs
@@ -66,7 +67,11 @@ def restore_buffer(
     def column(name: str) -> Tensor | None:
         if name not in shares[0].tensors:
             return None
-        return torch.stack([share.tensors[name][index] for share, index in found])
+        values = [share.tensors[name][index] for share, index in found]
+        if name == "old_log_probs":  # of texts, as long as the longest in their file
+            longest = max(value.shape[-1] for value in values)
+            values = [functional.pad(value, (0, longest - value.shape[-1])) for value in values]
+        return torch.stack(values)
 
     targets = {name: column(f"targets.{name}") for name in ValueTargets.TENSORS}
     buffer = RolloutBuffer(

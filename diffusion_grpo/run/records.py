@@ -30,7 +30,9 @@ logger = logging.getLogger(__name__)
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "peft", "trl")
 IDENTITY = ("model", "trains_by", "reward_funcs")
 # entries that a record may lack, and their names in messages
-KNOWN_LATE = {"component": "train_component", "prompts_per_rollout": "prompts_per_rollout"}
+KNOWN_LATE = {"component": "train_component"} | {
+    name: name.replace("_", " ") for name in ("prompts_per_rollout", "updates_per_rollout")
+}
 # weights at the top of the folder: from the run's end, from `save_model`, or from a push during the run
 WEIGHTS = ("model_index.json", "adapter_model.safetensors", "pytorch_lora_weights.safetensors")
 INPUT_WIDEST, INPUT_GAP = 512, 4  # pixels: of a copy of an image that samples were made from, and between two
@@ -55,6 +57,7 @@ def make_record(
         "eval_reward_funcs": eval_reward_funcs,
         "reward_weights": reward_weights,
         "prompts_per_rollout": args.batch_sizes.prompts_per_rollout,  # over all processes
+        "updates_per_rollout": args.batch_sizes.updates_per_rollout,
         "settings": list_changed_settings(args),
         "resolved": resolve_settings(args),
         "lora": describe_lora(peft_config),

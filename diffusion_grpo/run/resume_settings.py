@@ -109,6 +109,8 @@ def describe_rollout(inputs: PipelineInputs) -> dict[str, Any]:
     found = {name: getattr(args, name) for name in ROLLOUT_SETTINGS} | resolve_settings(args)
     found["data_seed"] = args.seed if args.data_seed is None else args.data_seed
     found["updates per rollout"] = args.batch_sizes.updates_per_rollout
+    is_apart = args.multi_objective_aggregation == "loss_per_reward"  # else a sample has one advantage
+    found["multi_objective_aggregation"] = "loss_per_reward" if is_apart else "one advantage per sample"
     calls = {name: None if it.default is it.empty else it.default for name, it in inputs.parameters.items()}
     for name, value in (calls | inputs.fixed).items():
         found[f"pipeline_kwargs: {name}" if name in found else name] = _sum_up(value)

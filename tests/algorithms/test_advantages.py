@@ -208,6 +208,17 @@ def test_best_of_n_keeps_both_ends_of_each_group():
     assert kept.dtype == torch.int64
 
 
+def test_best_of_n_takes_unscored_samples_last():
+    ranking = torch.tensor([1.0, NAN, 0.5, -1.0, NAN, 0.2])
+    for n, expected in ((2, [0, 3]), (4, [0, 2, 3, 5]), (6, [0, 1, 2, 3, 4, 5])):
+        kept = best_of_n(ranking, torch.zeros(6, dtype=torch.int64), n, torch.Generator())
+        assert sorted(kept.tolist()) == expected
+    # compared with the batch, all scored samples of a prompt may lie above the mean, which is the rank of no reward
+    rewards, groups = [0.9, 0.8, 0.7, NAN, 0.3, 0.2, 0.1, NAN], [0, 0, 0, 0, 1, 1, 1, 1]
+    ranking = compute([rewards], groups, reward_baseline="batch").ranking
+    assert sorted(best_of_n(ranking, torch.tensor(groups), 2, torch.Generator()).tolist()) == [0, 2, 4, 6]
+
+
 def test_best_of_n_is_shuffled_by_the_generator():
     advantages, groups = torch.randn(64), torch.arange(8).repeat_interleave(8)
     orders = [best_of_n(advantages, groups, 8, torch.Generator().manual_seed(seed)).tolist() for seed in (0, 0, 1)]
@@ -231,7 +242,11 @@ def test_min_and_product_of_known_rewards():
     weights = torch.tensor([1.0, 2.0])
     least = combine(rewards, weights, "min_then_normalize")
     product = combine(rewards, weights, "product_then_normalize")
+    # the missing value counts as the mean of the others, 0.6
     torch.testing.assert_close(least, torch.tensor([0.4, 0.9, math.nan, 0.0]), equal_nan=True)
+    torch.testing.assert_close(product, torch.tensor([0.02, 0.9 * 0.6**2, math.nan, 0.0]), equal_nan=True)
+    alone = torch.arange(4)  # nobody is compared with the second sample, so the reward is left out
+    product = combine(rewards, weights, "product_then_normalize", alone)
     torch.testing.assert_close(product, torch.tensor([0.02, 0.9, math.nan, 0.0]), equal_nan=True)
     with pytest.raises(ValueError, match="one is -1; give that reward a clip"):
         combine(torch.tensor([[-1.0, 1.0]]), weights, "product_then_normalize")
@@ -246,6 +261,28 @@ def test_what_must_all_be_good_is_normalised_after_it_is_combined(order):
     total = combine(rewards, torch.ones(2), order)
     torch.testing.assert_close(result.advantages, (total - total.mean()) / total.std())
     assert result.advantages.argmax() == 3 and result.advantages[0] < 0
+
+
+@pytest.mark.parametrize("order", ["sum_then_normalize", "normalize_then_sum", "product_then_normalize"])
+def test_a_missing_reward_neither_helps_nor_harms(order):
+    rewards = [[0.5, 0.5, 0.5, 0.5], [0.9, 0.2, 0.6, NAN]]
+    found = compute(rewards, [0, 0, 0, 0], multi_objective_aggregation=order).advantages
+    assert abs(found[3]) < 1e-6 and found[:3].abs().min() > 0.05
+
+
+def test_a_missing_reward_does_not_make_a_minimum_smaller_or_larger():
+    rewards = [[0.5, 0.5, 0.4, 0.3], [0.9, 0.2, 0.4, NAN]]
+    found = compute(rewards, [0, 0, 0, 0], multi_objective_aggregation="min_then_normalize")
+    assert_close(found.rewards, [0.5, 0.2, 0.4, 0.3])
+
+
+def test_a_reward_that_scored_no_sample_of_a_prompt_does_not_lower_its_total():
+    rewards = [[0.9, 0.7, 0.9, 0.7], [0.8, 1.0, NAN, NAN]]
+    found = compute(rewards, [0, 0, 1, 1], reward_threshold=1.5)
+    assert_close(found.rewards, [1.7, 1.7, 1.8, 1.6])  # 0.9 is the mean of what it gave to others
+    assert not found.is_dropped.any()
+    nobody = compute([[0.9, 0.7], [NAN, NAN]], [0, 0])
+    assert_close(nobody.rewards, [0.9, 0.7])
 
 
 def test_advantages_of_each_reward_by_itself():

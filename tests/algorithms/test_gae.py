@@ -31,10 +31,18 @@ def test_clipped_value_loss():
     values = torch.tensor([[0.1, 0.5, 0.5, 9.0]], requires_grad=True)
     loss = value_loss(values, old, returns, clip=0.2)
     # inside; moved enough in the right direction; too far in the wrong one; no reward
-    assert loss.item() == pytest.approx(0.5 * (0.9**2 + 0.8**2 + 1.5**2) / 3)
+    assert loss.item() == pytest.approx(0.5 * (0.9**2 + 0.8**2 + 1.5**2) / 4)
     loss.backward()
-    assert values.grad.flatten().tolist() == pytest.approx([-0.9 / 3, 0.0, 1.5 / 3, 0.0])
+    assert values.grad.flatten().tolist() == pytest.approx([-0.9 / 4, 0.0, 1.5 / 4, 0.0])
     free = value_loss(values.detach(), old, returns, clip=None)
-    assert free.item() == pytest.approx(0.5 * (0.9**2 + 0.5**2 + 1.5**2) / 3)
+    assert free.item() == pytest.approx(0.5 * (0.9**2 + 0.5**2 + 1.5**2) / 4)
     nothing = value_loss(values[:, 3:], old[:, 3:], returns[:, 3:], clip=0.2)
     assert nothing.item() == 0.0 and nothing.requires_grad
+
+
+def test_the_value_loss_does_not_depend_on_the_micro_batches():
+    nan = float("nan")
+    values, returns = torch.randn(4, 2), torch.tensor([[1.0, 0.5], [nan, nan], [nan, nan], [nan, nan]])
+    halves = [value_loss(values[own], values[own] + 1, returns[own], clip=0.2) for own in (slice(0, 2), slice(2, 4))]
+    whole = value_loss(values, values + 1, returns, clip=0.2)
+    assert whole.item() == pytest.approx(sum(halves).item() / 2) and whole.item() > 0

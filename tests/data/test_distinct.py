@@ -29,6 +29,21 @@ def test_a_transform_decides_what_is_equal(tmp_path):
     assert list(find_distinct(dataset, inputs_of("sd3", tmp_path)).values()) == [0, 2]
 
 
+def test_a_transform_may_add_and_drop_columns(tmp_path):
+    dataset = Dataset.from_dict({"prompt": ["a", "a", "a"], "height": [16, 32, 64]})
+
+    def transform(rows):
+        negative = ["grey" if height == 16 else "blurred" for height in rows["height"]]
+        return {"prompt": rows["prompt"], "negative_prompt": negative}
+
+    dataset.set_transform(transform)
+    found = find_distinct(dataset, inputs_of("sd3", tmp_path))
+    assert found == {
+        (("prompt", "a"), ("negative_prompt", "grey")): 0,
+        (("prompt", "a"), ("negative_prompt", "blurred")): 1,
+    }
+
+
 def test_files_count_by_whether_they_are_there(tmp_path):
     path = str(tmp_path / "a.png")
     tiny_pipelines.conditioned.draw_images()[0].save(path)

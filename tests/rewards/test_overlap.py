@@ -434,3 +434,12 @@ def test_a_failed_rollout_leaves_the_thread_to_the_next_one():
     let_go.set()
     assert rollout([shade], True, overlap=overlap)[0].shape == (12, 1)
     assert len(later) == 1  # the one that had begun
+
+
+def test_samples_count_as_unscored_only_if_no_reward_scored_them(monkeypatch) -> None:
+    """Rewards that wait for the rollout are in another part."""
+    seen = []
+    monkeypatch.setattr("diffusion_grpo.rewards.overlap.warn_of_unscored", seen.append)
+    rollout([{"function": lambda images: [None] * len(images), "name": "absent"}, share], is_wanted=True)
+    [values] = seen
+    assert values[:, 0].isnan().all() and not values[:, 1].isnan().any()

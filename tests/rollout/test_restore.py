@@ -8,6 +8,7 @@ from command_line import make_config
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from diffusion_grpo.policy.token_process import TokenTrajectory
 from diffusion_grpo.policy.trajectory import Trajectory
 from diffusion_grpo.rollout.buffer import RolloutBuffer
 from diffusion_grpo.rollout.restore import restore_buffer, rollout_file
@@ -68,6 +69,28 @@ def test_any_number_of_processes_goes_on_with_the_rollout_of_any_other(tmp_path,
         assert [found.range_of(slot) for slot in range(8)] == [expected.range_of(slot) for slot in range(8)]
 
 
+def text(position, length):
+    """A trajectory of one text of this length."""
+    ids, log_probs = torch.full((1, length), position), torch.full((1, 1, length), -float(position + 1))
+    zeros, seeds = torch.zeros(1, 1, dtype=torch.int64), torch.tensor([position])
+    support = torch.zeros(1, length, 0, dtype=torch.uint8)
+    return TokenTrajectory(ids, ids >= 0, support, log_probs, log_probs[:, 0] * 0, zeros, seeds, seeds + 1, 3, 1.0)
+
+
+def test_one_process_goes_on_with_texts_of_different_lengths(tmp_path):
+    for process in range(2):
+        order = order_of(2, 0, process=process)
+        positions = order.own(order.trained(torch.zeros(16)))
+        samples = [text(position, 5 + process) for position in positions.tolist()]
+        rows = [{"prompt": str(position)} for position in positions.tolist()]
+        args = (torch.zeros(8), inputs_of(), 2, order.seed, None, positions, order.updates)
+        RolloutBuffer(rows, samples, *args).save(rollout_file(tmp_path, process), 2)
+    found = restore(tmp_path, order_of(1, 0))
+    assert found.old_log_probs.shape == (16, 1, 6) and {sample.ids.shape[1] for sample in found.samples} == {6}
+    for position, own in zip(found.positions.tolist(), found.old_log_probs[:, 0], strict=True):
+        assert own[:5].eq(-(position + 1)).all() and own[5] in (0, -(position + 1))
+
+
 def test_a_file_that_is_missing_or_of_another_order_is_refused(tmp_path):
     order = order_of(1, 0)
     with pytest.raises(ValueError, match="rollout-rank0.safetensors is missing"):
@@ -84,6 +107,8 @@ def test_a_rollout_of_other_settings_or_prompts_is_refused(tmp_path):
     buffer_of(order, torch.zeros(16)).save(path)
     with pytest.raises(ResumeError, match="permute_steps is False there and True here.*a checkpoint between two roll"):
         restore(tmp_path, order, permute_steps=True)
+    with pytest.raises(ResumeError, match="aggregation is 'one advantage per sample' there and 'loss_per_reward' here"):
+        restore(tmp_path, order, multi_objective_aggregation="loss_per_reward")
     with pytest.raises(ResumeError, match="other dataset rows .the one with the prompt '[0-9]+'"):
         restore(tmp_path, order, shift=1)
     with safe_open(path, "pt") as file:

@@ -70,8 +70,10 @@ def test_another_run_is_refused_and_the_same_one_may_go_on(tmp_path, caplog):
         check_same_run(tmp_path, record(), "go elsewhere")
     with pytest.raises(ValueError, match="model is 'owner/name' there and 'owner/other' here"):
         check_same_run(str(tmp_path), record("owner/other", seed=3))
-    with pytest.raises(ValueError, match="prompts_per_rollout is"):
+    with pytest.raises(ValueError, match="prompts per rollout is"):
         check_same_run(str(tmp_path), record(seed=3, steps_per_generation=64))
+    with pytest.raises(ValueError, match="updates per rollout is 1 there and 2 here"):  # with the same prompts
+        check_same_run(str(tmp_path), record(seed=3, gradient_accumulation_steps=16, steps_per_generation=32))
     for name, there, here in (
         ("same_initial_noise", True, False),
         ("deterministic_outside_window", True, False),
