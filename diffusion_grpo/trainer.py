@@ -6,6 +6,7 @@ up), then makes one forward and one backward pass per trained step. This is the 
 """
 
 import contextlib
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ from .training.out_of_memory import MicroBatchSearch, count_updates, explain_loa
 from .training.progress import UpdateProgress
 from .training.update import Place
 
+logger = logging.getLogger(__name__)
 Scores = Sequence[float | None] | torch.Tensor
 RewardFunc = str | Callable[..., Scores | Awaitable[Scores]] | dict[Any, Any]
 
@@ -263,6 +265,12 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             if done > 0:  # `eval_on_start` measures the model before its first update
                 held.callback(setattr, self.args, "eval_on_start", self.args.eval_on_start)
                 self.args.eval_on_start = False
+            held.callback(setattr, self, "is_in_train", False)  # transformers does so only if nothing fails
+            if point is None and self.state.global_step > 0 and self.args.should_log:
+                logger.warning(
+                    "An earlier train() of this trainer has changed the weights, and this one starts with them from "
+                    "update 0. To start from the untrained model, create a new trainer."
+                )
             search = MicroBatchSearch(self.args, lambda: self.state.global_step - done, self._resize)
             output = search.run(lambda: super(DiffusionGRPOTrainer, self).train(point, **kwargs))
         self.learner.show_average()
@@ -408,7 +416,8 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
                     is_kept,
                 )
         except (RewardError, RowError):
-            self._save_before_stopping()
+            if self.is_in_train:  # else the model may hold other weights than those of the last update
+                self._save_before_stopping()
             raise
         if metric_key_prefix.startswith("eval"):
             self.log(dict(metrics))

@@ -37,8 +37,9 @@ def estimate_advantages(rewards: Tensor, values: Tensor, gamma: float, lam: floa
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
     """Compute PPO's clipped value loss: half the mean of the larger squared error, with or without the clip.
 
-    An unknown target counts as an error of 0, so that a known one weighs the same in any micro-batch. As in the code of PPO's authors (arXiv 1707.06347 leaves it out), a value that moved further than `clip` in the
-    right direction gets no gradient.
+    An unknown target counts as an error of 0, so that a known one weighs the same in any micro-batch. As in the code
+    of PPO's authors (arXiv 1707.06347 leaves it out), a value that moved further than `clip` in the right direction
+    gets no gradient.
 
     Args:
         values: `(batch, steps)` values under the current model, with gradient.

@@ -4,9 +4,10 @@ import argparse
 import inspect
 from dataclasses import fields
 
+from ..config.early_checks import check_model_name
 from ..config.source import process_names
 from ..sampling import settings as sample_settings
-from .inputs import Refusal, call_or_refuse, check_model_name, hide_loading_bars
+from .inputs import Refusal, call_or_refuse, hide_loading_bars
 
 
 def add_options(command: argparse.ArgumentParser) -> None:

@@ -1,7 +1,6 @@
 """Check and load user input, and refuse it with a message of one sentence before a model is loaded."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -35,29 +34,6 @@ def load_checked(source: str, split: str, name: str) -> "Dataset":
     dataset = load_prompts(source, split=split)
     check_dataset(dataset, name=name)
     return dataset
-
-
-def check_model_name(model: str) -> None:
-    """Check that `model`, if it is a local folder, holds a pipeline.
-
-    Raises:
-        ValueError: `model` is a folder that does not exist, a file, or a folder without a pipeline.
-    """
-    folder = Path(model).expanduser()
-    if model == "tiny":
-        return
-    if folder.is_file():
-        raise ValueError(f"model: {model} is a file; give the folder of a diffusers pipeline, a Hub id, or `tiny`.")
-    if folder.is_dir() and not (folder / "model_index.json").is_file():
-        raise ValueError(
-            f"model: {model} contains no model_index.json, so it is not the folder of a diffusers pipeline; give such "
-            "a folder, a Hub id, or `tiny`."
-        )
-    if not folder.exists() and (model.startswith((".", "/", "~")) or model.count("/") != 1):
-        raise ValueError(
-            f"model: there is no folder {model}, and a Hub id has the form `owner/name`; give an existing folder or a "
-            "Hub id."
-        )
 
 
 def hide_loading_bars(model: str) -> None:

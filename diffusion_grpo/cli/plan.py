@@ -4,8 +4,8 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from ..config.early_checks import check_values
-from .inputs import call_or_refuse, check_model_name
+from ..config.early_checks import check_model_name, check_values
+from .inputs import call_or_refuse
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -44,7 +44,10 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
     question = command.add_mutually_exclusive_group()
     question.add_argument(
-        "--device-memory", metavar="SIZE", help="show whether the run fits into this much memory, e.g. 24GiB"
+        "--device-memory",
+        "--device_memory",
+        metavar="SIZE",
+        help="show whether the run fits into this much memory, e.g. 24GiB",
     )
     question.add_argument(
         "--fit",

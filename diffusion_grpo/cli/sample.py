@@ -2,9 +2,9 @@
 
 import argparse
 
-from ..config.early_checks import check_prompts_file, check_reward_names
+from ..config.early_checks import check_model_name, check_prompts_file, check_reward_names
 from ..sampling import settings as sample_settings
-from .inputs import Refusal, call_or_refuse, check_model_name, hide_loading_bars, load_checked
+from .inputs import Refusal, call_or_refuse, hide_loading_bars, load_checked
 
 
 def add_options(command: argparse.ArgumentParser) -> None:

@@ -1,6 +1,7 @@
 """`diffusion-grpo train`: train from a YAML file of settings and write weights, samples and a report."""
 
 import argparse
+import functools
 import json
 import os
 import textwrap
@@ -9,8 +10,8 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config.early_checks import check_names, check_values, processes_here
-from .inputs import Refusal, call_or_refuse, check_model_name, hide_loading_bars, load_checked
+from ..config.early_checks import check_model_name, check_names, check_resume_folder, check_values, processes_here
+from .inputs import Refusal, call_or_refuse, hide_loading_bars, load_checked
 
 if TYPE_CHECKING:
     from transformers import TrainerState
@@ -82,8 +83,11 @@ def run(arguments: argparse.Namespace) -> int:
     if str(config.resume_from_checkpoint).lower() == "false":  # transformers would take it for the name of a folder
         config.resume_from_checkpoint = None
     trainer = build_trainer(script, lora, config)
-    if trainer.is_world_process_zero():
-        save_command(config, arguments.config, overrides)
+    from ..training.callbacks import StartCallback
+
+    if trainer.is_world_process_zero():  # not before: the folder may be another run's
+        write = functools.partial(save_command, config, arguments.config, overrides)
+        trainer.add_callback(StartCallback(write))
     if script.baseline_guidance_scales:
         path = Path(config.output_dir) / "baselines.json"
         if not (config.resume_from_checkpoint and path.is_file()):
@@ -128,6 +132,7 @@ def check_before_imports(values: dict[str, Any], world_size: int | None) -> None
     check_values(values, world_size)
     check_names(values)
     check_model_name(str(values["model"]))
+    check_resume_folder(values.get("resume_from_checkpoint"), values.get("output_dir"))
 
 
 def start_processes(

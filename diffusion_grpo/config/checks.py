@@ -8,11 +8,12 @@ import logging
 import math
 import numbers
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..policy.log_prob_type import NOISE_UP_TO_1, check_log_prob
-from .defaults import Sizes
+from .defaults import DICTIONARIES, Sizes
 from .names import RENAMED_LOSSES
 from .quantization import check_quantization
 from .source import (
@@ -27,7 +28,7 @@ from .step_checks import check_steps
 
 logger = logging.getLogger(__name__)
 
-LIST_TYPE = re.compile(r"list\[\w+\]( \| None)?")  # the type of settings that can only be lists
+LIST_TYPE = re.compile(r"list\[(\w+)\]( \| None)?")  # the type of settings that can only be lists
 
 TYPES = {"bool": bool, "int": numbers.Integral, "float": numbers.Real}  # annotation -> accepted type
 
@@ -43,7 +44,7 @@ def check_settings(args: Sizes) -> None:
     check_types(args)
     if args.output_dir is not None:
         check_folder("output_dir", args.output_dir)
-    _check_lists(args)
+    _check_containers(args)
     _check_choices(args)
     _check_combinations(args)
     _check_trainer_settings(args)
@@ -71,8 +72,14 @@ def check_types(args: Sizes) -> None:
         kind, value = setting.type.removesuffix(" | None"), getattr(args, name, None)
         if kind not in TYPES or value is None and (kind != setting.type or setting.default is None):
             continue
-        if not isinstance(value, TYPES[kind]) or (isinstance(value, bool) and kind != "bool"):
+        if not _is_of(value, kind):
             raise ValueError(f"{name}={value!r} is of type {type(value).__name__}, but must be of type {kind}.")
+        if kind == "float" and math.isnan(value):
+            raise ValueError(f"{name} is not a number; give a finite one.")
+
+
+def _is_of(value: Any, kind: str) -> bool:
+    return isinstance(value, TYPES[kind]) and (kind == "bool" or not isinstance(value, bool))
 
 
 def check_folder(name: str, path: str | Path) -> None:
@@ -91,12 +98,20 @@ def check_folder(name: str, path: str | Path) -> None:
             raise ValueError(f"{name}: {part} is a file; give the path of a folder.")
 
 
-def _check_lists(args: Sizes) -> None:
-    """Refuse a string where a list is expected: its characters would be the items."""
+def _check_containers(args: Sizes) -> None:
+    """Refuse what is no list or mapping where one is expected; the characters of a string would be the items."""
     for name, setting in config_fields().items():
-        value = getattr(args, name, None)
-        if isinstance(value, str) and LIST_TYPE.fullmatch(setting.type):
+        value, found = getattr(args, name, None), LIST_TYPE.fullmatch(setting.type)
+        if value is None:
+            continue
+        if found and isinstance(value, str):
             raise ValueError(f"{name}={value!r} is a string where a list is expected; write [{value!r}].")
+        if found and not isinstance(value, (list, tuple)):
+            raise ValueError(f"{name}={value!r} is of type {type(value).__name__} where a list is expected.")
+        if found and found[1] in TYPES and not all(_is_of(item, found[1]) for item in value):
+            raise ValueError(f"{name}={value!r} must be a list of {found[1]}.")
+        if name in DICTIONARIES and name != "quantization" and not isinstance(value, (Mapping, str)):
+            raise ValueError(f"{name}={value!r} is of type {type(value).__name__} where a mapping is expected.")
 
 
 def _check_prompt_embeds(args: Sizes) -> None:
@@ -279,6 +294,11 @@ def _takes_single_samples(args: Sizes) -> bool:
 def _check_numbers(args: Sizes) -> None:
     at_least = {
         "num_generations": 1 if _takes_single_samples(args) else 2,
+        "seed": 0,
+        "data_seed": 0,
+        "height": 1,
+        "width": 1,
+        "num_frames": 1,
         "num_batches_per_step": 1,
         "context_parallel_size": 1,
         "group_offload_blocks": 1,
@@ -324,6 +344,9 @@ def _check_numbers(args: Sizes) -> None:
 def _check_ranges(args: Sizes) -> None:
     if args.top_p is not None and not 0 < args.top_p <= 1:
         raise ValueError(f"top_p must lie in (0, 1], got {args.top_p}.")
+    for name in ("seed", "data_seed"):
+        if (getattr(args, name) or 0) >= 2**32:
+            raise ValueError(f"{name} must be below 2**32, got {getattr(args, name)}.")
     if not all(math.isfinite(weight) for weight in args.reward_weights or []):
         raise ValueError(f"reward_weights must be finite numbers, got {args.reward_weights}.")
     if args.ema_decay is not None and not 0 < args.ema_decay < 1:

@@ -110,6 +110,48 @@ def check_prompts_file(source: Any, setting: str) -> None:
         )
 
 
+def check_model_name(model: str) -> None:
+    """Check that `model`, if it is a local folder, holds a pipeline.
+
+    Raises:
+        ValueError: `model` is a folder that does not exist, a file, or a folder without a pipeline.
+    """
+    folder = Path(model).expanduser()
+    if model == "tiny":
+        return
+    if folder.is_file():
+        raise ValueError(f"model: {model} is a file; give the folder of a diffusers pipeline, a Hub id, or `tiny`.")
+    if folder.is_dir() and not (folder / "model_index.json").is_file():
+        raise ValueError(
+            f"model: {model} contains no model_index.json, so it is not the folder of a diffusers pipeline; give such "
+            "a folder, a Hub id, or `tiny`."
+        )
+    if not folder.exists() and (model.startswith((".", "/", "~")) or model.count("/") != 1):
+        raise ValueError(
+            f"model: there is no folder {model}, and a Hub id has the form `owner/name`; give an existing folder or a "
+            "Hub id."
+        )
+
+
+def check_resume_folder(wanted: Any, output_dir: Any) -> None:
+    """Refuse a checkpoint whose folder does not exist.
+
+    Args:
+        wanted: value of `resume_from_checkpoint`.
+        output_dir: folder of the run; None if it is not given.
+
+    Raises:
+        ValueError: the message names the newest checkpoint in `output_dir`, if there is one.
+    """
+    if wanted is None or str(wanted).lower() in (*TRUE, *FALSE, "") or Path(wanted).is_dir():
+        return
+    there = Path(output_dir or ".").glob("checkpoint-*")
+    found = [path for path in there if path.name.removeprefix("checkpoint-").isdigit()]
+    newest = max(found, key=lambda path: int(path.name.removeprefix("checkpoint-")), default=None)
+    advice = f"the newest checkpoint in output_dir is {newest}" if newest else "give the folder of a checkpoint"
+    raise ValueError(f"resume_from_checkpoint: there is no folder {wanted}; {advice}.")
+
+
 def processes_here() -> int | None:
     """Return how many processes a launcher started: 1 without a launcher, None if only MPI knows."""
     if any(name in os.environ for name in MPI):

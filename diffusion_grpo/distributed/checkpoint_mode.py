@@ -2,6 +2,7 @@
 
 A small file in a checkpoint's folder records it. A mode is a dict: `processes`, `zero_stage` (0 without DeepSpeed),
 `fsdp` (0 or 1), and `networks_apart`: 1 if DeepSpeed's optimizer has parameter groups for each of several networks.
+The file also has the name of the optimizer, `optim`.
 """
 
 import json
@@ -14,9 +15,17 @@ from .sharded_checkpoints import has_pickled_shards, has_shards
 MODE_FILE = "processes.json"
 
 
-def write_mode(folder: Path, mode: dict[str, int]) -> None:
-    """Record in a checkpoint how many processes wrote it, and how."""
-    (folder / MODE_FILE).write_text(json.dumps(mode), encoding="utf-8")
+def write_mode(folder: Path, mode: dict[str, int], optimizer: str) -> None:
+    """Record in a checkpoint how many processes wrote it, and how, and the name of the optimizer in the settings."""
+    (folder / MODE_FILE).write_text(json.dumps(mode | {"optim": optimizer}), encoding="utf-8")
+
+
+def find_other_optimizer(folder: Path, optimizer: str) -> str | None:
+    """Return the name of the optimizer that wrote a checkpoint if it keeps another state than `optimizer`."""
+    path = folder / MODE_FILE
+    wrote = json.loads(path.read_text(encoding="utf-8")).get("optim") if path.is_file() else None
+    names = [str(name).removesuffix("_fused") for name in (wrote, optimizer)]
+    return None if wrote is None or names[0] == names[1] else wrote
 
 
 def read_mode(folder: Path) -> str:

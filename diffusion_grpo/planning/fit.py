@@ -13,6 +13,7 @@ import yaml
 from ..config.arguments import LaunchArguments
 from ..config.settings import DiffusionGRPOConfig
 from ..training.memory import format_size
+from ..training.out_of_memory import shrink_factor, smallest_divisor
 from .measure import DECODING, UPDATE
 from .memory import Memory
 from .plan import Built, Plan, plan, read_run
@@ -98,21 +99,27 @@ def count_usable(size: int) -> int:
 # Possible changes, from the cheapest to the most expensive
 
 
-def halve_micro_batch(args: DiffusionGRPOConfig) -> Settings | None:
-    """Halve the micro-batch and double the accumulation: an update trains on as many samples as before.
+def divide_micro_batch(args: DiffusionGRPOConfig) -> Settings | None:
+    """Divide the micro-batch and multiply the accumulation: an update trains on as many samples as before.
 
     If evaluations have a larger batch size of their own, it is reduced to that of training, since it is not planned.
     """
-    size = args.per_device_train_batch_size
-    if size % 2:
+    size, divisor = args.per_device_train_batch_size, shrink_factor(args)
+    if divisor == 1:
         return None
     found = {
-        "per_device_train_batch_size": size // 2,
-        "gradient_accumulation_steps": 2 * args.gradient_accumulation_steps,
-        "steps_per_generation": 2 * args.micro_batches_per_rollout,
+        "per_device_train_batch_size": size // divisor,
+        "gradient_accumulation_steps": divisor * args.gradient_accumulation_steps,
+        "steps_per_generation": divisor * args.micro_batches_per_rollout,
     }
-    is_larger = (args.per_device_eval_batch_size or 0) > size // 2
-    return found | ({"per_device_eval_batch_size": size // 2} if is_larger else {})
+    is_larger = (args.per_device_eval_batch_size or 0) > size // divisor
+    return found | ({"per_device_eval_batch_size": size // divisor} if is_larger else {})
+
+
+def shrink_rollout_calls(args: DiffusionGRPOConfig) -> Settings | None:
+    """Divide the number of samples per call of a rollout."""
+    size = args.rollout_batch_size
+    return None if size in (None, 1) else {"rollout_batch_size": size // smallest_divisor(size)}
 
 
 def checkpoint(args: DiffusionGRPOConfig) -> Settings | None:
@@ -183,7 +190,8 @@ def swap_blocks(args: DiffusionGRPOConfig) -> Settings | None:
 
 
 STEPS: dict[str, tuple[Propose, str]] = {  # name: function that proposes the settings, and their cost in words
-    "smaller micro-batches": (halve_micro_batch, "the same samples in more, smaller passes"),
+    "smaller rollout calls": (shrink_rollout_calls, "the same samples in more, smaller calls"),
+    "smaller micro-batches": (divide_micro_batch, "the same samples in more, smaller passes"),
     "gradient checkpointing": (checkpoint, "one more forward pass per update"),
     "recorded steps on the CPU": (offload_trajectories, "copies"),
     "frozen parts on the CPU": (offload_frozen, "copies in each rollout"),

@@ -151,7 +151,7 @@ def explain_interrupt(folder: Path, updates: Callable[[], int]) -> Iterator[None
             f"continue from {newest} with resume_from_checkpoint=True (--resume_from_checkpoint true on the command "
             "line)"
             if newest
-            else "there is no checkpoint yet, so start the run again in the same way"
+            else "there is no checkpoint yet, so start again, with a new trainer or the same command"
         )
         done = updates()
         raise KeyboardInterrupt(f"Interrupted after {done} update{'s' if done != 1 else ''}; {how}.") from None

@@ -135,6 +135,12 @@ class DiffusersTrainer(Trainer):
                 self._load_scaler(resume_from_checkpoint)
         return prepared
 
+    def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """As in `Trainer`, but a resumed run saves, logs and evaluates as often as its own settings say."""
+        done = super()._init_training_state(max_steps, *args, **kwargs)
+        self.state.compute_steps(self.args, max_steps)
+        return done
+
     # Where a run starts
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
@@ -221,7 +227,7 @@ class DiffusersTrainer(Trainer):
         self._note_best(folder)
         if self.args.should_save:
             self._save_trainer_state(staging)
-            checkpoint_mode.write_mode(staging, self._backend.mode)
+            checkpoint_mode.write_mode(staging, self._backend.mode, self._optimizer_name)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:  # every process has written its files by now
             write_manifest(staging)
@@ -304,6 +310,9 @@ class DiffusersTrainer(Trainer):
         is_readable = checkpoint_mode.is_readable(folder, self._backend.mode)
         is_own_schedule = is_readable and not self._backend.keeps_schedule(self.lr_scheduler)
         missing = checkpoint_mode.find_missing_state(folder, (SCHEDULER_NAME,) if is_own_schedule else ())
+        other = checkpoint_mode.find_other_optimizer(folder, self._optimizer_name)
+        if other is not None and not missing:
+            missing = f"state of {self._optimizer_name} but that of {other}"
         if missing and not self.args.resume_without_optimizer:
             raise ResumeError(
                 f"{folder} has no {missing}, so the resumed run would end with other weights; resume from another "
@@ -325,6 +334,10 @@ class DiffusersTrainer(Trainer):
             with warnings.catch_warnings(action="ignore", category=UserWarning):  # the optimizer has made no step
                 for _ in range(self.state.global_step):
                     schedule.step()
+
+    @property
+    def _optimizer_name(self) -> str:
+        return str(getattr(self.args.optim, "value", self.args.optim))
 
     def _read_optimizer_and_scheduler(self, folder: Path) -> None:
         settings = [{key: group[key] for key in OF_SETTINGS if key in group} for group in self.optimizer.param_groups]

@@ -22,6 +22,20 @@ from .trackers import draw_grid, log_files, log_image
 logger = logging.getLogger(__name__)
 
 
+class StartCallback(TrainerCallback):
+    """Callback that calls a function once a run has found where it starts, before its first update.
+
+    Args:
+        function: is called without arguments.
+    """
+
+    def __init__(self, function: Callable[[], None]):
+        self._function = function
+
+    def on_train_begin(self, *args, **kwargs):
+        self._function()
+
+
 class SyncRefModelCallback(TrainerCallback):
     """Callback that moves the reference towards the policy (https://huggingface.co/papers/2404.09656).
 

@@ -8,8 +8,18 @@ from torch import Tensor
 
 
 def count_bytes(tensors: Iterable[Tensor]) -> int:
-    """Count the bytes of tensors; repeated tensors count once."""
-    return sum({id(tensor): tensor.numel() * tensor.element_size() for tensor in list(tensors)}.values())
+    """Count the bytes of tensors; repeated tensors count once.
+
+    A tensor that wraps others, such as torchao's quantised weights and optimizer states, counts as what it wraps.
+    """
+    return sum({id(tensor): _count(tensor) for tensor in list(tensors)}.values())
+
+
+def _count(tensor: Tensor) -> int:
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None or type(tensor) is Tensor:
+        return tensor.numel() * tensor.element_size()
+    return sum(_count(getattr(tensor, name)) for name in flatten()[0])
 
 
 def format_size(count: int) -> str:

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import inspect
 import logging
+import os
 import sys
 from typing import Any
 
@@ -13,6 +14,7 @@ from diffusers import DiffusionPipeline
 from peft import PeftConfig
 
 from ..config.checks import check_settings
+from ..config.early_checks import check_model_name, check_resume_folder
 from ..config.idle import list_idle
 from ..config.optimizers import check_optimizer
 from ..config.sampling import SamplingSettings
@@ -144,6 +146,11 @@ def check_run(
         ImportError: a tracker, quantization backend or processor needs a package that is not installed.
     """
     args = prepare_args(model, args)
+    if isinstance(model, str):
+        check_model_name(model)
+        model = os.path.expanduser(model)
+    if args.should_save:
+        check_resume_folder(args.resume_from_checkpoint, args.output_dir)
     if (idle := list_idle(args)) and args.should_log:
         logger.warning("Settings without effect: %s.", ", ".join(idle))
     check_trackers(args.report_to)

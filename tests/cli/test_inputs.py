@@ -2,7 +2,8 @@
 
 import pytest
 
-from diffusion_grpo.cli.inputs import Refusal, call_or_refuse, check_model_name, load_checked
+from diffusion_grpo.cli.inputs import Refusal, call_or_refuse, load_checked
+from diffusion_grpo.config.early_checks import check_model_name
 
 
 @pytest.mark.parametrize("error", [ValueError("too\n  large"), OSError("too large"), ImportError("too large")])

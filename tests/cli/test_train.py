@@ -17,6 +17,7 @@ from transformers import TrainerState
 from diffusion_grpo import cli
 from diffusion_grpo.cli.train import find_baseline_argument, finish_run, measure_baselines
 from diffusion_grpo.config.parse import parse_train_arguments
+from diffusion_grpo.run.lock import lock_folder
 
 
 @pytest.mark.parametrize(
@@ -95,6 +96,23 @@ def test_resuming_may_be_said_to_be_off(config_file, no_model, capsys, tmp_path)
     (tmp_path / "run" / "checkpoint-5").mkdir(parents=True)
     for words in ([config_file(), "--resume_from_checkpoint", "false"], [config_file(resume_from_checkpoint=False)]):
         assert "already contains a run (newest: checkpoint-5)" in refusal(capsys, "train", *words)
+
+
+def test_a_start_that_is_refused_leaves_the_settings_of_the_run_there(config_file, model, tmp_path, capsys):
+    path = config_file(model=model, use_peft=True, max_steps=1, disable_tqdm=True, save_strategy="no", **SIZE)
+    settings = tmp_path / "run" / "train.yaml"
+    settings.parent.mkdir()
+    settings.write_text("of the run there\n")
+    with lock_folder(settings.parent):
+        assert cli.main(["train", path]) == 2
+    assert "is being written by another run" in capsys.readouterr().err
+    assert settings.read_text() == "of the run there\n"
+    assert cli.main(["train", path]) == 0 and "max_steps: 1" in settings.read_text()
+
+
+def test_a_checkpoint_that_does_not_exist_is_refused(config_file, no_model, capsys):
+    refused = refusal(capsys, "train", config_file(), "--resume_from_checkpoint", "nothere/checkpoint-5")
+    assert "there is no folder nothere/checkpoint-5" in refused
 
 
 def test_a_file_of_settings_that_the_run_would_write_over_is_refused(config_file, no_model, capsys, tmp_path):
@@ -215,7 +233,7 @@ def test_ctrl_c_says_in_one_line_how_to_go_on(config_file, model, tmp_path, caps
     how = (
         f"continue from {newest} with resume_from_checkpoint=True (--resume_from_checkpoint true on the command line)"
         if saves
-        else "there is no checkpoint yet, so start the run again in the same way"
+        else "there is no checkpoint yet, so start again, with a new trainer or the same command"
     )
     assert last == f"Interrupted after 1 update; {how}."
     assert "Traceback" not in last

@@ -146,6 +146,15 @@ WRONG_TYPES = [
     ({"max_steps": 10.0}, "max_steps=10.0 is of type float, but must be of type int"),
     ({"beta": True}, "beta=True is of type bool, but must be of type float"),
     ({"max_steps": None}, "max_steps=None is of type NoneType, but must be of type int"),
+    ({"beta": float("nan")}, "beta is not a number; give a finite one"),
+    ({"reward_weights": 0.5}, "reward_weights=0.5 is of type float where a list is expected"),
+    ({"sde_window": 3}, "sde_window=3 is of type int where a list is expected"),
+    ({"sde_window": [0.0, 2.0]}, r"sde_window=\[0.0, 2.0\] must be a list of int"),
+    ({"pipeline_kwargs": [1]}, r"pipeline_kwargs=\[1\] is of type list where a mapping is expected"),
+    ({"seed": -1}, "seed must be at least 0, got -1"),
+    ({"data_seed": 2**32}, r"data_seed must be below 2\*\*32, got 4294967296"),
+    ({"height": 0}, "height must be at least 1, got 0"),
+    ({"num_frames": 0}, "num_frames must be at least 1, got 0"),
 ]
 
 
@@ -187,5 +196,5 @@ def test_the_command_line_refuses_the_same_before_it_imports_the_config(settings
 
 def test_noise_levels_in_words_are_refused_in_python():
     """The command line makes numbers of them."""
-    with pytest.raises(ValueError, match=r"sigmas must be a list of at least two numbers.* got \['1.0', 0.5\]"):
+    with pytest.raises(ValueError, match=r"sigmas=\['1.0', 0.5\] must be a list of float"):
         DiffusionGRPOConfig("run", use_cpu=True, sigmas=["1.0", 0.5], num_inference_steps=2)

@@ -4,7 +4,14 @@ import pytest
 from command_line import make_config
 
 from diffusion_grpo.config.defaults import Sizes
-from diffusion_grpo.config.early_checks import EarlySettings, check_names, check_values, processes_here, read_value
+from diffusion_grpo.config.early_checks import (
+    EarlySettings,
+    check_names,
+    check_resume_folder,
+    check_values,
+    processes_here,
+    read_value,
+)
 from diffusion_grpo.config.source import config_fields
 
 
@@ -116,3 +123,14 @@ def test_a_launcher_says_how_many_processes_there_are(monkeypatch):
     assert processes_here() == 4
     monkeypatch.setenv("PMI_SIZE", "2")
     assert processes_here() is None
+
+
+def test_a_checkpoint_that_does_not_exist_is_refused(tmp_path):
+    for wanted in (None, True, False, "true", "False", str(tmp_path)):
+        check_resume_folder(wanted, tmp_path)
+    with pytest.raises(ValueError, match="no folder nothere/checkpoint-5; give the folder of a checkpoint[.]"):
+        check_resume_folder("nothere/checkpoint-5", tmp_path)
+    for number in (9, 10):
+        (tmp_path / f"checkpoint-{number}").mkdir()
+    with pytest.raises(ValueError, match="no folder nothere; the newest checkpoint in output_dir is .*-10[.]"):
+        check_resume_folder("nothere", tmp_path)

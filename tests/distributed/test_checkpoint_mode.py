@@ -5,6 +5,7 @@ import pytest
 from diffusion_grpo.distributed.checkpoint_mode import (
     describe_mode,
     find_missing_state,
+    find_other_optimizer,
     is_readable,
     read_mode,
     write_mode,
@@ -26,12 +27,12 @@ def mode(processes=1, zero_stage=0, fsdp=0):
 )
 def test_a_mode_in_words(tmp_path, given, words):
     assert read_mode(tmp_path) == "in another mode"
-    write_mode(tmp_path, given)
+    write_mode(tmp_path, given, "adamw_torch")
     assert read_mode(tmp_path) == describe_mode(given) == words
 
 
 def test_an_engines_state_is_read_by_as_many_processes_in_its_own_mode(tmp_path):
-    write_mode(tmp_path, mode(2, zero_stage=2))
+    write_mode(tmp_path, mode(2, zero_stage=2), "adamw_torch")
     assert is_readable(tmp_path, mode()) and not is_readable(tmp_path, mode(2, zero_stage=2))
     (tmp_path / "global_step3").mkdir()
     assert is_readable(tmp_path, mode(2, zero_stage=2))
@@ -47,3 +48,10 @@ def test_what_a_checkpoint_lacks_is_named(tmp_path):
     (tmp_path / "optimizer.pt").touch()
     assert find_missing_state(tmp_path, ()) is None
     assert find_missing_state(tmp_path, ("scheduler.pt",)) == "scheduler.pt"
+
+
+def test_an_optimizer_with_another_state_is_named(tmp_path):
+    assert find_other_optimizer(tmp_path, "sgd") is None  # written by an earlier version
+    write_mode(tmp_path, mode(), "adamw_torch")
+    assert find_other_optimizer(tmp_path, "adamw_torch_fused") is None
+    assert find_other_optimizer(tmp_path, "adamw_bnb_8bit") == "adamw_torch"

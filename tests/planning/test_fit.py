@@ -112,6 +112,11 @@ def test_what_is_set_already_is_not_proposed_again(config):
     own = {"per_device_eval_batch_size": 8}  # which are not planned
     assert propose("smaller micro-batches", own) == half | {"per_device_eval_batch_size": 2}
     assert propose("smaller micro-batches", {"per_device_eval_batch_size": 2}) == half
+    odd = propose("smaller micro-batches", {"per_device_train_batch_size": 9, "num_generations": 3})
+    assert odd["per_device_train_batch_size"] == 3
+    assert propose("smaller rollout calls", {}) is None  # as large as the micro-batches
+    assert propose("smaller rollout calls", {"rollout_batch_size": 6}) == {"rollout_batch_size": 3}
+    assert propose("smaller rollout calls", {"rollout_batch_size": 1}) is None
     swap = propose("block swap", {})
     assert swap["group_offload"] == "block_level" and propose("block swap", swap) is None
 

@@ -23,6 +23,16 @@ def test_eight_bit_states_are_a_byte_a_value_and_a_scale_a_block():
     assert count_optimizer_bytes([large, small], args) == 2 * (6400 + 4 * 25) + 2 * 4 * 10
     args.optim = "ademamix_8bit"  # which has two momenta
     assert count_optimizer_bytes([large, small], args) == 3 * (6400 + 4 * 25) + 3 * 4 * 10
+    args.optim = "rmsprop_bnb_8bit"  # which has one
+    assert count_optimizer_bytes([large, small], args) == (6400 + 4 * 25) + 4 * 10
+
+
+def test_four_bit_states_are_half_a_byte_a_value():
+    pytest.importorskip("torchao")
+    words = "--model a/b --dataset x --reward_funcs y --optim adamw_torch_4bit"
+    _, _, args = parse_train_arguments(None, words.split())
+    large = torch.nn.Parameter(torch.empty(1024, 1024))
+    assert 2**20 <= count_optimizer_bytes([large], args) <= 1.1 * 2**20
 
 
 def test_only_the_largest_phase_counts_beside_what_is_always_there():

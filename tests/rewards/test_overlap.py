@@ -438,8 +438,12 @@ def test_a_failed_rollout_leaves_the_thread_to_the_next_one():
 
 def test_samples_count_as_unscored_only_if_no_reward_scored_them(monkeypatch) -> None:
     """Rewards that wait for the rollout are in another part."""
+
+    def absent(images):
+        return [None] * len(images)
+
     seen = []
     monkeypatch.setattr("diffusion_grpo.rewards.overlap.warn_of_unscored", seen.append)
-    rollout([{"function": lambda images: [None] * len(images), "name": "absent"}, share], is_wanted=True)
+    rollout([absent, share], is_wanted=True)
     [values] = seen
     assert values[:, 0].isnan().all() and not values[:, 1].isnan().any()

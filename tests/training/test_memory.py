@@ -32,3 +32,10 @@ def test_each_tensor_counts_once_also_where_the_next_one_takes_its_place():
 )
 def test_a_size_is_written_in_the_largest_unit_that_fits(count, text):
     assert format_size(count) == text
+
+
+def test_a_tensor_that_wraps_others_counts_as_what_it_wraps():
+    int8 = pytest.importorskip("torchao.quantization")
+    layer = torch.nn.Linear(64, 32, bias=False)
+    int8.quantize_(layer, int8.Int8WeightOnlyConfig())
+    assert 64 * 32 <= count_bytes([layer.weight]) <= 64 * 32 + 8 * 32

@@ -15,9 +15,10 @@ import resumable_run
 import torch
 from pushed_run import make_client
 from safetensors.torch import load_file
-from tiny_runs import first_frame_brightness, logged, policy_weights, trained_weights, trainer_for
+from tiny_runs import brightness, first_frame_brightness, logged, policy_weights, trained_weights, trainer_for
 from transformers import TrainerCallback
 
+from diffusion_grpo.rewards import RewardError
 from diffusion_grpo.run.manifest import ResumeError
 
 # 4 prompts, 2 a rollout: two rollouts an epoch, so that six updates cross epochs
@@ -353,3 +354,52 @@ def test_other_prompts_are_accepted_with_a_warning(tmp_path, caplog):
         trainer.train()
         assert trainer.state.global_step == updates
         assert ("training prompts, or their order, differ" in caplog.text) == is_told
+
+
+def test_an_evaluation_that_fails_after_training_leaves_the_checkpoints_alone(tmp_path):
+    """With `load_best_model_at_end` the model has other weights than those of the last update."""
+    calls = []
+
+    def falling(images, **columns):
+        if calls == ["done"]:
+            raise RuntimeError("server is down")
+        return [float(-trainer.state.global_step)] * len(images)
+
+    settings = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
+    settings |= {"load_best_model_at_end": True, "num_inference_steps": 2}
+    trainer = trainer_for(tmp_path, rewards=[falling, brightness], **settings)
+    trainer.train()
+    before = (tmp_path / "checkpoint-2" / "manifest.json").read_bytes()
+    calls.append("done")
+    with pytest.raises(RewardError, match="server is down"):
+        trainer.evaluate()
+    assert (tmp_path / "checkpoint-2" / "manifest.json").read_bytes() == before
+
+
+def test_a_resumed_run_evaluates_and_saves_as_often_as_its_own_settings_say(tmp_path):
+    settings = {"num_inference_steps": 2, "save_strategy": "steps"}
+    trainer_for(tmp_path, max_steps=1, save_steps=1, **settings).train()
+    often = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 3, "resume_from_checkpoint": "true"}
+    again = trainer_for(tmp_path, max_steps=3, **often, **settings)
+    again.train()
+    assert [entry["step"] for entry in again.state.log_history if "eval_reward" in entry] == [2, 3]
+    assert not (tmp_path / "checkpoint-2").exists() and (tmp_path / "checkpoint-3").is_dir()
+
+
+def test_another_optimizer_is_refused_or_starts_afresh(tmp_path, caplog):
+    settings = {"save_strategy": "steps", "save_steps": 1, "num_inference_steps": 2, "resume_from_checkpoint": "true"}
+    trainer_for(tmp_path, **{**settings, "resume_from_checkpoint": None, "max_steps": 1}).train()
+    with pytest.raises(ResumeError, match="no state of sgd but that of adamw_torch.*resume_without_optimizer=True"):
+        trainer_for(tmp_path, optim="sgd", **settings).train()
+    again = trainer_for(tmp_path, optim="sgd", resume_without_optimizer=True, **settings)
+    again.train()
+    assert again.state.global_step == 2 and "has no state of sgd but that of adamw_torch" in caplog.text
+
+
+def test_a_second_training_without_a_checkpoint_says_where_it_starts(tmp_path, caplog):
+    trainer = trainer_for(tmp_path, callbacks=[Interrupt(1)], num_inference_steps=2)
+    with pytest.raises(KeyboardInterrupt, match="no checkpoint yet, so start again, with a new trainer or the same"):
+        trainer.train()
+    trainer.pop_callback(Interrupt)
+    trainer.train()
+    assert "starts with them from update 0" in caplog.text
