@@ -106,6 +106,8 @@ def _check_containers(args: Sizes) -> None:
             continue
         if found and isinstance(value, str):
             raise ValueError(f"{name}={value!r} is a string where a list is expected; write [{value!r}].")
+        if name == "sigmas":  # `check_steps` says more
+            continue
         if found and not isinstance(value, (list, tuple)):
             raise ValueError(f"{name}={value!r} is of type {type(value).__name__} where a list is expected.")
         if found and found[1] in TYPES and not all(_is_of(item, found[1]) for item in value):

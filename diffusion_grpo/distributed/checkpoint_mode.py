@@ -24,8 +24,8 @@ def find_other_optimizer(folder: Path, optimizer: str) -> str | None:
     """Return the name of the optimizer that wrote a checkpoint if it keeps another state than `optimizer`."""
     path = folder / MODE_FILE
     wrote = json.loads(path.read_text(encoding="utf-8")).get("optim") if path.is_file() else None
-    names = [str(name).removesuffix("_fused") for name in (wrote, optimizer)]
-    return None if wrote is None or names[0] == names[1] else wrote
+    alike = {"adamw_torch", "adamw_torch_fused"}  # two implementations with the same state
+    return None if wrote in (None, optimizer) or {wrote, optimizer} <= alike else wrote
 
 
 def read_mode(folder: Path) -> str:

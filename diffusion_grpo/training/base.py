@@ -135,12 +135,6 @@ class DiffusersTrainer(Trainer):
                 self._load_scaler(resume_from_checkpoint)
         return prepared
 
-    def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """As in `Trainer`, but a resumed run saves, logs and evaluates as often as its own settings say."""
-        done = super()._init_training_state(max_steps, *args, **kwargs)
-        self.state.compute_steps(self.args, max_steps)
-        return done
-
     # Where a run starts
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
@@ -310,7 +304,8 @@ class DiffusersTrainer(Trainer):
         is_readable = checkpoint_mode.is_readable(folder, self._backend.mode)
         is_own_schedule = is_readable and not self._backend.keeps_schedule(self.lr_scheduler)
         missing = checkpoint_mode.find_missing_state(folder, (SCHEDULER_NAME,) if is_own_schedule else ())
-        other = checkpoint_mode.find_other_optimizer(folder, self._optimizer_name)
+        with resume_point.refuse_unreadable(folder):
+            other = checkpoint_mode.find_other_optimizer(folder, self._optimizer_name)
         if other is not None and not missing:
             missing = f"state of {self._optimizer_name} but that of {other}"
         if missing and not self.args.resume_without_optimizer:

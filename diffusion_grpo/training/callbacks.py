@@ -36,6 +36,16 @@ class StartCallback(TrainerCallback):
         self._function()
 
 
+class OwnIntervalsCallback(TrainerCallback):
+    """Callback that lets a resumed run log, evaluate and save as often as its own settings say.
+
+    transformers takes these intervals from the checkpoint.
+    """
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        state.compute_steps(args, state.max_steps)
+
+
 class SyncRefModelCallback(TrainerCallback):
     """Callback that moves the reference towards the policy (https://huggingface.co/papers/2404.09656).
 

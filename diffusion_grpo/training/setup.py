@@ -44,6 +44,7 @@ from ..run.weights import PolicyFiles, lora_loader, name_half_dtype
 from .callbacks import (
     CollapseCallback,
     LastLogCallback,
+    OwnIntervalsCallback,
     ReportCallback,
     SampleGridCallback,
     SyncRefModelCallback,
@@ -460,6 +461,7 @@ def add_callbacks(
         prompts: numbers of prompts; see [`~diffusion_grpo.data.held_out.count_prompts`].
         write_validation: samples the validation prompts and returns their folder.
     """
+    handler.add_callback(OwnIntervalsCallback)
     if learner.values is not None:
         handler.add_callback(ValueCallback(learner.values, accelerator))
     for moving in filter(None, (learner.average, learner.old_policy)):

@@ -20,13 +20,14 @@ READ = [
     "adapter_model.safetensors",
     "policy/adapter_model.safetensors",
     "optimizer.pt",
+    "processes.json",
     "rng_state.pth",
     "rollout-rank0.safetensors",
     "scheduler.pt",
     "trainer_state.json",
     "value_model.safetensors",
 ]
-NOT_READ = ["adapter_config.json", "processes.json", "pytorch_lora_weights.safetensors"]
+NOT_READ = ["adapter_config.json", "pytorch_lora_weights.safetensors"]
 # names that transformers, peft or diffusers look for, and what would be read in their place
 FALLBACKS = ["adapter_model.bin", "optimizer.bin", "pytorch_model.bin", "training_args.bin", "rng_state_0.pth"]
 
