@@ -376,6 +376,23 @@ def test_an_evaluation_that_fails_after_training_leaves_the_checkpoints_alone(tm
     assert (tmp_path / "checkpoint-2" / "manifest.json").read_bytes() == before
 
 
+def test_an_evaluation_that_fails_after_an_interrupted_training_saves_nothing(tmp_path):
+    is_down = []
+
+    def failing(images, **columns):
+        if is_down:
+            raise RuntimeError("server is down")
+        return brightness(images)
+
+    trainer = trainer_for(tmp_path, rewards=failing, callbacks=[Interrupt(1)], num_inference_steps=2)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    is_down.append(True)
+    with pytest.raises(RewardError, match="server is down"):
+        trainer.evaluate()
+    assert not (tmp_path / "checkpoint-1").exists()
+
+
 def test_a_resumed_run_evaluates_and_saves_as_often_as_its_own_settings_say(tmp_path):
     settings = {"num_inference_steps": 2, "save_strategy": "steps"}
     trainer_for(tmp_path, max_steps=1, save_steps=1, **settings).train()
