@@ -133,8 +133,7 @@ def find_commands(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[
 
 def format_command(name: str, command: argparse.ArgumentParser) -> str:
     """Return a heading, the purpose of a command, and a table of its options."""
-    own = [action for action in command._actions if action.help != argparse.SUPPRESS]
-    options = [action for action in own if not isinstance(action, argparse._HelpAction)]
+    options = [action for action in command._actions if not isinstance(action, argparse._HelpAction)]
     lines = [
         "",
         f"## {name}",

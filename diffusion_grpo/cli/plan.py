@@ -44,9 +44,11 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
     question = command.add_mutually_exclusive_group()
     question.add_argument(
-        "--device-memory", metavar="SIZE", help="show whether the run fits into this much memory, e.g. 24GiB"
+        "--device-memory",
+        "--device_memory",  # as settings are written
+        metavar="SIZE",
+        help="show whether the run fits into this much memory, e.g. 24GiB",
     )
-    question.add_argument("--device_memory", help=argparse.SUPPRESS)  # as settings are written
     question.add_argument(
         "--fit",
         metavar="SIZE",

@@ -83,11 +83,12 @@ def run(arguments: argparse.Namespace) -> int:
     if str(config.resume_from_checkpoint).lower() == "false":  # transformers would take it for the name of a folder
         config.resume_from_checkpoint = None
     trainer = build_trainer(script, lora, config)
+    from ..run.reproduce import save_settings
     from ..training.callbacks import StartCallback
 
     if trainer.is_world_process_zero():  # not before: the folder may be another run's
-        write = functools.partial(save_command, config, arguments.config, overrides)
-        trainer.add_callback(StartCallback(write))
+        command = read_command(config, arguments.config, overrides)
+        trainer.add_callback(StartCallback(functools.partial(save_settings, Path(config.output_dir), command)))
     if script.baseline_guidance_scales:
         path = Path(config.output_dir) / "baselines.json"
         if not (config.resume_from_checkpoint and path.is_file()):
@@ -111,16 +112,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def save_command(config: "DiffusionGRPOConfig", config_file: str | None, overrides: list[str]) -> None:
-    """Write the settings of this run to its folder, so that the model card can name the command."""
+def read_command(config: "DiffusionGRPOConfig", config_file: str | None, overrides: list[str]) -> dict[str, Any]:
+    """Return the settings of this run for the file in its folder, by which the model card can name the command."""
     from ..config.arguments import LaunchArguments
     from ..config.parse import resolve_values
     from ..config.settings import find_launched_precision
-    from ..run.reproduce import read_launch, save_settings
+    from ..run.reproduce import read_launch
 
     values = find_launched_precision(config) | resolve_values(config_file, overrides)
     processes = {key: values.pop(key, None) for key in LaunchArguments.__dataclass_fields__}
-    save_settings(Path(config.output_dir), values | read_launch(processes, config.world_size))
+    return values | read_launch(processes, config.world_size)
 
 
 def check_before_imports(values: dict[str, Any], world_size: int | None) -> None:

@@ -8,7 +8,7 @@ import logging
 import math
 import numbers
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,7 @@ def _check_containers(args: Sizes) -> None:
             raise ValueError(f"{name}={value!r} is a string where a list is expected; write [{value!r}].")
         if name == "sigmas":  # `check_steps` says more
             continue
-        if found and not isinstance(value, (list, tuple)):
+        if found and not isinstance(value, Sequence):
             raise ValueError(f"{name}={value!r} is of type {type(value).__name__} where a list is expected.")
         if found and found[1] in TYPES and not all(_is_of(item, found[1]) for item in value):
             raise ValueError(f"{name}={value!r} must be a list of {found[1]}.")
@@ -297,7 +297,6 @@ def _check_numbers(args: Sizes) -> None:
     at_least = {
         "num_generations": 1 if _takes_single_samples(args) else 2,
         "seed": 0,
-        "data_seed": 0,
         "height": 1,
         "width": 1,
         "num_frames": 1,
@@ -346,9 +345,8 @@ def _check_numbers(args: Sizes) -> None:
 def _check_ranges(args: Sizes) -> None:
     if args.top_p is not None and not 0 < args.top_p <= 1:
         raise ValueError(f"top_p must lie in (0, 1], got {args.top_p}.")
-    for name in ("seed", "data_seed"):
-        if (getattr(args, name) or 0) >= 2**32:
-            raise ValueError(f"{name} must be below 2**32, got {getattr(args, name)}.")
+    if args.seed >= 2**32:  # NumPy's limit
+        raise ValueError(f"seed must be below 2**32, got {args.seed}.")
     if not all(math.isfinite(weight) for weight in args.reward_weights or []):
         raise ValueError(f"reward_weights must be finite numbers, got {args.reward_weights}.")
     if args.ema_decay is not None and not 0 < args.ema_decay < 1:

@@ -143,12 +143,15 @@ def check_resume_folder(wanted: Any, output_dir: Any) -> None:
     Raises:
         ValueError: the message names the newest checkpoint in `output_dir`, if there is one.
     """
-    if wanted is None or str(wanted).lower() in (*TRUE, *FALSE, "") or Path(wanted).is_dir():
+    folder = Path(str(wanted))
+    if wanted is None or str(wanted).lower() in ("true", "false", "") or folder.is_dir():
+        return
+    if folder.with_name(f"tmp-{folder.name}-old").is_dir():  # left by a kill, and restored when the run starts
         return
     there = Path(output_dir or ".").glob("checkpoint-*")
     found = [path for path in there if path.name.removeprefix("checkpoint-").isdigit()]
     newest = max(found, key=lambda path: int(path.name.removeprefix("checkpoint-")), default=None)
-    advice = f"the newest checkpoint in output_dir is {newest}" if newest else "give the folder of a checkpoint"
+    advice = f"the newest checkpoint in output_dir is {newest}" if newest else "give that of a checkpoint, or true"
     raise ValueError(f"resume_from_checkpoint: there is no folder {wanted}; {advice}.")
 
 

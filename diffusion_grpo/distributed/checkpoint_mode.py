@@ -13,6 +13,15 @@ from transformers.trainer import OPTIMIZER_NAME
 from .sharded_checkpoints import has_pickled_shards, has_shards
 
 MODE_FILE = "processes.json"
+# names of transformers for optimizers with the same state; a paged optimizer has that of the ordinary one
+SAME_STATE = {
+    "adamw_torch_fused": "adamw_torch",
+    "adamw_torch_xla": "adamw_torch",
+    "adamw_torch_npu_fused": "adamw_torch",
+    "adamw_8bit": "adamw_bnb_8bit",
+    "ademamix_32bit": "ademamix",
+    "rmsprop_bnb_32bit": "rmsprop_bnb",
+}
 
 
 def write_mode(folder: Path, mode: dict[str, int], optimizer: str) -> None:
@@ -24,8 +33,9 @@ def find_other_optimizer(folder: Path, optimizer: str) -> str | None:
     """Return the name of the optimizer that wrote a checkpoint if it keeps another state than `optimizer`."""
     path = folder / MODE_FILE
     wrote = json.loads(path.read_text(encoding="utf-8")).get("optim") if path.is_file() else None
-    alike = {"adamw_torch", "adamw_torch_fused"}  # two implementations with the same state
-    return None if wrote in (None, optimizer) or {wrote, optimizer} <= alike else wrote
+    names = [str(name).removeprefix("paged_") for name in (wrote, optimizer)]
+    there, here = (SAME_STATE.get(name, name) for name in names)
+    return None if wrote is None or there == here else wrote
 
 
 def read_mode(folder: Path) -> str:

@@ -472,7 +472,7 @@ def count_optimizer_bytes(trained: list[nn.Parameter], args: DiffusionGRPOConfig
     """
     name = OptimizerNames(args.optim).value
     if "8bit" in name:
-        count = 1 if name.startswith(("lion", "rmsprop")) else 3 if "ademamix" in name else 2
+        count = 1 if any(word in name for word in ("lion", "rmsprop")) else 3 if "ademamix" in name else 2
         sizes = [p.numel() for p in trained]
         small = sum(4 * size for size in sizes if size < OPTIMIZER_SMALL)
         large = sum(size + 4 * math.ceil(size / OPTIMIZER_BLOCK) for size in sizes if size >= OPTIMIZER_SMALL)

@@ -306,7 +306,7 @@ class DiffusersTrainer(Trainer):
         missing = checkpoint_mode.find_missing_state(folder, (SCHEDULER_NAME,) if is_own_schedule else ())
         with resume_point.refuse_unreadable(folder):
             other = checkpoint_mode.find_other_optimizer(folder, self._optimizer_name)
-        if other is not None and not missing:
+        if other is not None and is_readable and not missing:
             missing = f"state of {self._optimizer_name} but that of {other}"
         if missing and not self.args.resume_without_optimizer:
             raise ResumeError(

@@ -149,8 +149,7 @@ def check_run(
     if isinstance(model, str):
         check_model_name(model)
         model = os.path.expanduser(model)
-    if args.should_save:
-        check_resume_folder(args.resume_from_checkpoint, args.output_dir)
+    check_resume_folder(args.resume_from_checkpoint, args.output_dir)
     if (idle := list_idle(args)) and args.should_log:
         logger.warning("Settings without effect: %s.", ", ".join(idle))
     check_trackers(args.report_to)

@@ -152,7 +152,7 @@ WRONG_TYPES = [
     ({"sde_window": [0.0, 2.0]}, r"sde_window=\[0.0, 2.0\] must be a list of int"),
     ({"pipeline_kwargs": [1]}, r"pipeline_kwargs=\[1\] is of type list where a mapping is expected"),
     ({"seed": -1}, "seed must be at least 0, got -1"),
-    ({"data_seed": 2**32}, r"data_seed must be below 2\*\*32, got 4294967296"),
+    ({"seed": 2**32}, r"seed must be below 2\*\*32, got 4294967296"),
     ({"height": 0}, "height must be at least 1, got 0"),
     ({"num_frames": 0}, "num_frames must be at least 1, got 0"),
 ]

@@ -128,8 +128,12 @@ def test_a_launcher_says_how_many_processes_there_are(monkeypatch):
 def test_a_checkpoint_that_does_not_exist_is_refused(tmp_path):
     for wanted in (None, True, False, "true", "False", str(tmp_path)):
         check_resume_folder(wanted, tmp_path)
-    with pytest.raises(ValueError, match="no folder nothere/checkpoint-5; give the folder of a checkpoint[.]"):
+    with pytest.raises(ValueError, match="no folder nothere/checkpoint-5; give that of a checkpoint, or true"):
         check_resume_folder("nothere/checkpoint-5", tmp_path)
+    with pytest.raises(ValueError, match="there is no folder 500"):
+        check_resume_folder(500, tmp_path)
+    (tmp_path / "tmp-checkpoint-20-old").mkdir()  # was being replaced when the run was killed
+    check_resume_folder(tmp_path / "checkpoint-20", tmp_path)
     for number in (9, 10):
         (tmp_path / f"checkpoint-{number}").mkdir()
     with pytest.raises(ValueError, match="no folder nothere; the newest checkpoint in output_dir is .*-10[.]"):

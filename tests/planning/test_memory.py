@@ -23,8 +23,9 @@ def test_eight_bit_states_are_a_byte_a_value_and_a_scale_a_block():
     assert count_optimizer_bytes([large, small], args) == 2 * (6400 + 4 * 25) + 2 * 4 * 10
     args.optim = "ademamix_8bit"  # which has two momenta
     assert count_optimizer_bytes([large, small], args) == 3 * (6400 + 4 * 25) + 3 * 4 * 10
-    args.optim = "rmsprop_bnb_8bit"  # which has one
-    assert count_optimizer_bytes([large, small], args) == (6400 + 4 * 25) + 4 * 10
+    for name in ("rmsprop_bnb_8bit", "lion_8bit", "paged_lion_8bit"):  # which have one
+        args.optim = name
+        assert count_optimizer_bytes([large, small], args) == (6400 + 4 * 25) + 4 * 10
 
 
 def test_four_bit_states_are_half_a_byte_a_value():
