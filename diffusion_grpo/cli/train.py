@@ -83,12 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
     if str(config.resume_from_checkpoint).lower() == "false":  # transformers would take it for the name of a folder
         config.resume_from_checkpoint = None
     trainer = build_trainer(script, lora, config)
-    from ..run.reproduce import save_settings
-    from ..training.callbacks import StartCallback
-
-    if trainer.is_world_process_zero():  # not before: the folder may be another run's
-        command = read_command(config, arguments.config, overrides)
-        trainer.add_callback(StartCallback(functools.partial(save_settings, Path(config.output_dir), command)))
+    if trainer.is_world_process_zero():
+        save_command_at_start(trainer, arguments.config, overrides)
     if script.baseline_guidance_scales:
         path = Path(config.output_dir) / "baselines.json"
         if not (config.resume_from_checkpoint and path.is_file()):
@@ -112,16 +108,21 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def read_command(config: "DiffusionGRPOConfig", config_file: str | None, overrides: list[str]) -> dict[str, Any]:
-    """Return the settings of this run for the file in its folder, by which the model card can name the command."""
+def save_command_at_start(trainer: "DiffusionGRPOTrainer", config_file: str | None, overrides: list[str]) -> None:
+    """Have the run write its settings to its folder when it starts, so that the model card can name the command.
+
+    Until then the folder may hold another run, for which the start is refused.
+    """
     from ..config.arguments import LaunchArguments
     from ..config.parse import resolve_values
     from ..config.settings import find_launched_precision
-    from ..run.reproduce import read_launch
+    from ..run.reproduce import read_launch, save_settings
+    from ..training.callbacks import StartCallback
 
-    values = find_launched_precision(config) | resolve_values(config_file, overrides)
+    values = find_launched_precision(trainer.args) | resolve_values(config_file, overrides)
     processes = {key: values.pop(key, None) for key in LaunchArguments.__dataclass_fields__}
-    return values | read_launch(processes, config.world_size)
+    values |= read_launch(processes, trainer.args.world_size)
+    trainer.add_callback(StartCallback(functools.partial(save_settings, Path(trainer.args.output_dir), values)))
 
 
 def check_before_imports(values: dict[str, Any], world_size: int | None) -> None:

@@ -17,7 +17,7 @@ def count_bytes(tensors: Iterable[Tensor]) -> int:
 
 def _count(tensor: Tensor) -> int:
     flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None or type(tensor) is Tensor:
+    if flatten is None:
         return tensor.numel() * tensor.element_size()
     return sum(_count(getattr(tensor, name)) for name in flatten()[0])
 
