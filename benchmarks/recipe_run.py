@@ -20,6 +20,7 @@ from recipe_settings import BASE, DEMO, Recipe, find_phase
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils import _pytree as pytree
 from transformers import PrinterCallback, TrainerCallback
+from transformers.utils import enable_tf32
 
 from diffusion_grpo.cli.train import build_trainer
 from diffusion_grpo.config.parse import parse_train_arguments
@@ -216,6 +217,7 @@ def parse_recipe(
     settings = BASE | recipe.settings | {"learning_rate": learning_rate, "seed": seed, "output_dir": folder}
     settings |= {"eval_strategy": "no", "eval_on_start": False, "baseline_guidance_scales": None}
     settings |= {"report_experiment": None, "log_completions": False, "disable_tqdm": True}
+    settings |= {"bf16": False}  # on a GPU too
     settings |= {"max_steps": 1_000_000} | (sizes or {})  # the budget ends the run
     parsed = parse_settings(settings)
     *_, config = parsed
@@ -250,6 +252,8 @@ def train_row(
 ) -> dict[str, Any]:
     """Train by a recipe, and return its row.
 
+    On a GPU, it trains in float32 without TF32, from the same noise as on a CPU: only the rounding differs.
+
     Args:
         recipe: what is changed in the demo.
         learning_rate: at its peak.
@@ -257,9 +261,10 @@ def train_row(
         max_passes: the budget, in network passes per sample of an update, summed over the updates.
         max_updates: ends the run earlier; the learning rate still falls as for the whole budget.
         eval_passes: passes between two evaluations.
-        sizes: settings of a smaller run, for tests.
+        sizes: other settings of the run, such as those of a smaller one for tests.
     """
     counter, commit = PassCounter(), read_commit()  # before the run: a checkout may move on meanwhile
+    enable_tf32(False)
     with tempfile.TemporaryDirectory() as folder:
         script, lora, config = parse_recipe(recipe, learning_rate, seed, folder, sizes)
         trainer = build_trainer(script, lora, config)
@@ -326,9 +331,10 @@ def measure_cost(recipe: Recipe, sizes: dict[str, Any] | None = None) -> dict[st
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return what times depend on: the processor, the number of threads, and a preloaded library."""
+    """Return what times depend on: the processor or GPU, the number of threads, and a preloaded library."""
     preload = Path(os.environ.get("LD_PRELOAD", "")).name or None  # such as mkl_avx512.so
-    return {"machine": machine(), "threads": torch.get_num_threads(), "preload": preload}
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else machine()
+    return {"machine": name, "threads": torch.get_num_threads(), "preload": preload}
 
 
 def read_commit() -> str:

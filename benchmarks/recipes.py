@@ -66,7 +66,10 @@ def make_row(arguments: argparse.Namespace) -> None:
     if path.exists():
         sys.exit(f"{path} is there already; delete it, or write the new row to another folder with --out.")
     hide_loading_bars("tiny")
-    row = train_row(RECIPES[name], rate, seed, **budget(arguments, RECIPES[name], seed))
+    sizes = {"eval_reward_funcs": None} if arguments.without_tesseract else None
+    row = train_row(RECIPES[name], rate, seed, **budget(arguments, RECIPES[name], seed), sizes=sizes)
+    if arguments.without_tesseract:
+        row["command"] += " --without-tesseract"
     write_json(path, row)
 
 
@@ -190,6 +193,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     every = [*TUNE_SEEDS, *REPORT_SEEDS]
     parser.add_argument("--seeds", type=numbers, default=every, help="of the phases' seeds only these; default: all")
     parser.add_argument("--row", nargs=3, metavar=("RECIPE", "RATE", "SEED"), help="train one row in this process")
+    help_text = "where Tesseract is not installed: leave out what only it measures of a --row; learning rates are tuned "
+    parser.add_argument("--without-tesseract", action="store_true", help=help_text + "without it")
     parser.add_argument("--costs", action="store_true", help="only measure what a pass costs, where not known yet")
     parser.add_argument("--cost", metavar="RECIPE", help="measure what one recipe's pass costs in this process")
     help_text = "budget: network passes per sample of an update, summed over updates; default: each recipe's own"
