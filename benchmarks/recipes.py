@@ -193,7 +193,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     every = [*TUNE_SEEDS, *REPORT_SEEDS]
     parser.add_argument("--seeds", type=numbers, default=every, help="of the phases' seeds only these; default: all")
     parser.add_argument("--row", nargs=3, metavar=("RECIPE", "RATE", "SEED"), help="train one row in this process")
-    help_text = "where Tesseract is not installed: leave out what only it measures of a --row; learning rates are tuned "
+    help_text = (
+        "where Tesseract is not installed: leave out what only it measures of a --row; learning rates are tuned "
+    )
     parser.add_argument("--without-tesseract", action="store_true", help=help_text + "without it")
     parser.add_argument("--costs", action="store_true", help="only measure what a pass costs, where not known yet")
     parser.add_argument("--cost", metavar="RECIPE", help="measure what one recipe's pass costs in this process")

@@ -300,6 +300,20 @@ def test_a_finished_row_is_not_overwritten_and_its_rate_and_seed_are_numbers(tmp
         assert "got " + " ".join(words) in capsys.readouterr().err
 
 
+def test_rows_without_tesseract_and_in_float32_on_a_gpu(tmp_path, monkeypatch):
+    made = {}
+    monkeypatch.setattr(recipe_run, "train_row", lambda *args, **kwargs: made.update(kwargs) or {"command": "python"})
+    words = ["--row", "demo", "1.1e-3", "0", f"--out={tmp_path}"]
+    recipes.make_row(recipes.parse([*words, "--without-tesseract"]))
+    row = json.loads(recipes.row_path(tmp_path, "demo", 1.1e-3, 0).read_text())
+    assert row["command"] == "python --without-tesseract"
+    monkeypatch.setattr("diffusion_grpo.config.settings.computes_in_bf16", lambda: True)
+    script, _, config = recipe_run.parse_recipe(RECIPES["demo"], 1.1e-3, 0, str(tmp_path), made["sizes"])
+    assert script.eval_reward_funcs is None and not config.bf16
+    script, *_ = recipe_run.parse_recipe(RECIPES["demo"], 1.1e-3, 0, str(tmp_path))
+    assert script.eval_reward_funcs == ["tesseract"]
+
+
 def test_the_page_of_a_folder_with_a_dot_is_named_after_all_of_it(tmp_path, capsys):
     folder = tmp_path / "run.v1"
     write_json(recipes.row_path(folder, "demo", 1e-3, 0), made_row("demo", 1e-3, 0, [0.7, 0.9]))

@@ -10,7 +10,15 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config.early_checks import check_model_name, check_names, check_resume_folder, check_values, processes_here
+from ..config.early_checks import (
+    check_hub_access,
+    check_model_name,
+    check_names,
+    check_resume_folder,
+    check_values,
+    processes_here,
+    read_value,
+)
 from .inputs import Refusal, call_or_refuse, hide_loading_bars, load_checked
 
 if TYPE_CHECKING:
@@ -135,6 +143,9 @@ def check_before_imports(values: dict[str, Any], world_size: int | None) -> None
     check_names(values)
     check_model_name(str(values["model"]))
     check_resume_folder(values.get("resume_from_checkpoint"), values.get("output_dir"))
+    pushes = read_value("push_to_hub", values.get("push_to_hub", False), "bool")
+    if pushes and os.environ.get("RANK", "0") == "0":  # the only process that pushes
+        check_hub_access(values.get("hub_token"))
 
 
 def start_processes(

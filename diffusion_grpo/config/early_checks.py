@@ -155,6 +155,29 @@ def check_resume_folder(wanted: Any, output_dir: Any) -> None:
     raise ValueError(f"resume_from_checkpoint: there is no folder {wanted}; {advice}.")
 
 
+def check_hub_access(token: str | None) -> None:
+    """Refuse to push to the Hub if that cannot work.
+
+    Args:
+        token: value of `hub_token`.
+
+    Raises:
+        ValueError: the Hub's client is offline, or there is no token.
+    """
+    from huggingface_hub import constants, get_token
+
+    if constants.HF_HUB_OFFLINE:
+        raise ValueError(
+            "push_to_hub needs the Hub, but HF_HUB_OFFLINE is set; unset it, or set push_to_hub=False and upload the "
+            "output folder later."
+        )
+    if not (token or get_token()):
+        raise ValueError(
+            "push_to_hub needs a token of the Hub, and none was found; run `hf auth login`, or set HF_TOKEN or "
+            "hub_token."
+        )
+
+
 def processes_here() -> int | None:
     """Return how many processes a launcher started: 1 without a launcher, None if only MPI knows."""
     if any(name in os.environ for name in MPI):

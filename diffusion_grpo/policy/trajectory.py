@@ -472,11 +472,10 @@ def choose_trained_steps(
 
 
 def _draw_strata(generator: torch.Generator, start: int, stop: int, count: int) -> list[int]:
-    """Draw one step from each of `count` equal parts of [start, stop), all different."""
-    edges = [start + number * (stop - start) / count for number in range(count + 1)]
-    drawn = torch.rand(count, generator=generator).tolist()
-    steps: list[int] = []
-    for low, high, place in zip(edges[:-1], edges[1:], drawn, strict=True):
-        step = int(low + place * (high - low))
-        steps.append(max(step, steps[-1] + 1) if steps else step)  # parts of fractional length overlap
-    return steps
+    """Draw one step from each of `count` equal parts of [start, stop), all different, each step equally often.
+
+    Parts of fractional length share steps at their edges, so one number places the steps of all parts.
+    """
+    width = (stop - start) / count
+    places = torch.rand(count if width.is_integer() else 1, generator=generator).expand(count).tolist()
+    return [start + int((number + place) * width) for number, place in enumerate(places)]

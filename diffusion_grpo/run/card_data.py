@@ -27,7 +27,7 @@ WINDOWS_PATH = re.compile(r"""([A-Za-z]:[\\/]|\\\\[\w.-]+\\[\w.$' -]+\\)[^<>:"|?
 HOMES = ("home", "Users")  # home folders, also on another machine
 LICENSE_FIELDS = ("license", "license_name", "license_link")
 # Left out of every push. diffusers takes any file with the last name for a repository's LoRA: only the average has it
-UNPUBLISHED = ["_*", "checkpoint-*", "tmp-*", "policy/*pytorch_lora_weights.safetensors"]
+UNPUBLISHED = ["_*", "checkpoint-*", "tmp-*", "abandoned/*", "policy/*pytorch_lora_weights.safetensors"]
 # Pushed without push_samples: weights and the configs that diffusers needs, the card and its images, and run.json,
 # which says to which network a LoRA belongs
 PUBLISHED = ["README.md", "curve.png", "grid.png", "*.safetensors", "*.safetensors.index.json", "*config.json"]

@@ -24,6 +24,7 @@ from ..media.samples import convert_image
 from ..policy.base import split_component
 from .card_data import public_model_name, strip_folders, strip_secrets
 from .manifest import ResumeError
+from .resume_point import checkpoints
 from .resume_settings import IDENTITY_SETTINGS, describe_lora, find_difference, resolve_settings
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ KNOWN_LATE = {"component": "train_component"} | {
 WEIGHTS = ("model_index.json", "adapter_model.safetensors", "pytorch_lora_weights.safetensors")
 INPUT_WIDEST, INPUT_GAP = 512, 4  # pixels: of a copy of an image that samples were made from, and between two
 SAMPLES = ("evaluations", "samples", "validation")  # folders whose entries have the number of their update
+ABANDONED = "abandoned"  # folder of what a run left after the update that it went back to
 NOT_SETTINGS = {"output_dir", "logging_dir", "run_name", "hub_token", "push_to_hub_token", "resume_from_checkpoint"}
 NOT_SETTINGS |= {"lora_path"}  # the entry `trains_by` reports it
 
@@ -180,6 +182,40 @@ def clear_started_run(output_dir: Path) -> None:
     for path in [path for name in SAMPLES for path in (output_dir / name).glob("step-*")]:
         if not path.name.startswith("step-000000"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def set_later_aside(output_dir: Path, update: int) -> Path | None:
+    """Move what a run left after an update into a folder of its own, for a run that goes back to that update.
+
+    The newest checkpoint, the log and the samples would otherwise be those of the updates that it went back behind.
+
+    Args:
+        output_dir: folder of the run.
+        update: the update that the run goes on from.
+
+    Returns:
+        the folder that later checkpoints, samples and the ended run's log were moved to; None, with nothing moved, if
+        there is no later checkpoint.
+    """
+
+    def is_later(path: Path) -> bool:
+        return int(path.name.partition("-")[2].partition("-")[0].partition(".")[0]) > update
+
+    later = [path for path in checkpoints(output_dir) if is_later(path)]
+    if not later:
+        return None
+    later += [path for name in SAMPLES for path in (output_dir / name).glob("step-*") if is_later(path)]
+    later += [path for path in [output_dir / TRAINER_STATE_NAME] if path.is_file()]
+    aside = output_dir / ABANDONED / f"after-{update}"
+    number = 2
+    while aside.exists():
+        aside = aside.with_name(f"after-{update}-{number}")
+        number += 1
+    for path in later:
+        target = aside / path.relative_to(output_dir)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(target)
+    return aside
 
 
 def check_same_run(folder: str | Path, run: dict[str, Any], advice: str = "choose another output_dir") -> None:

@@ -16,6 +16,7 @@ from transformers.trainer_utils import IntervalStrategy
 from ..data.held_out import describe_prompts
 from ..distributed.weights import TrainedWeights
 from ..run.gallery import choose_steps
+from ..run.records import set_later_aside
 from ..run.watch import find_collapse
 from .trackers import draw_grid, log_files, log_image
 
@@ -44,6 +45,21 @@ class OwnIntervalsCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         state.compute_steps(args, state.max_steps)
+
+
+class GoingBackCallback(TrainerCallback):
+    """Callback that moves aside what the run left after the checkpoint that it is resumed from."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if not args.should_save or state.global_step == 0:
+            return
+        aside = set_later_aside(Path(args.output_dir), state.global_step)
+        if aside is not None:
+            logger.warning(
+                "This run goes back to update %d, so later checkpoints and samples in its folder were moved to %s.",
+                state.global_step,
+                aside,
+            )
 
 
 class SyncRefModelCallback(TrainerCallback):

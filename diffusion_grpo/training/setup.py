@@ -43,6 +43,7 @@ from ..run.sample_writer import KeptSamples, SampleWriter
 from ..run.weights import PolicyFiles, lora_loader, name_half_dtype
 from .callbacks import (
     CollapseCallback,
+    GoingBackCallback,
     LastLogCallback,
     OwnIntervalsCallback,
     ReportCallback,
@@ -462,6 +463,7 @@ def add_callbacks(
         write_validation: samples the validation prompts and returns their folder.
     """
     handler.add_callback(OwnIntervalsCallback)
+    handler.add_callback(GoingBackCallback)
     if learner.values is not None:
         handler.add_callback(ValueCallback(learner.values, accelerator))
     for moving in filter(None, (learner.average, learner.old_policy)):

@@ -14,7 +14,7 @@ from diffusers import DiffusionPipeline
 from peft import PeftConfig
 
 from ..config.checks import check_settings
-from ..config.early_checks import check_model_name, check_resume_folder
+from ..config.early_checks import check_hub_access, check_model_name, check_resume_folder
 from ..config.idle import list_idle
 from ..config.optimizers import check_optimizer
 from ..config.sampling import SamplingSettings
@@ -149,6 +149,8 @@ def check_run(
     if isinstance(model, str):
         check_model_name(model)
         model = os.path.expanduser(model)
+        if args.push_to_hub and args.process_index == 0:  # a given pipeline is loaded already
+            check_hub_access(args.hub_token)
     check_resume_folder(args.resume_from_checkpoint, args.output_dir)
     if (idle := list_idle(args)) and args.should_log:
         logger.warning("Settings without effect: %s.", ", ".join(idle))

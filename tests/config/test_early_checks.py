@@ -1,11 +1,14 @@
 """Typing errors are refused before torch is imported."""
 
+import huggingface_hub
 import pytest
 from command_line import make_config
+from huggingface_hub import constants
 
 from diffusion_grpo.config.defaults import Sizes
 from diffusion_grpo.config.early_checks import (
     EarlySettings,
+    check_hub_access,
     check_names,
     check_resume_folder,
     check_values,
@@ -123,6 +126,18 @@ def test_a_launcher_says_how_many_processes_there_are(monkeypatch):
     assert processes_here() == 4
     monkeypatch.setenv("PMI_SIZE", "2")
     assert processes_here() is None
+
+
+def test_pushing_needs_a_token_and_the_hub(monkeypatch):
+    with pytest.raises(ValueError, match="HF_HUB_OFFLINE is set; unset it, or set push_to_hub=False"):
+        check_hub_access("hf_mine")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    check_hub_access("hf_mine")
+    with pytest.raises(ValueError, match="a token of the Hub, and none was found; run `hf auth login`"):
+        check_hub_access(None)
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_mine")
+    check_hub_access(None)
 
 
 def test_a_checkpoint_that_does_not_exist_is_refused(tmp_path):

@@ -44,6 +44,7 @@ PRIVATE = [
     "images/photo.png",
 ]
 NEVER = ["checkpoint-2/pytorch_lora_weights.safetensors", "tmp-checkpoint-3/config.json"]
+NEVER += ["abandoned/after-2/checkpoint-3/pytorch_lora_weights.safetensors"]
 NEVER += ["policy/pytorch_lora_weights.safetensors", "policy/transformer_2/pytorch_lora_weights.safetensors"]
 
 

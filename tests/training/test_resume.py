@@ -19,6 +19,7 @@ from tiny_runs import brightness, first_frame_brightness, logged, policy_weights
 from transformers import TrainerCallback
 
 from diffusion_grpo.rewards import RewardError
+from diffusion_grpo.run.folder import read_log_history
 from diffusion_grpo.run.manifest import ResumeError
 
 # 4 prompts, 2 a rollout: two rollouts an epoch, so that six updates cross epochs
@@ -309,6 +310,34 @@ def test_a_run_that_has_made_its_updates_makes_no_more(tmp_path, caplog):
     assert "is at update 1 and max_steps is 1" in caplog.text
     expected = trained_weights(whole)
     assert all(torch.equal(value, expected[name]) for name, value in trained_weights(again).items())
+
+
+def test_a_run_that_goes_back_leaves_no_later_checkpoint_behind(tmp_path, caplog):
+    """The newest checkpoint, the report and the samples are those of the updates that it makes then."""
+    settings = {"save_strategy": "steps", "save_steps": 1, "num_inference_steps": 2}
+    trainer_for(tmp_path, **settings, max_steps=4).train()
+    assert len(read_log_history(tmp_path)) == 5
+    kept, before = (tmp_path / "checkpoint-1", tmp_path / "samples" / "step-000001.parquet")
+    assert kept.is_dir() and before.is_file()
+    settings["max_steps"] = 3
+    again = trainer_for(tmp_path, **settings, resume_from_checkpoint=str(kept))
+    again.train(resume_from_checkpoint=str(kept))
+    aside = tmp_path / "abandoned" / "after-1"
+    assert (
+        f"goes back to update 1, so later checkpoints and samples in its folder were moved to {aside}" in caplog.text
+    )
+    assert sorted(path.name for path in aside.glob("*")) == [
+        *("checkpoint-2", "checkpoint-3", "checkpoint-4", "samples", "trainer_state.json")
+    ]
+    assert sorted(path.stem for path in aside.glob("samples/*.parquet")) == ["step-000002", "step-000003"]
+    assert read_log_history(tmp_path) == again.state.log_history and again.state.global_step == 3
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{step}" for step in (1, 2, 3)]
+
+    trainer_for(tmp_path, **settings, resume_from_checkpoint=True).train(resume_from_checkpoint=str(kept))
+    assert (tmp_path / "abandoned" / "after-1-2" / "checkpoint-3").is_dir()
+    last = trainer_for(tmp_path, **settings, resume_from_checkpoint=True)
+    last.train(resume_from_checkpoint=True)  # from the newest: nothing is moved
+    assert len(list((tmp_path / "abandoned").iterdir())) == 2
 
 
 @pytest.mark.parametrize("off", [False, "false", "False"])
