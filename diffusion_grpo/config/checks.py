@@ -400,11 +400,12 @@ def _check_renoised(args: Sizes) -> None:
             f"be at least 2, got {group}."
         )
     if args.traits.whole_groups and args.per_device_train_batch_size % group:
-        name = "best_of_n" if args.best_of_n else "num_generations"
+        name, batch = ("best_of_n" if args.best_of_n else "num_generations"), args.per_device_train_batch_size
+        fewer = ", or best_of_n=2 to train on the best and the worst of them" if not args.best_of_n else ""
         raise ValueError(
             f"loss_type={args.loss_type!r} compares the {group} samples of a prompt with each other, so "
-            f"per_device_train_batch_size={args.per_device_train_batch_size} must be a multiple of {name}; change one "
-            "of them."
+            f"per_device_train_batch_size={batch} must be a multiple of {name}; set it to "
+            f"{-(-batch // group) * group}{fewer if batch % 2 == 0 else ''}."
         )
 
 

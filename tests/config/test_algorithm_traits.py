@@ -155,9 +155,12 @@ def test_the_last_step_may_be_trained():
     ("settings", "message"),
     [
         ({"per_device_train_batch_size": 8}, "the 16 samples .* per_device_train_batch_size=8 .*of num_generations"),
-        ({"per_device_train_batch_size": 24}, "per_device_train_batch_size=24 must be a multiple of num_generations"),
+        (
+            {"per_device_train_batch_size": 24},
+            "=24 must be a .* num_generations; set it to 32, or best_of_n=2 to train on",
+        ),
         ({"num_generations": 1, "reward_baseline": "batch"}, "num_generations must be at least 2, got 1"),
-        ({"per_device_train_batch_size": 3, "best_of_n": 2}, "the 2 samples .*must be a multiple of best_of_n"),
+        ({"per_device_train_batch_size": 3, "best_of_n": 2}, "the 2 samples .*multiple of best_of_n; set it to 4[.]"),
     ],
 )
 def test_groups_that_are_compared_must_be_whole(name, settings, message):
