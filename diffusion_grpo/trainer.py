@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 from .algorithms.base import RatioError
 from .algorithms.batch import MicroBatch
 from .config.settings import DiffusionGRPOConfig
-from .data.columns import RowError, list_given
+from .data.columns import RowError, list_given, list_types
 from .data.held_out import warn_of_trained_prompts
 from .data.prompts import choose_evaluated
 from .data.sampler import GroupSampler
@@ -395,7 +395,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         is_kept = not (is_other or is_earlier or pipeline_kwargs)
         datasets = choose_evaluated(eval_dataset, self.eval_dataset)
         for name, part in datasets.items():
-            check_columns(self.rewards.all, list_given(part), name)
+            check_columns(self.rewards.all, list_given(part), name, list_types(part))
             self.inputs.check_columns(part, name)
         self.model.eval()
         if self.embeds is not None:

@@ -20,13 +20,14 @@ def run(arguments: argparse.Namespace) -> int:
     call_or_refuse(check_prompts_file, settings.prompts, "--prompts")
     call_or_refuse(check_model_name, settings.model)
 
+    from ..data.columns import list_types
     from ..rewards import check_columns, check_needs, load_rewards
 
     rewards = call_or_refuse(load_rewards, settings.reward_funcs)
     eval_rewards = call_or_refuse(load_rewards, settings.eval_reward_funcs, "eval_reward_funcs")
     eval_rewards = [reward for reward in eval_rewards if reward.name not in {trained.name for trained in rewards}]
     dataset = call_or_refuse(load_checked, settings.prompts, settings.split, "--prompts")
-    call_or_refuse(check_columns, rewards + eval_rewards, dataset.column_names, "--prompts")
+    call_or_refuse(check_columns, rewards + eval_rewards, dataset.column_names, "--prompts", list_types(dataset))
     call_or_refuse(check_needs, rewards + eval_rewards)
     dataset = dataset.select(range(min(settings.max_prompts or len(dataset), len(dataset))))
 

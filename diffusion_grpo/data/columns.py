@@ -192,6 +192,12 @@ def list_given(dataset: datasets.Dataset) -> list[str]:
     return list(dataset[0]) if has_transform(dataset) else dataset.column_names
 
 
+def list_types(dataset: datasets.Dataset) -> dict[str, str]:
+    """Return the types of the columns that hold plain values; none with a transform, whose rows may differ."""
+    features = {} if has_transform(dataset) else dataset.features
+    return {name: kind.dtype for name, kind in features.items() if isinstance(kind, datasets.Value)}
+
+
 def drop_format(dataset: datasets.Dataset) -> datasets.Dataset:
     """Return the dataset with rows of plain Python values, whatever its format ("torch", "pandas", ...) says.
 
@@ -282,7 +288,7 @@ def _media_type(feature: Any) -> Media | None:
 
 def _file_type(feature: Any, parameter: inspect.Parameter) -> Media | str | None:
     """Return how to read a column without a media type for a parameter; None to leave it as it is."""
-    if isinstance(feature, datasets.List):
+    if isinstance(feature, (datasets.List, datasets.LargeList)):
         return _file_type(feature.feature, parameter)
     if isinstance(feature, dict) and set(feature) == {"bytes", "path"}:
         return datasets.Image()

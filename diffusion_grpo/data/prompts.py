@@ -1,7 +1,9 @@
 """Datasets of prompts: loaded from a file, a folder or the Hub, and checked before any model is loaded."""
 
+import contextlib
 import csv
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -10,6 +12,7 @@ from typing import Any
 
 import datasets
 import pyarrow as pa
+import pyarrow.compute
 
 from ..config.names import check_name
 from .columns import drop_format, has_transform, make_paths_absolute
@@ -21,31 +24,79 @@ TO_DATASET = {  # what to do about other types
     "DatasetDict": "choose one of its splits",
     "list": "make one with Dataset.from_list",
 }
+PLAIN = [  # patterns of a table's fields, and their types
+    (r"^\s*-?(0|[1-9]\d*)\s*$", pa.int64()),
+    (r"^\s*-?((0|[1-9]\d*)\.?|(0|[1-9]\d*)?\.\d+)([eE][+-]?\d+)?\s*$", pa.float64()),
+    (r"^\s*(True|TRUE|true|False|FALSE|false)\s*$", pa.bool_()),
+]
 UNNAMED = "eval_dataset"  # name of an evaluation dataset that is not in a dict
 
 
 def read_csv(path: Path) -> datasets.Dataset:
     """Read a table; only empty fields and `nan` count as missing, so that a text may say None or NA.
 
+    A column becomes numbers or truth values if all its fields are such. Digits after a leading zero, as in `007`, are
+    text.
+
     Raises:
-        ValueError: a line has more fields than the header.
+        ValueError: a line has more fields than the header, the header has a name twice, or quotation marks are not in
+            pairs.
     """
     with path.open(encoding="utf-8-sig", newline="") as file:
-        lines = csv.reader(file)
+        lines = csv.reader(file, strict=True)
         header = next(lines, [])
-        for fields in lines:
+        columns: dict[str, list[str | None]] = {name: [] for name in header}
+        if len(columns) < len(header):
+            raise ValueError("the header names a column twice; rename one of them.")
+        for fields in filter(None, _explain_quotes(lines)):  # blank lines have no fields
             if len(fields) > len(header):
                 raise ValueError(
                     f"line {lines.line_num} has {len(fields)} fields, but the header has {len(header)}; put text that "
                     "contains a comma in double quotation marks."
                 )
-    return datasets.Dataset.from_csv(str(path), index_col=False, keep_default_na=False, na_values=["", "nan", "NaN"])
+            for column, field in itertools.zip_longest(columns.values(), fields):
+                column.append(None if field in (None, "", "nan", "NaN") else field)
+    return datasets.Dataset(
+        pa.table({name: _read_plain(pa.array(texts, pa.string())) for name, texts in columns.items()})
+    )
+
+
+def _explain_quotes(lines: Any) -> Iterator[list[str]]:
+    """Yield the lines of a `csv.reader`; say what to do about quotation marks that are not in pairs."""
+    try:
+        yield from lines
+    except csv.Error as error:
+        raise ValueError(
+            f"line {lines.line_num}: {error}; in a text within quotation marks, write each of its own marks twice."
+        ) from None
+
+
+def _read_plain(texts: pa.Array) -> pa.Array:
+    """Return texts as whole numbers, numbers or truth values if all are such."""
+    for pattern, kind in PLAIN:
+        if texts.null_count < len(texts) and pa.compute.all(pa.compute.match_substring_regex(texts, pattern)).as_py():
+            with contextlib.suppress(pa.ArrowInvalid):  # a number that is too large
+                return pa.compute.utf8_trim_whitespace(texts).cast(kind)
+    return texts
+
+
+def read_json(path: Path) -> datasets.Dataset:
+    """Read rows of JSON; texts that look like dates stay texts."""
+    found = datasets.Dataset.from_json(str(path))
+    dates = [name for name, kind in found.features.items() if "timestamp" in str(kind)]
+    if not dates:
+        return found
+    text = path.read_text(encoding="utf-8-sig")
+    rows = json.loads(text) if text.lstrip().startswith("[") else map(json.loads, filter(str.strip, text.split("\n")))
+    read = datasets.Dataset.from_list([{name: row.get(name) for name in dates} for row in rows])
+    others = found.remove_columns(dates)
+    return datasets.concatenate_datasets([others, read], axis=1).select_columns(found.column_names)
 
 
 READERS = {
     ".txt": lambda path: datasets.Dataset.from_dict({"prompt": read_lines(path)}),
-    ".jsonl": lambda path: datasets.Dataset.from_json(str(path)),
-    ".json": lambda path: datasets.Dataset.from_json(str(path)),
+    ".jsonl": read_json,
+    ".json": read_json,
     ".parquet": lambda path: datasets.Dataset.from_parquet(str(path)),
     ".csv": read_csv,
 }
@@ -54,7 +105,7 @@ SPLITS = ("train", "validation", "val", "test")  # names of files that hold a sp
 
 def read_lines(path: Path) -> list[str]:
     """Read the lines of a text file that are not blank, without the white space around them."""
-    return [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+    return [line.strip() for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
 
 
 def load_prompts(source: str, split: str = "train") -> datasets.Dataset:

@@ -26,7 +26,7 @@ METRICS += ("frac_advantage_zero", "frac_advantage_clipped")
 FAMILIES: tuple[str, ...] = ("rewards", "watch", "rollouts", "diversity", "spread", "time", "memory", "loss", "kl")
 FAMILIES += ("ratio", "clip_ratio", "grad_size", "velocity", "ema", "old", "prediction", "dgpo", "dpo", "value")
 FAMILIES += ("sampling", "completions")
-Mark = Literal["is_groupwise", "is_batchwise", "takes_tensors", "takes_latents", "opens_images"]
+Mark = Literal["is_groupwise", "is_batchwise", "takes_tensors", "takes_latents", "opens_images", "reads_text"]
 Function = TypeVar("Function", bound=Callable)
 VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
@@ -114,6 +114,17 @@ def opens_images(function: Function) -> Function:
         function: the reward, a function or a class, which is returned.
     """
     return _mark(function, "opens_images")
+
+
+def reads_text(function: Function) -> Function:
+    """Mark a reward whose `..._column` arguments name columns of text; a dataset with other values is refused.
+
+    Whole numbers are accepted, because each is written in one way only.
+
+    Args:
+        function: the reward, a function or a class, which is returned.
+    """
+    return _mark(function, "reads_text")
 
 
 def _mark(function: Function, mark: Mark) -> Function:
@@ -323,15 +334,23 @@ def check_eval_rewards(rewards: list[Reward], eval_rewards: list[Reward]) -> Non
                 )
 
 
-def check_columns(rewards: list[Reward], columns: list[str], dataset: str) -> None:
+def check_columns(
+    rewards: list[Reward], columns: list[str], dataset: str, types: dict[str, str] | None = None
+) -> None:
     """Refuse a dataset without the columns that the rewards need.
 
     A reward needs the parameters without a default in its signature, the columns that its `..._column` arguments
     name, and those in its attribute `needed_columns`, where it has one.
 
+    Args:
+        rewards: the rewards.
+        columns: the dataset's columns.
+        dataset: its name, for messages.
+        types: types of the columns that hold plain values, such as `string` or `float64`.
+
     Raises:
-        ValueError: a column is missing, or a `..._column` argument names one that cannot be passed. The message names
-            the reward, the column and the dataset.
+        ValueError: a column is missing or is no text where the reward reads text, or a `..._column` argument names one
+            that cannot be passed. The message names the reward, the column and the dataset.
     """
     for reward in rewards:
         _check_column_names(reward)
@@ -358,6 +377,13 @@ def check_columns(rewards: list[Reward], columns: list[str], dataset: str) -> No
                 raise ValueError(
                     f"The reward {reward.name!r} needs the column {name!r}, which {dataset} lacks; it has "
                     f"{', '.join(columns)}."
+                )
+        for name in _columns_in_arguments(reward) if is_marked(reward.function, "reads_text") else []:
+            found = (types or {}).get(name, "string")
+            if "string" not in found and found != "null" and "int" not in found:
+                raise ValueError(
+                    f"The reward {reward.name!r} reads text in the column {name!r}, which holds {found} in {dataset}; "
+                    "in a file, use .jsonl with the texts in quotation marks, in Python dataset.cast_column."
                 )
 
 

@@ -29,6 +29,7 @@ from ..policy.batching import LISTED, SINGLE, Form
 from ..policy.rollout import rollout, sample_seed
 from ..policy.token import make_policy
 from ..rewards import Reward, reward_weights, score
+from ..rewards.contract import is_marked
 from ..run import records
 from ..run.adapters import load_lora
 from ..run.standard_error import measure_mean
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 TABLE, JOB = "samples.parquet", "sample.json"
+COMBINED = ("reward", "advantage")  # columns of the table
 
 
 def check_folder(settings: SampleSettings, dataset: Dataset) -> None:
@@ -86,8 +88,10 @@ def check_inputs(settings: SampleSettings, dataset: Dataset, rewards: list[Rewar
     """Check the settings, columns and files of a job against the class of its pipeline, before the pipeline is loaded.
 
     Raises:
-        ValueError: see [`~diffusion_grpo.data.inputs.PipelineInputs`] and its `check`.
+        ValueError: see [`~diffusion_grpo.data.inputs.PipelineInputs`] and its `check`; or a reward compares all
+            samples, and they are scored in parts.
     """
+    _check_batchwise(settings, len(dataset), rewards)
     if settings.train is not None:
         pipeline = pipeline_class(settings.model, settings.train)
     else:
@@ -157,6 +161,21 @@ def load_adapter(pipe: "DiffusionPipeline", settings: SampleSettings) -> None:
         load_weights(pipe, settings.lora)
 
 
+def count_prompts_at_once(settings: SampleSettings) -> int:
+    """Return how many prompts are sampled and scored before the table is written."""
+    return max(1, settings.batch_size // settings.num_generations)
+
+
+def _check_batchwise(settings: SampleSettings, prompts: int, rewards: list[Reward]) -> None:
+    """Refuse rewards that compare all samples of a job, if the samples are scored in parts."""
+    for reward in rewards if prompts > count_prompts_at_once(settings) else []:
+        if is_marked(reward.function, "is_batchwise"):
+            raise ValueError(
+                f"The reward {reward.name!r} compares all samples, but they are scored in parts; set --batch_size to "
+                f"{prompts * settings.num_generations}, or leave the reward out."
+            )
+
+
 def write_samples(
     pipe: "DiffusionPipeline",
     dataset: Dataset,
@@ -190,7 +209,7 @@ def write_samples(
     hashes, plain = hash_rows(dataset), drop_format(dataset)
     hashes += _read_job(settings).get("rows", [])[len(hashes) : len(table) // count]  # of samples beyond these prompts
     records.write_json(settings.output_dir / JOB, settings.identity | {"rows": hashes})
-    step = max(1, settings.batch_size // count)  # prompts per write of the table
+    step = count_prompts_at_once(settings)
     with tqdm(total=len(dataset) * count, initial=min(len(table), len(dataset) * count), unit="sample") as bar:
         for first in range(len(table) // count, len(dataset), step):
             prompts = range(first, min(first + step, len(dataset)))
@@ -364,7 +383,8 @@ def _make_rows(
     columns = records.write_files(samples, [folder / f"{position:04d}" for position in positions], folder, fps, rate)
     columns |= {"seed": [settings.seed + position for position in positions]} | scores
     made = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-    return [_keep_plain_columns(row, set(columns)) | one for row, one in zip(rows, made)]
+    taken = {*columns, *(COMBINED if settings.reward_funcs else ())}
+    return [_keep_plain_columns(row, taken) | one for row, one in zip(rows, made)]
 
 
 def _keep_plain_columns(row: dict[str, Any], taken: set[str]) -> dict[str, Any]:

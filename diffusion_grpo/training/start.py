@@ -20,7 +20,7 @@ from ..config.optimizers import check_optimizer
 from ..config.sampling import SamplingSettings
 from ..config.settings import DiffusionGRPOConfig, describe
 from ..config.update import UpdateSettings
-from ..data.columns import list_given
+from ..data.columns import list_given, list_types
 from ..data.inputs import PipelineInputs, prepare_inputs
 from ..data.prompts import check_dataset, name_datasets
 from ..data.sampler import check_accelerator_config
@@ -290,7 +290,7 @@ def check_datasets(
     for name, dataset in name_datasets(train_dataset, eval_dataset):
         check_dataset(dataset, name)
         evaluated = rewards.evaluated if name != "train_dataset" else []
-        check_columns(rewards.trained + evaluated, list_given(dataset), name)
+        check_columns(rewards.trained + evaluated, list_given(dataset), name, list_types(dataset))
     if rewards.evaluated and not eval_dataset:
         raise ValueError(
             f"eval_reward_funcs={rewards.evaluated[0].name} has no prompts to be measured on; pass an eval_dataset."
@@ -322,7 +322,7 @@ def check_watched(
     if computes_rewards(args):
         check_needs(watched)
     for name, dataset in name_datasets(None, eval_dataset):
-        check_columns(watched, list_given(dataset), name)
+        check_columns(watched, list_given(dataset), name, list_types(dataset))
     for reward in watched if pipeline is not None else []:
         takes_images = "images" in reward.parameters or is_marked(reward.function, "takes_tensors")
         if "videos" in reward.parameters and not takes_images and not _makes_videos(pipeline):

@@ -79,7 +79,8 @@ def test_lists_of_images_and_missing_ones(folder):
     paths = [str(folder / f"{color}.png") for color in COLORS]
     typed = datasets.Dataset.from_dict({"refs": [paths[:2], [], None]}).cast_column("refs", datasets.List(IMAGE))
     plain = datasets.Dataset.from_dict({"reference_images": [paths[:2], [], None]})
-    for dataset, name in ((typed, "refs"), (plain, "reference_images")):
+    large = plain.cast_column("reference_images", datasets.LargeList(datasets.Value("string")))
+    for dataset, name in ((typed, "refs"), (plain, "reference_images"), (large, "reference_images")):
         columns = Columns(dataset, parameters(WanVACEPipeline))
         columns.check("train_dataset")
         first, second, third = (row[name] for row in columns.rows([0, 1, 2]))

@@ -335,6 +335,48 @@ def test_texts_that_look_missing_and_numbers_stay_in_a_table(tmp_path):
     assert rows["score"][:] == [1.5, None, None] and rows["seed"][:] == [1, 2, 3]
 
 
+def test_only_what_is_a_number_as_it_stands_becomes_one(tmp_path):
+    (tmp_path / "prompts.csv").write_text(
+        "prompt,word,whole,part,yes,date,large,gone\n"
+        "a,007,12,0.50,True,2024-01-01,99999999999999999999,\n\n"
+        "b,12, -4 ,1e3,false,2024-01-02,1,\n"
+        "c\n"
+    )
+    rows = load_prompts(str(tmp_path / "prompts.csv"))
+    assert rows[:] == {
+        "prompt": ["a", "b", "c"],
+        "word": ["007", "12", None],
+        "whole": [12, -4, None],
+        "part": [0.5, 1000.0, None],
+        "yes": [True, False, None],
+        "date": ["2024-01-01", "2024-01-02", None],
+        "large": [1e20, 1.0, None],
+        "gone": [None, None, None],
+    }
+    (tmp_path / "prompts.csv").write_text("prompt,word,word\na,b,c\n")
+    with pytest.raises(ValueError, match="prompts.csv cannot be read as csv: the header names a column twice"):
+        load_prompts(str(tmp_path / "prompts.csv"))
+    (tmp_path / "prompts.csv").write_text('prompt\n"RAIN" in red\n')
+    with pytest.raises(
+        ValueError, match="csv: line 2: .*; in a text within quotation marks, write each of its own ma"
+    ):
+        load_prompts(str(tmp_path / "prompts.csv"))
+
+
+@pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.json"])
+def test_texts_that_are_dates_stay_texts(tmp_path, name):
+    rows = [{"word": "2024-01-01", "prompt": "a"}, {"word": "2024-01-02", "prompt": "b"}, {"prompt": "c"}]
+    text = json.dumps(rows) if name.endswith("json") else "\n".join(map(json.dumps, rows)) + "\n"
+    (tmp_path / name).write_text(text)
+    found = load_prompts(str(tmp_path / name))
+    assert found[:] == {"word": ["2024-01-01", "2024-01-02", None], "prompt": ["a", "b", "c"]}
+
+
+def test_only_the_end_of_a_line_ends_a_prompt(tmp_path):
+    (tmp_path / "prompts.txt").write_bytes("a cat\u2028on a mat\r\nsecond\x0cpart\n".encode())
+    assert load_prompts(str(tmp_path / "prompts.txt"))["prompt"][:] == ["a cat\u2028on a mat", "second\x0cpart"]
+
+
 def test_the_broken_file_of_a_folder_is_named(tmp_path):
     folder = tmp_path / "prompts"
     folder.mkdir()

@@ -24,6 +24,7 @@ from diffusion_grpo.rewards import (
     takes_tensors,
 )
 from diffusion_grpo.rewards.contract import list_columns
+from diffusion_grpo.rewards.ocr.model_text import ModelText
 
 # what is written
 
@@ -37,6 +38,18 @@ def test_weights_come_from_one_place() -> None:
         reward_weights(load_rewards("brightness"), [1, 2, 3])
     with pytest.raises(ValueError, match="empty"):
         reward_weights([], None)
+
+
+@pytest.mark.parametrize("name", ["text", "tesseract", "text_by_model"])
+def test_wanted_texts_that_are_no_text_are_refused(name) -> None:
+    function = ModelText(target_column="word") if name == "text_by_model" else REWARDS[name]
+    rewards = [Reward(function, name, arguments={} if name == "text_by_model" else {"target_column": "word"})]
+    for kind in ("string", "large_string", "int64", "null"):
+        check_columns(rewards, ["prompt", "word"], "train", {"word": kind})
+    for kind in ("float64", "bool", "timestamp[s]"):
+        with pytest.raises(ValueError, match=f"{name!r} reads text in the column 'word', which holds .* in train; in"):
+            check_columns(rewards, ["prompt", "word"], "train", {"word": kind})
+    check_columns(load_rewards("ssim"), ["prompt", "target"], "train", {"target": "float64"})
 
 
 def test_columns_that_the_dataset_lacks_are_refused() -> None:

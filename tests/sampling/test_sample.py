@@ -323,6 +323,11 @@ def test_an_input_named_as_a_column_of_ours_is_kept(models, tmp_path):
     run(models / "sd3", "--prompts", tmp_path / "rows.jsonl", *SIZE, "--output_dir", tmp_path / "out")
     [row] = table_of(tmp_path / "out")
     assert (row["input_image"], row["image"], row["level"]) == (str(tmp_path / "fox.png"), "0000.png", 3)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a fox", "reward": 7, "advantage": 8}\n')
+    words = [models / "sd3", "--prompts", tmp_path / "rows.jsonl", *SIZE, "--reward_funcs", "brightness"]
+    run(*words, "--output_dir", tmp_path / "scored", "--num_generations", 2)
+    for row in table_of(tmp_path / "scored"):
+        assert (row["input_reward"], row["input_advantage"], row["reward"]) == (7, 8, row["brightness"])
 
 
 def test_options_and_settings_given_beside_the_file_win(training, models, tmp_path, capsys):
@@ -367,6 +372,21 @@ def test_what_cannot_be_sampled_is_refused(models, prompts, tmp_path, capsys, mo
     ):
         assert cli.main([*words, *options]) == 2
         assert expected in capsys.readouterr().err
+
+
+def test_a_reward_that_compares_all_samples_gets_all_or_is_refused(models, prompts, tmp_path, capsys, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "from diffusion_grpo.rewards import batchwise\n\n"
+        "@batchwise\ndef count(images):\n    return [float(len(images))] * len(images)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = [models / "sd3", "--prompts", prompts, *SIZE, "--reward_funcs", "mine.count", "--num_generations", 2]
+    assert cli.main(["sample", *map(str, words), "--batch_size", "4"]) == 2
+    assert (
+        "'count' compares all samples, but they are scored in parts; set --batch_size to 6" in capsys.readouterr().err
+    )
+    run(*words, "--batch_size", 6, "--output_dir", tmp_path / "out")
+    assert [row["count"] for row in table_of(tmp_path / "out")] == [6.0] * 6
 
 
 def test_the_job_is_written_down(models, prompts, tmp_path):

@@ -14,16 +14,18 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from ...media.samples import convert_image
+
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def open_image(image: Image.Image | str | Path) -> Image.Image:
-    """Return an image as it is, or read it from a path, rotated according to its EXIF data."""
-    if not isinstance(image, (str, Path)):
-        return image
-    with Image.open(image) as file:
-        return ImageOps.exif_transpose(file)
+    """Return an image with 8 bits per channel; read one at a path, rotated according to its EXIF data."""
+    if isinstance(image, (str, Path)):
+        with Image.open(image) as file:
+            image = ImageOps.exif_transpose(file)
+    return convert_image(image, None) if isinstance(image, Image.Image) else image
 
 
 def resize_short_side(image: Image.Image, size: int) -> Image.Image:

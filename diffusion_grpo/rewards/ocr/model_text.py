@@ -7,6 +7,7 @@ import dataclasses
 from PIL import Image
 from torch import nn
 
+from ..contract import reads_text
 from ..models.base import ModelReward
 from ..needs import CONFIG, IMAGE_PROCESSOR, TOKENIZER, WEIGHTS, Source
 from .text import Match, find_quoted, score_spelling
@@ -14,6 +15,7 @@ from .text import Match, find_quoted, score_spelling
 TURN_END = "<|im_end|>"
 
 
+@reads_text
 @dataclasses.dataclass(eq=False)
 class ModelText(ModelReward):
     """Agreement between a transformers image-to-text model's reading and the quoted text or that of a column.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from PIL import Image
 
+from ..contract import reads_text
 from ..needs import needs
 from .text import Match, find_quoted, score_spelling
 
@@ -27,6 +28,7 @@ def _check_reader(**options) -> None:
     load_reader()
 
 
+@reads_text
 @needs(_check_reader)
 def tesseract(
     images: list[Image.Image],

@@ -20,6 +20,7 @@ import numpy as np
 import yaml
 from PIL import Image
 
+from ..contract import reads_text
 from ..needs import check_package, needs
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 HEIGHT = 48  # pixels, as in the training of PP-OCR's recognition networks
 BATCH = 64
+QUOTED = re.compile(r'"([^"]+)"|[“„]([^“”„]+)[“”]')
 PADDLE = "pip install paddleocr paddlepaddle"  # or paddlepaddle-gpu
 
 Match = Literal["edit", "exact", "contains"]
@@ -46,6 +48,7 @@ def _check_reader(
         load_recogniser()
 
 
+@reads_text
 @needs(_check_reader)
 def text(
     images: list[Image.Image],
@@ -95,24 +98,25 @@ def text(
 
 def score_spelling(
     readings: list[str],
-    wanted: list[str | None],
+    wanted: list[str | int | None],
     match: Match = "edit",
     ignore_case: bool = True,
     ignore_spaces: bool = False,
 ) -> list[float | None]:
     """Score each reading against the wanted text, with None where no text is wanted; see `text`."""
 
-    def plain(written: str) -> str:
-        written = written.upper() if ignore_case else written
+    def plain(written: str | int) -> str:
+        written = str(written).upper() if ignore_case else str(written)
         return re.sub(r"\s+", "", written) if ignore_spaces else written.strip()
 
-    pairs = zip(readings, wanted, strict=True)
-    return [MATCHES[match](plain(reading), plain(text)) if text else None for reading, text in pairs]
+    targets = [None if text is None else plain(text) for text in wanted]
+    pairs = zip(readings, targets, strict=True)
+    return [MATCHES[match](plain(reading), target) if target else None for reading, target in pairs]
 
 
 def find_quoted(prompt: str) -> str | None:
     """Return the first text in double quotes, straight or typographic, or `None`."""
-    found = re.search(r'"([^"]+)"|[“„]([^“”„]+)[“”]', prompt)
+    found = QUOTED.search(prompt)
     return found and (found.group(1) or found.group(2))
 
 

@@ -7,7 +7,6 @@ the next scoring.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import math
 import os
@@ -281,20 +280,35 @@ class RemoteReward:
                     raise _TooLarge(read_error(answer))
                 return _scores(answer, count, server.url)
             except (FailedRequest, *transport_errors()) as error:
-                reason = str(error) or type(error).__name__
-                if attempt == self.retries:
-                    raise _Broken(f"{attempt + 1} requests failed, the last with: {reason}") from error
-                await asyncio.sleep(self.backoff * 2**attempt)
+                await self._wait_to_retry(attempt, error)
                 attempt += 1
 
+    async def _wait_to_retry(self, attempt: int, error: Exception) -> None:
+        """Wait before the next attempt; raise `_Broken` after the last."""
+        if attempt == self.retries:
+            reason = str(error) or type(error).__name__
+            raise _Broken(f"{attempt + 1} requests failed, the last with: {reason}") from error
+        await asyncio.sleep(self.backoff * 2**attempt)
+
     async def _describe(self, client: httpx2.AsyncClient, server: _Server) -> dict[str, Any]:
-        """Return a server's description of the reward; empty if it does not answer, as the next request will show."""
-        if server.served is None:
-            with contextlib.suppress(FailedRequest, *transport_errors()):
+        """Return a server's description of the reward.
+
+        How columns are sent depends on it, so with columns, a server that does not answer is asked again, and raises
+        `_Broken` in the end. Without, the description is empty then, and the next request will show what is wrong.
+        """
+        attempt = 0
+        while server.served is None:
+            try:
                 answer = await ask(client, "GET", f"{server.url}/health", min(HEALTH_SECONDS, self.timeout))
                 if answer.status == 200:
                     found = read_object(answer).get("served")
                     server.served = found if isinstance(found, dict) else {}  # {}: an earlier version
+                break
+            except (FailedRequest, *transport_errors()) as error:
+                if not self.columns:
+                    break
+                await self._wait_to_retry(attempt, error)
+                attempt += 1
         asked = [self.reward] if self.reward is not None else [*(server.served or ())]
         about = (server.served or {}).get(asked[0]) if len(asked) == 1 else None
         return about if isinstance(about, dict) else {}

@@ -29,7 +29,7 @@ from PIL import Image
 
 from ..answers import RewardError
 from ..calls import score
-from ..contract import Reward, is_marked, list_image_columns
+from ..contract import Reward, check_columns, is_marked, list_image_columns
 from .http import SCORED
 from .remote import RemoteReward
 from .wire import CONTENT_TYPES, MAX_PIXELS, WireError, read_request
@@ -202,6 +202,12 @@ def _find_misuse(reward: Reward, samples: dict[str, Any]) -> str | None:
             f"The reward {reward.name!r} compares the samples of a prompt, so requests must hold whole groups and "
             "name them in `groups`; give the client `groupwise: true`."
         )
+    try:
+        check_columns([reward], ["prompt", *samples["columns"]], "this request")
+    except ValueError as error:
+        return f"{error} The client sends the columns that its `columns` name."
+    if (misfit := _find_wrong_kind(reward, samples)) is not None:
+        return misfit
     for name in list_image_columns(reward):
         strange = [value for value in samples["columns"].get(name, ()) if not isinstance(value, Image.Image | None)]
         if strange:
@@ -209,6 +215,18 @@ def _find_misuse(reward: Reward, samples: dict[str, Any]) -> str | None:
                 f"The reward {reward.name!r} needs images in the column {name!r}, not {type(strange[0]).__name__}; "
                 "this server opens no paths, so cast the column to datasets.Image."
             )
+    return None
+
+
+def _find_wrong_kind(reward: Reward, samples: dict[str, Any]) -> str | None:
+    """Return that the reward takes samples of another kind than a request holds, or None."""
+    takes_latents, is_video = is_marked(reward.function, "takes_latents"), isinstance(samples["samples"][0], list)
+    if takes_latents != samples["are_latents"]:
+        taken, given = ("latents", "samples") if takes_latents else ("samples", "latents")
+        setting = str(takes_latents).lower()
+        return f"The reward {reward.name!r} takes {taken}, not {given}; give the client `latents: {setting}`."
+    if "videos" in reward.parameters and "images" not in reward.parameters and not is_video and not takes_latents:
+        return f"The reward {reward.name!r} takes videos, and the request holds images."
     return None
 
 

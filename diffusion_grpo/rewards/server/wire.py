@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from PIL import Image
 
+from ...media.samples import convert_image
+
 MAX_PIXELS = 2**28  # of all images in a request together, e.g. 64 of 2048 x 2048
 Body = Literal["png", "mp4", "mp4_lossy", "safetensors"]
 CONTENT_TYPES = {"png": "application/json", "mp4": "application/json", "mp4_lossy": "application/json"}
@@ -178,7 +180,7 @@ def _write_value(value: Any, name: str, body: Body, tensors: dict[str, torch.Ten
         return value
     if body != "safetensors":
         return {"png": _write_image(value)}
-    tensors[name] = torch.from_numpy(np.array(value.convert("RGB")))
+    tensors[name] = torch.from_numpy(np.array(convert_image(value, "RGB")))
     return {"png": {"tensor": name}}
 
 
@@ -234,7 +236,7 @@ def _read_pixels(pixels: torch.Tensor, dimensions: int, source: _Source) -> list
 
 def _write_image(image: Image.Image) -> str:
     buffer = io.BytesIO()
-    image.convert("RGB").save(buffer, format="PNG", compress_level=1)
+    convert_image(image, "RGB").save(buffer, format="PNG", compress_level=1)
     return base64.b64encode(buffer.getvalue()).decode()
 
 

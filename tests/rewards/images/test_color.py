@@ -7,6 +7,7 @@ from plain_images import draw_words
 
 from benchmarks.tiny_model.render import draw_word
 from diffusion_grpo.rewards import REWARDS
+from diffusion_grpo.rewards.images.color import find_color_name
 from diffusion_grpo.tiny import COLORS, make_prompt
 
 
@@ -30,3 +31,5 @@ def test_a_color_inside_the_quotes_is_not_the_wish() -> None:
     image = draw_word("GREEN", "red", random.Random(0))
     (value,) = REWARDS["color"](images=[image], prompts=['the word "GREEN" in red'])
     assert value > 0.9
+    for quotes in ('""', "“”", "„“"):
+        assert find_color_name(f"the word {quotes[0]}GREEN{quotes[1]} in blue") == "blue"

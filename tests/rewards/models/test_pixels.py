@@ -1,5 +1,6 @@
 """Preprocessing rounds as torchvision's transforms do."""
 
+import numpy as np
 import pytest
 import torch
 from formulas import torchvision_square
@@ -31,6 +32,13 @@ def test_the_middle_is_cut_out_and_half_a_pixel_rounded_to_even():
     image.putdata([column + 10 * row for row in range(5) for column in range(8)])
     assert center_crop(image, 3).getpixel((0, 0)) == 2 + 10 * 1  # (8 - 3) / 2 = 2.5, rounded to 2
     assert center_crop(image, 5).getpixel((0, 0)) == 2  # 1.5, rounded to 2
+
+
+def test_images_of_16_bits_are_scaled():
+    deep = Image.fromarray(np.linspace(0, 65535, 64).reshape(8, 8).astype(np.uint16))
+    assert as_pixels([open_image(deep)]).mean().item() == pytest.approx(0.5, abs=0.01)
+    with pytest.raises(ValueError, match="holds floats"):
+        open_image(Image.new("F", (8, 8)))
 
 
 def test_squares_are_those_of_torchvision():

@@ -77,6 +77,11 @@ def test_spelling_options(reading: str, wanted: str | None, options: dict, score
     assert score_spelling([reading], [wanted], **options) == [score]
 
 
+@pytest.mark.parametrize("match", ["edit", "exact", "contains"])
+def test_white_space_is_no_wanted_text_and_whole_numbers_are_text(match):
+    assert score_spelling(["", "a", "12", "12"], [" ", "\t", 12, "12"], match) == [None, None, 1, 1]
+
+
 def test_the_wanted_text_may_stand_in_a_column() -> None:
     images = [draw_word("RAINS", "blue", random.Random(0)), draw_word("RUINS", "black", random.Random(0))]
     columns = {"word": ["Rains", "Rains"], "target_column": "word"}

@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx2
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -30,6 +31,7 @@ from diffusion_grpo.rewards import (
     load_rewards,
     score,
 )
+from diffusion_grpo.rewards.server import remote
 from diffusion_grpo.rewards.server.wire import write_request
 
 IMAGES = [Image.new("RGB", (8, 8), (shade,) * 3) for shade in range(0, 250, 25)]
@@ -179,6 +181,34 @@ def test_targets_that_are_paths_here_are_sent_as_images(serve, tmp_path, body) -
     assert sorted(seen) == sorted(words)
     with pytest.raises(RewardError, match="FileNotFoundError.*none.png"):
         score([psnr], images=IMAGES[:1], prompts=["a"], columns={"target": ["none.png"], "word": ["a"]})
+
+
+@pytest.mark.parametrize("body", ["png", "safetensors"])
+def test_targets_of_16_bits_are_scaled_as_they_are_here(serve, body) -> None:
+    deep = Image.fromarray(np.linspace(0, 65535, 64).reshape(8, 8).astype(np.uint16))
+    psnr = RemoteReward(serve("psnr"), columns=["target"], body=body, **FAST)
+    columns = {"target": [deep, IMAGES[3]]}
+    table = score([psnr, REWARDS["psnr"]], images=IMAGES[3:5], prompts=PROMPTS[:2], columns=columns)
+    assert table[0, 0] == table[0, 1] and table[1, 0] == table[1, 1]
+
+
+def test_a_server_that_is_late_is_asked_again_how_to_send_columns(serve, tmp_path, monkeypatch) -> None:
+    real, late = remote.ask, []
+
+    async def ask(client, method, url, *args, **kwargs):
+        if method == "GET" and not late:
+            late.append(url)
+            raise httpx2.ConnectError("not yet")
+        return await real(client, method, url, *args, **kwargs)
+
+    monkeypatch.setattr(remote, "ask", ask)
+    target = {"target": [save_turned(IMAGES[0], tmp_path / "turned.png")]}
+    psnr = RemoteReward(serve("psnr"), columns=["target"], retries=1, **FAST)
+    assert score([psnr], images=IMAGES[:1], prompts=["a"], columns=target).item() == 100 and late
+    late.clear()
+    psnr = RemoteReward(serve("psnr"), columns=["target"], retries=0, **FAST)
+    with pytest.warns(UserWarning, match="taken out"), pytest.raises(RewardError, match="no server left .*not yet"):
+        score([psnr], images=IMAGES[:1], prompts=["a"], columns=target)
 
 
 def test_a_server_that_comes_back_is_asked_again_what_it_serves(serve, tmp_path) -> None:

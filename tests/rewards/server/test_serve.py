@@ -9,9 +9,19 @@ import time
 
 import httpx2
 import pytest
+import torch
 import uvicorn
 
-from diffusion_grpo.rewards import REWARDS, RemoteReward, RewardError, batchwise, groupwise, load_rewards, score
+from diffusion_grpo.rewards import (
+    REWARDS,
+    RemoteReward,
+    RewardError,
+    batchwise,
+    groupwise,
+    load_rewards,
+    score,
+    takes_latents,
+)
 from diffusion_grpo.rewards.server.serve import Server, create_app
 from diffusion_grpo.rewards.server.wire import write_request
 from tests.rewards.server.test_remote import FAST, IMAGES, SHADES, scores_of
@@ -178,6 +188,36 @@ def size(images):
 @batchwise
 def total(images):
     return [float(len(images))] * len(images)
+
+
+def test_what_a_reward_can_never_score_is_refused_at_once(serve) -> None:
+    def moves(videos):
+        return [0.0] * len(videos)
+
+    @takes_latents
+    def hidden(latents):
+        return [0.0] * len(latents)
+
+    noisy = {"latents": [torch.zeros(2, 2)] * len(IMAGES)}
+    for reward, given, settings, message in (
+        (
+            "psnr",
+            {},
+            {},
+            "'psnr' needs the column 'target', which this request lacks.* The client sends the columns th",
+        ),
+        (moves, {}, {}, "'moves' takes videos, and the request holds images"),
+        (hidden, {}, {}, "'hidden' takes latents, not samples; give the client `latents: true`"),
+        (
+            "brightness",
+            noisy,
+            {"latents": True, "body": "safetensors"},
+            "'brightness' takes samples, not latents; give .*`latents: false`",
+        ),
+    ):
+        client = RemoteReward(serve(reward), retries=9, wait=60.0, **settings, **FAST)
+        with pytest.raises(RewardError, match=f"was refused by .*400.*{message}"):
+            scores_of(client, **given)
 
 
 def test_what_compares_samples_gets_whole_groups_or_nothing(serve) -> None:
