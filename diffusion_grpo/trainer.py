@@ -237,7 +237,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
 
         Raises:
             ValueError: the output folder already holds a run and `resume_from_checkpoint` does not ask to continue it,
-                or a setting that the trainer reads only once was changed.
+                a setting that the trainer reads only once was changed, or DeepSpeed has trained before.
             RatioError: the replay does not reproduce the rollout within `max_ratio_error`.
             UntrainedStepError: a trained step uses none of the trained networks.
             NonFiniteError: a loss or gradient is not finite.
@@ -249,7 +249,9 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         self.feed.reset()  # a second call to `train` starts with a new rollout
         self.metrics.reset()
         folder = Path(self.args.output_dir)
+        self.backend.check_start()
         with contextlib.ExitStack() as held:
+            held.enter_context(self.monitor.propagate_errors())
             point = self.find_start(
                 resume_from_checkpoint or self.args.resume_from_checkpoint, held, self.monitor.agree
             )
@@ -258,7 +260,6 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
                 write_json(folder / "run.json", self.run)
             self.learner.show_policy()  # a second call to `train` continues from the policy
             held.enter_context(explain_interrupt(folder, lambda: self.state.global_step))
-            held.enter_context(self.monitor.propagate_errors())
             held.enter_context(self._explain_out_of_memory())
             held.enter_context(avoid_cudnn_attention())
             done = count_updates(point)

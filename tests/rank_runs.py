@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from tiny_runs import SMOOTH, SMOOTH_VIDEOS, brightness, trained_weights, trainer_for
 from zero_run import deepspeed_config, use_deepspeed_on_a_cpu
 
+from diffusion_grpo import trainer as trainer_module
 from diffusion_grpo.algorithms import grpo
 from diffusion_grpo.data import inputs
 from diffusion_grpo.distributed import failure, late_weights
@@ -190,7 +191,13 @@ def fail_of_subset(folder, settings, where):
 
 
 def fail(folder, settings, where):
-    """Make process 1 fail; `where` says how."""
+    """Make process 1 fail, or process 0 if the disk is full; `where` says how."""
+
+    def write(*args):
+        raise OSError(28, "No space left on device")
+
+    if rank() == 0 and where == "disk":
+        trainer_module.write_json = write
 
     def fragile(images, **columns):
         if rank() == 1 and where == "reward" and own.state.global_step == 1:

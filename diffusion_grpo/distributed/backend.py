@@ -54,6 +54,13 @@ class DistributedBackend:
         """Take the accelerator that `Trainer` has made, and configure it for the trained networks."""
         self._accelerator = accelerator
 
+    def check_start(self) -> None:
+        """Check that training can start.
+
+        Raises:
+            ValueError: it has started before, and the engine cannot start again.
+        """
+
     def set_engine(self, engine: nn.Module) -> None:
         """Take the engine that wraps the model for training, or the model itself before there is one."""
         self._engine = engine

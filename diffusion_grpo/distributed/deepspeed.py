@@ -69,7 +69,7 @@ class DeepSpeedBackend(DistributedBackend):
         self._plugin, self._gathers_whole = plugin, gathers_whole
         self._weights: ZeroWeights | None = None
         self._idle_networks: IdleNetworks | None = None
-        self._is_gathered = False
+        self._is_gathered = self._has_started = False
         _check_precision(plugin.hf_ds_config, half)
 
     @property
@@ -119,6 +119,13 @@ class DeepSpeedBackend(DistributedBackend):
             "weights in CPU memory too), or start without DeepSpeed."
         )
 
+    def check_start(self) -> None:
+        if self._has_started:  # accelerate has let go of the engine since
+            raise ValueError(
+                "DeepSpeed cannot train again with the same trainer; create a new one, with resume_from_checkpoint to "
+                "continue the run."
+            )
+
     @property
     def loads_before_engine(self) -> bool:
         return True
@@ -150,7 +157,7 @@ class DeepSpeedBackend(DistributedBackend):
         # its other parts, which may have any dtype
         if self.half is None or not self.stage:
             return super()._autocast()
-        return torch.autocast(self.accelerator.device.type, self.half)
+        return torch.autocast(self.accelerator.device.type, self.half, cache_enabled=False)
 
     def trained_weights(self, model: nn.Module, take_turns: bool) -> TrainedWeights:
         trained, frozen = _split_by_gradient(model, model)
@@ -172,6 +179,7 @@ class DeepSpeedBackend(DistributedBackend):
     def wrap_prepare(self, model: nn.Module) -> Iterator[None]:
         with keep_buffers(model), shard_first() if self.stage == 3 else contextlib.nullcontext():
             yield
+        self._has_started = True
 
     # A reference
 
@@ -296,6 +304,9 @@ def _check_precision(config: HfTrainerDeepSpeedConfig, half: torch.dtype | None)
 def fill_sizes(config: HfTrainerDeepSpeedConfig, model: nn.Module) -> None:
     """Fill in bucket sizes that are "auto", as transformers does, from the width of the network.
 
+    So is a bucket for gradients that is left out, as in accelerate's own configurations: DeepSpeed's default takes 1
+    to 2 GiB, even for a small LoRA.
+
     A diffusers config has no `hidden_size`. The width is the input size that most weights of linear layers and
     convolutions share.
     """
@@ -305,6 +316,7 @@ def fill_sizes(config: HfTrainerDeepSpeedConfig, model: nn.Module) -> None:
             width = module.in_features if isinstance(module, nn.Linear) else module.in_channels
             weights[width] += module.weight.numel()
     width = weights.most_common(1)[0][0] if weights else 1024
+    config.config["zero_optimization"].setdefault("reduce_bucket_size", "auto")
     config.fill_only("zero_optimization.reduce_bucket_size", width * width)
     config.fill_only("zero_optimization.stage3_prefetch_bucket_size", int(0.9 * width * width))
     config.fill_only("zero_optimization.stage3_param_persistence_threshold", 10 * width)

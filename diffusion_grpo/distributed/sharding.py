@@ -8,6 +8,8 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+LIVE_WEIGHTS = 10**9
+
 
 @dataclass
 class Sharding:
@@ -18,6 +20,9 @@ class Sharding:
         processes: number of processes that share the state.
         optimizer, gradients, parameters: whether each is divided.
         offload_optimizer, offload_parameters: whether each is kept in CPU memory.
+        live_weights: number of weights that ZeRO-3 keeps gathered at most; 1e9 is DeepSpeed's default.
+        bucket: size of DeepSpeed's bucket for gradients, in numbers; 0 if it follows the network's width (it is small
+            then).
     """
 
     name: str
@@ -27,6 +32,8 @@ class Sharding:
     parameters: bool = False
     offload_optimizer: bool = False
     offload_parameters: bool = False
+    live_weights: int = LIVE_WEIGHTS
+    bucket: int = 0
 
     @classmethod
     def of(cls, launch: dict[str, Any]) -> "Sharding":
@@ -44,7 +51,8 @@ class Sharding:
             devices = [given.get(f"offload_{what}_device") for what in ("optimizer", "param")]
             optimizer, parameters = (device not in ("none", None) for device in devices)
             shared = (stage >= 1, stage >= 2, stage == 3)
-            return cls(f"zero{stage}", processes, *shared, optimizer, parameters and stage == 3)
+            sizes = {name: given[name] for name in ("live_weights", "bucket") if isinstance(given.get(name), int)}
+            return cls(f"zero{stage}", processes, *shared, optimizer, parameters and stage == 3, **sizes)
         if kind == "FSDP":
             away = bool((launch.get("fsdp_config") or {}).get("fsdp_offload_params"))
             return cls("fsdp2", processes, True, True, True, away, away)
@@ -114,4 +122,9 @@ def _read_deepspeed_config(config: str | dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"DeepSpeed's configuration {config} cannot be read: {error}") from error
     zero = config.get("zero_optimization", {})
     devices = {what: (zero.get(f"offload_{what}") or {}).get("device") for what in ("optimizer", "param")}
-    return {"zero_stage": zero.get("stage", 0)} | {f"offload_{what}_device": value for what, value in devices.items()}
+    sizes = {"live_weights": zero.get("stage3_max_live_parameters"), "bucket": zero.get("reduce_bucket_size")}
+    sizes = {name: int(size) for name, size in sizes.items() if isinstance(size, (int, float))}  # not "auto"
+    return sizes | {
+        "zero_stage": zero.get("stage", 0),
+        **{f"offload_{what}_device": value for what, value in devices.items()},
+    }

@@ -146,7 +146,9 @@ def _plan_loading(parts: Parts, sharding: Sharding) -> Memory:
 def _list_state(parts: Parts, args: DiffusionGRPOConfig, sharding: Sharding) -> list[Memory]:
     """List weights, gradients and optimizer states, as they are divided among the processes."""
     trained = parts.trained
-    own, grads, states = count_bytes(trained), count_bytes(trained), count_optimizer_bytes(trained, args)
+    own, grads = count_bytes(trained), count_bytes(trained)
+    flat = [nn.Parameter(torch.empty(sum(p.numel() for p in trained), device="meta"))]  # which DeepSpeed makes of them
+    states = count_optimizer_bytes(flat if sharding.keeps_masters else trained, args)
     whole, masters = _weigh_weights(parts, args, sharding.keeps_masters), 0
     if sharding.keeps_masters:
         masters = 4 * sum(p.numel() for p in trained)  # whatever the dtype of the weights
@@ -168,13 +170,26 @@ def _list_state(parts: Parts, args: DiffusionGRPOConfig, sharding: Sharding) -> 
     if sharding.copies_gradients:
         found.append(Memory("gradient buckets", grads, basis="DDP's copies for the all-reduce"))
     if sharding.parameters and sharding.processes > 1:
-        block = measure_largest_block(parts.model)
-        found.append(Memory("gathered block", block, basis="the largest block, while it is used"))
+        found.append(_weigh_block(parts, args, sharding))
+    if sharding.bucket:
+        bucket = sharding.bucket * (2 if args.bf16 or args.fp16 else 4)
+        found.append(Memory("gradient bucket", bucket, basis="DeepSpeed's buffer, as large as its configuration says"))
     quantised = [network for name, network in parts.networks.items() if name in parts.specs]
     if quantised:
         largest = max(map(_weigh_dense, quantised))
         found.append(Memory("restored layer", largest, basis="the largest quantised layer, while it is used"))
     return found
+
+
+def _weigh_block(parts: Parts, args: DiffusionGRPOConfig, sharding: Sharding) -> Memory:
+    """Return the weights that a process has whole at a time while the network works, if they are sharded."""
+    if sharding.name == "fsdp2":
+        unit = measure_largest_unit(parts.networks.values())
+        return Memory("gathered block", unit, basis="FSDP2's largest block, and what is in none")
+    size = 2 if args.bf16 or args.fp16 else 4  # bytes of a weight that DeepSpeed has cast
+    kept = size * (sharding.live_weights + count_largest_block(parts.model))
+    kept = min(_weigh_weights(parts, args, is_cast=True), kept)
+    return Memory("gathered blocks", kept, basis="the most that ZeRO-3 keeps gathered (stage3_max_live_parameters)")
 
 
 def _weigh_weights(parts: Parts, args: DiffusionGRPOConfig, is_cast: bool) -> int:
@@ -458,10 +473,30 @@ def _count_frozen(module: nn.Module, recurse: bool = True) -> int:
     return count_bytes([*frozen, *module.buffers(recurse)])
 
 
-def measure_largest_block(model: nn.Module) -> int:
-    """Return the bytes of the largest repeated block of the network."""
+def count_largest_block(model: nn.Module) -> int:
+    """Return the number of weights of the largest repeated block of the network."""
     lists = [block for part in model.modules() if isinstance(part, nn.ModuleList) for block in part]
-    return max((count_bytes(block.parameters()) for block in lists), default=0)
+    return max((sum(p.numel() for p in block.parameters()) for block in lists), default=0)
+
+
+def measure_largest_unit(networks: Iterable[nn.Module]) -> int:
+    """Return the bytes of the units that FSDP2 has gathered at a time: its largest block, and what is in no block.
+
+    Units are the repeated blocks that a network names. What is in none of them stays gathered for the whole pass.
+    Networks take turns.
+    """
+    most = 0
+    for network in networks:
+        named = set(getattr(network, "_repeated_blocks", None) or getattr(network, "_no_split_modules", None) or ())
+        owners: dict[nn.Parameter, str] = {}
+        for name, module in network.named_modules():  # inner units come after outer ones
+            if not name or type(module).__name__ in named:
+                owners |= dict.fromkeys(module.parameters(), name)
+        sizes: Counter[str] = Counter()
+        for parameter, name in owners.items():
+            sizes[name] += parameter.nbytes
+        most = max(most, sizes.pop("", 0) + max(sizes.values(), default=0))
+    return most
 
 
 def count_optimizer_bytes(trained: list[nn.Parameter], args: DiffusionGRPOConfig) -> int:

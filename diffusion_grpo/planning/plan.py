@@ -384,7 +384,7 @@ def _measure_in_some_form(
 def _make_autocast(args: DiffusionGRPOConfig) -> contextlib.AbstractContextManager:
     if not (args.bf16 or args.fp16):
         return contextlib.nullcontext()
-    return torch.autocast("cpu", dtype=torch.bfloat16 if args.bf16 else torch.float16)
+    return torch.autocast("cpu", dtype=torch.bfloat16 if args.bf16 else torch.float16, cache_enabled=False)
 
 
 def count_evaluations(args: DiffusionGRPOConfig, batches: Batches, counted: Measurement | None) -> dict[str, float]:

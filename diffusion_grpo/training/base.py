@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from accelerate.utils import broadcast
+from accelerate.utils import AutocastKwargs, broadcast
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer
@@ -106,6 +106,8 @@ class DiffusersTrainer(Trainer):
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         arguments = super()._build_accelerator_args(**kwargs)
         arguments.pop("dynamo_plugin", None)  # the network's blocks are compiled already
+        # autocast's cache would keep copies of all weights in half precision until the end of a call
+        arguments["kwargs_handlers"].append(AutocastKwargs(cache_enabled=False))
         return arguments
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -170,8 +172,8 @@ class DiffusersTrainer(Trainer):
             try:
                 held.enter_context(lock_folder(folder))
                 point = self._find_point(folder, wanted)
-            except ValueError as refused:
-                error = refused
+            except Exception as failed:  # refusals, and errors of the file system
+                error = failed
         agree(error)
         self._owns_folder = True
         if wanted and str(wanted).lower() != "true":

@@ -171,6 +171,27 @@ def test_open_bucket_sizes_come_from_the_width_of_the_network():
     deepspeed.hide_deepspeed()
 
 
+def test_a_bucket_that_is_left_out_follows_the_network_too():
+    """DeepSpeed's default of 5e8 numbers would be allocated for any LoRA; a size that is given stays."""
+    pipe, _ = tiny_pipelines.build("sd3", 0)
+    for given, expected in ({}, pipe.transformer.inner_dim**2), ({"reduce_bucket_size": 5e8}, 5e8):
+        config = deepspeed.HfTrainerDeepSpeedConfig({"zero_optimization": {"stage": 2, **given}})
+        deepspeed.fill_sizes(config, pipe.transformer)
+        assert config.get_value("zero_optimization.reduce_bucket_size") == expected
+    deepspeed.hide_deepspeed()
+
+
+def test_a_second_training_is_refused():
+    plugin = SimpleNamespace(zero_stage=1, hf_ds_config=deepspeed.HfTrainerDeepSpeedConfig({}))
+    backend, model = DeepSpeedBackend(None, ContextGroups(), plugin), torch.nn.Linear(1, 1)
+    backend.check_start()
+    with backend.wrap_prepare(model):
+        pass
+    with pytest.raises(ValueError, match="DeepSpeed cannot train again with the same trainer; create a new one"):
+        backend.check_start()
+    deepspeed.hide_deepspeed()
+
+
 def test_half_precision_that_deepspeed_knows_nothing_of_is_refused():
     plugin = SimpleNamespace(hf_ds_config=deepspeed.HfTrainerDeepSpeedConfig({"zero_optimization": {"stage": 2}}))
     with pytest.raises(ValueError, match='bf16=True, but the DeepSpeed configuration.*add "bf16"'):

@@ -69,6 +69,13 @@ def test_rows_that_one_process_cannot_read_end_all(tmp_path):
     assert "Process 1 of 2 failed with OSError: cannot read 17.png" in ended.logs[0]
 
 
+def test_a_disk_that_is_full_at_the_start_ends_all(tmp_path):
+    settings = SMALL | {"ddp_timeout": 600}
+    ended = ranks_server.run(tmp_path, 2, rank_runs.fail, tmp_path / "run", settings, "disk", limit=120)
+    assert ended.codes == [1, 1] and ended.seconds < LIMIT
+    assert "Process 0 of 2 failed with OSError: [Errno 28] No space left on device" in ended.logs[1]
+
+
 def test_an_error_that_was_caught_is_over(tmp_path):
     ended = ranks_server.succeed(tmp_path, 2, rank_runs.catch, tmp_path / "run", SMALL)
     assert all("went on" in log for log in ended.logs)

@@ -50,6 +50,8 @@ ALONE = {"same_initial_noise": False}
         ("sd3", ALONE | {"gradient_checkpointing": True}),
         pytest.param("sd3", {"bf16": True}, marks=pytest.mark.slow),
         ("flux", ALONE | {"bf16": True, "gradient_checkpointing": True}),
+        ("flux", ALONE | {"bf16": True, "gradient_checkpointing": True, "use_peft": False}),
+        pytest.param("sd3", {"bf16": True, "use_peft": False}, marks=pytest.mark.slow),
         ("sdxl", {}),
         pytest.param("wan", ALONE | {"gradient_checkpointing": True}, marks=pytest.mark.slow),
         ("qwen_image", ALONE),

@@ -8,11 +8,20 @@ import torch
 from diffusers import DiffusionPipeline
 from planned_runs import write_run
 from tiny_runs import brightness  # noqa: F401  named by its dotted path below
+from torch import nn
 
 from diffusion_grpo.cli.train import build_trainer
 from diffusion_grpo.config.parse import parse_train_arguments
 from diffusion_grpo.planning.measure import DECODING, ENCODING
-from diffusion_grpo.planning.memory import Memory, add_up, count_optimizer_bytes, count_quantised_bytes, weigh
+from diffusion_grpo.planning.memory import (
+    Memory,
+    add_up,
+    count_largest_block,
+    count_optimizer_bytes,
+    count_quantised_bytes,
+    measure_largest_unit,
+    weigh,
+)
 from diffusion_grpo.planning.plan import plan
 from diffusion_grpo.training.block_swap import Group
 
@@ -51,6 +60,27 @@ class Spec:
 
     def __init__(self, backend, **options):
         self.backend, self.options = backend, options
+
+
+def test_units_of_fsdp_are_the_named_blocks_and_what_is_in_none():
+    """A stage of a UNet is a list of modules, too, but no unit."""
+
+    class Block(nn.Linear):
+        pass
+
+    class Network(nn.Module):
+        _repeated_blocks = ["Block"]
+
+        def __init__(self, width):
+            super().__init__()
+            self.conv_in = nn.Linear(3, 2, bias=False)
+            self.stages = nn.ModuleList(nn.ModuleList(Block(width, 5, bias=False) for _ in range(2)) for _ in range(3))
+            self.norms = nn.ModuleList(nn.LayerNorm(7) for _ in range(2))
+
+    outside = 3 * 2 + 2 * 2 * 7
+    assert measure_largest_unit([Network(10), Network(20)]) == 4 * (20 * 5 + outside)
+    assert count_largest_block(Network(20)) == 2 * 20 * 5
+    assert measure_largest_unit([nn.Linear(3, 2, bias=False)]) == 4 * 6
 
 
 def test_quantised_weights_have_scales():

@@ -124,11 +124,13 @@ def test_each_mode_divides_what_it_says(tmp_path):
     ):
         launch = LaunchArguments(mode, num_processes=4)
         shared = {item.name: item for item in plan(config, [], launch, built).memory}
-        masters = alone["gradients"].accelerator if mode.startswith("zero") else 0  # DeepSpeed's float32 copies
+        masters = alone["gradients"].accelerator  # DeepSpeed's float32 copies
+        # it steps one tensor of all weights, so that there is one number of steps
+        states = 3 * masters + 4 if mode.startswith("zero") else alone["optimizer"].accelerator
         expected = {
             "parameters": -(-(alone["parameters"].accelerator - tables) // parameters),
             "gradients": -(-alone["gradients"].accelerator // gradients),
-            "optimizer": -(-(alone["optimizer"].accelerator + masters) // optimizer),
+            "optimizer": -(-states // optimizer),
         }
         where = "cpu" if mode.endswith("offload") else "accelerator"
         found = {name: getattr(shared[name], where) for name in expected}
@@ -138,7 +140,9 @@ def test_each_mode_divides_what_it_says(tmp_path):
             assert shared["parameters"].accelerator == tables
         assert found == expected
         assert ("gradient buckets" in shared) == (mode == "multi_gpu")
-        assert ("gathered block" in shared) == (parameters > 1)
+        assert {name for name in shared if "gathered" in name} == {
+            *(["gathered block"] if mode == "fsdp2" else ["gathered blocks"] if parameters > 1 else [])
+        }
         networks = alone["parameters"].accelerator if parameters == 1 else 0  # those that are sharded stay in files
         loaded = shared["pipeline as it is loaded"].cpu
         assert loaded == alone["frozen parts"].accelerator + networks
@@ -456,3 +460,38 @@ def test_deepspeeds_own_file_is_planned_without_starting_deepspeed(where, tmp_pa
     found = Sharding.of(settings)
     assert (found.name, found.processes, found.offload_parameters) == ("zero3", 2, True)
     assert args.world_size == 2 and not notes
+    assert (found.live_weights, found.bucket) == (10**9, 0)
+    sizes = '"stage3_max_live_parameters": 1e3, "reduce_bucket_size": 500000000, "stage": 3'
+    Path(own).write_text(f'{{"zero_optimization": {{{sizes}}}}}')
+    found = Sharding.of(read_run(str(EXAMPLES / "demo.yaml"), words, launch)[1])
+    assert (found.live_weights, found.bucket) == (1000, 500000000)
+
+
+def test_what_deepspeed_keeps_gathered_and_its_bucket_are_planned(tmp_path):
+    config, built, own = write_run(tmp_path, "sd3", bf16=True), Built(), tmp_path / "own.json"
+    network = build("sd3")[0].transformer
+
+    def planned(**zero):
+        own.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, **zero}}))
+        launch = LaunchArguments(num_processes=4)
+        return {item.name: item for item in plan(config, ["--deepspeed", str(own)], launch, built).memory}
+
+    default, small = planned(), planned(stage3_max_live_parameters=1000, reduce_bucket_size=10**6)
+    lora = default["gradients"].accelerator * 4 // 2  # weights
+    weights = sum(p.numel() for p in network.parameters()) + lora
+    assert default["gathered blocks"].accelerator == 2 * weights and "gradient bucket" not in default
+    assert 2 * 1000 < small["gathered blocks"].accelerator < default["gathered blocks"].accelerator
+    assert small["gradient bucket"].accelerator == 2 * 10**6
+
+
+def test_adafactor_cannot_factor_the_weights_that_deepspeed_makes_flat(tmp_path):
+    config, built = write_run(tmp_path, "sd3", use_peft=False, bf16=False), Built()
+
+    def planned(*mode):
+        launch = LaunchArguments(*mode, num_processes=1)
+        memory = plan(config, ["--optim", "adafactor"], launch, built).memory
+        return next(item.accelerator for item in memory if item.name == "optimizer")
+
+    weights = sum(p.numel() for p in build("sd3")[0].transformer.parameters())
+    assert planned("zero2") == pytest.approx((4 + 4) * weights, rel=1e-3)  # float32 copies, and a value per weight
+    assert planned() < weights
