@@ -216,12 +216,13 @@ def _list_crossings(rows: list[Row]) -> str:
 def _list_ends(rows: list[Row], name: str) -> str:
     """List a reward at the last evaluation of each seed, and also with the recipe's guidance where it has some."""
 
-    def mean(entry: dict[str, Any]) -> float:
-        return (entry["reward"] if name == "reward" else entry["rewards"][name])["mean"]
+    def mean(entry: dict[str, Any]) -> str:
+        found = entry["reward"] if name == "reward" else entry["rewards"].get(name)
+        return "–" if found is None else f"{found['mean']:.3f}"
 
     ends = [row["evaluations"][-1] for row in rows]
-    text = ", ".join(f"{mean(end):.3f}" for end in ends)
-    guided = ", ".join(f"{mean(end['guided']):.3f}" for end in ends if "guided" in end)
+    text = ", ".join(map(mean, ends))
+    guided = ", ".join(mean(end["guided"]) for end in ends if "guided" in end)
     return f"{text} (guided {guided})" if guided else text
 
 

@@ -66,11 +66,16 @@ def make_row(arguments: argparse.Namespace) -> None:
     if path.exists():
         sys.exit(f"{path} is there already; delete it, or write the new row to another folder with --out.")
     hide_loading_bars("tiny")
-    sizes = {"eval_reward_funcs": None} if arguments.without_tesseract else None
-    row = train_row(RECIPES[name], rate, seed, **budget(arguments, RECIPES[name], seed), sizes=sizes)
+    length = budget(arguments, RECIPES[name], seed)
+    row = train_row(RECIPES[name], rate, seed, **length, sizes=change_sizes(arguments))
     if arguments.without_tesseract:
         row["command"] += " --without-tesseract"
     write_json(path, row)
+
+
+def change_sizes(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of a run that the command line changes."""
+    return {"eval_reward_funcs": None} if arguments.without_tesseract else {}
 
 
 def budget(arguments: argparse.Namespace, recipe: Recipe, seed: int) -> dict[str, Any]:
@@ -135,6 +140,7 @@ def run_row(recipe: Recipe, rate: float, seed: int, arguments: argparse.Namespac
     words = ["--row", recipe.name, f"{rate:g}", str(seed), "--out", str(arguments.out)]
     words += [f"--max-passes={length['max_passes']:g}", f"--eval-passes={length['eval_passes']:g}"]
     words += [f"--max-updates={arguments.max_updates}"] if arguments.max_updates else []
+    words += ["--without-tesseract"] if arguments.without_tesseract else []
     done = subprocess.run([sys.executable, __file__, *words])
     return [f"{path}: the run ended with exit code {done.returncode}"] if done.returncode else []
 
@@ -148,7 +154,9 @@ def make_costs(recipes: list[Recipe], arguments: argparse.Namespace) -> list[str
     known, problems = read_costs(arguments.out), []
     for recipe in [recipe for recipe in recipes if recipe.name not in known]:
         print(f"{recipe.name}, cost of a pass", flush=True)
-        done = subprocess.run([sys.executable, __file__, "--cost", recipe.name, "--out", str(arguments.out)])
+        words = ["--cost", recipe.name, "--out", str(arguments.out)]
+        words += ["--without-tesseract"] if arguments.without_tesseract else []
+        done = subprocess.run([sys.executable, __file__, *words])
         if done.returncode:  # on another machine, all would fail
             problems.append(f"{recipe.name}, cost of a pass: ended with exit code {done.returncode}")
             break
@@ -176,7 +184,7 @@ def make_cost(arguments: argparse.Namespace) -> None:
         if found[key] != value:
             sys.exit(f"{path} was measured with {key} {found[key]}, now {value}; delete it to measure all here.")
     hide_loading_bars("tiny")
-    measured = measure_cost(RECIPES[arguments.cost])
+    measured = measure_cost(RECIPES[arguments.cost], change_sizes(arguments))
     costs = read()["recipes"] | {arguments.cost: measured}  # another process may have added some meanwhile
     write_json(path, here | {"recipes": {name: costs[name] for name in RECIPES if name in costs}})
 
@@ -193,10 +201,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     every = [*TUNE_SEEDS, *REPORT_SEEDS]
     parser.add_argument("--seeds", type=numbers, default=every, help="of the phases' seeds only these; default: all")
     parser.add_argument("--row", nargs=3, metavar=("RECIPE", "RATE", "SEED"), help="train one row in this process")
-    help_text = (
-        "where Tesseract is not installed: leave out what only it measures of a --row; learning rates are tuned "
-    )
-    parser.add_argument("--without-tesseract", action="store_true", help=help_text + "without it")
+    help_text = "do not measure the reward `tesseract`; learning rates are not tuned on it"
+    parser.add_argument("--without-tesseract", action="store_true", help=help_text)
     parser.add_argument("--costs", action="store_true", help="only measure what a pass costs, where not known yet")
     parser.add_argument("--cost", metavar="RECIPE", help="measure what one recipe's pass costs in this process")
     help_text = "budget: network passes per sample of an update, summed over updates; default: each recipe's own"

@@ -312,6 +312,21 @@ def test_rows_without_tesseract_and_in_float32_on_a_gpu(tmp_path, monkeypatch):
     assert script.eval_reward_funcs is None and not config.bf16
     script, *_ = recipe_run.parse_recipe(RECIPES["demo"], 1.1e-3, 0, str(tmp_path))
     assert script.eval_reward_funcs == ["tesseract"]
+    asked = []
+    monkeypatch.setattr(recipes.subprocess, "run", lambda words: asked.append(words) or Namespace(returncode=0))
+    arguments = recipes.parse([f"--out={tmp_path / 'new'}", "--without-tesseract"])
+    assert (
+        recipes.run_row(RECIPES["demo"], 1.1e-3, 0, arguments)
+        == recipes.make_costs([RECIPES["demo"]], arguments)
+        == []
+    )
+    assert all("--without-tesseract" in words for words in asked) and len(asked) == 2
+
+
+def test_a_reward_that_was_not_measured_is_a_dash():
+    row = made_row("demo", LEARNING_RATES[0], 3, [0.7, 0.9])
+    del row["evaluations"][-1]["rewards"]["tesseract"]
+    assert any("| 0.900 | – |" in line for line in recipe_results.format_tables([row], {}))
 
 
 def test_the_page_of_a_folder_with_a_dot_is_named_after_all_of_it(tmp_path, capsys):

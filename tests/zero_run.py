@@ -9,6 +9,7 @@ import json
 import os
 from pathlib import Path
 
+import pytest
 import torch
 from tiny_runs import SMOOTH, SMOOTH_VIDEOS, trainer_for
 
@@ -55,6 +56,9 @@ def run(folder: Path, name: str, settings: dict) -> None:
     trainer = trainer_for(folder / name, **settings)
     trainer.train(resume_from_checkpoint=resume and str(folder / resume))
     trainer.save_model()
+    if stage:
+        with pytest.raises(ValueError, match="DeepSpeed cannot train again with the same trainer"):
+            trainer.train()
     report = {"wrapper": type(trainer.model_wrapped).__name__, **partitioning(trainer)}
     for key in ("ratio/max_error", "reward", "eval_reward", "grad_norm", "kl"):
         report[key] = [entry[key] for entry in trainer.state.log_history if key in entry]

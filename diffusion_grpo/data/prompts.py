@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,8 @@ TO_DATASET = {  # what to do about other types
     "list": "make one with Dataset.from_list",
 }
 PLAIN = [  # patterns of a table's fields, and their types
-    (r"^\s*-?(0|[1-9]\d*)\s*$", pa.int64()),
-    (r"^\s*-?((0|[1-9]\d*)\.?|(0|[1-9]\d*)?\.\d+)([eE][+-]?\d+)?\s*$", pa.float64()),
+    (r"^\s*[+-]?(0|[1-9]\d*)\s*$", pa.int64()),
+    (r"^\s*[+-]?((0|[1-9]\d*)\.?|(0|[1-9]\d*)?\.\d+|inf)([eE][+-]?\d+)?\s*$", pa.float64()),
     (r"^\s*(True|TRUE|true|False|FALSE|false)\s*$", pa.bool_()),
 ]
 UNNAMED = "eval_dataset"  # name of an evaluation dataset that is not in a dict
@@ -36,7 +37,7 @@ def read_csv(path: Path) -> datasets.Dataset:
     """Read a table; only empty fields and `nan` count as missing, so that a text may say None or NA.
 
     A column becomes numbers or truth values if all its fields are such. Digits after a leading zero, as in `007`, are
-    text.
+    text. Lines without any text are skipped, and so are columns without a name and without any text.
 
     Raises:
         ValueError: a line has more fields than the header, the header has a name twice, or quotation marks are not in
@@ -44,11 +45,14 @@ def read_csv(path: Path) -> datasets.Dataset:
     """
     with path.open(encoding="utf-8-sig", newline="") as file:
         lines = csv.reader(file, strict=True)
-        header = next(lines, [])
+        rows = _explain_quotes(lines)
+        header = [name or f"Unnamed: {place}" for place, name in enumerate(next(rows, []))]  # as in pandas
         columns: dict[str, list[str | None]] = {name: [] for name in header}
         if len(columns) < len(header):
             raise ValueError("the header names a column twice; rename one of them.")
-        for fields in filter(None, _explain_quotes(lines)):  # blank lines have no fields
+        for fields in rows:
+            if not any(map(str.strip, fields)):
+                continue
             if len(fields) > len(header):
                 raise ValueError(
                     f"line {lines.line_num} has {len(fields)} fields, but the header has {len(header)}; put text that "
@@ -56,8 +60,9 @@ def read_csv(path: Path) -> datasets.Dataset:
                 )
             for column, field in itertools.zip_longest(columns.values(), fields):
                 column.append(None if field in (None, "", "nan", "NaN") else field)
+    kept = {name: texts for name, texts in columns.items() if any(texts) or not name.startswith("Unnamed: ")}
     return datasets.Dataset(
-        pa.table({name: _read_plain(pa.array(texts, pa.string())) for name, texts in columns.items()})
+        pa.table({name: _read_plain(pa.array(texts, pa.string())) for name, texts in kept.items()})
     )
 
 
@@ -66,31 +71,43 @@ def _explain_quotes(lines: Any) -> Iterator[list[str]]:
     try:
         yield from lines
     except csv.Error as error:
-        raise ValueError(
-            f"line {lines.line_num}: {error}; in a text within quotation marks, write each of its own marks twice."
-        ) from None
+        is_quote = "expected after" in str(error) or "unexpected end" in str(error)
+        advice = "; in a text within quotation marks, write each of its own marks twice." if is_quote else ""
+        raise ValueError(f"line {lines.line_num}: {error}{advice}") from None
 
 
 def _read_plain(texts: pa.Array) -> pa.Array:
     """Return texts as whole numbers, numbers or truth values if all are such."""
     for pattern, kind in PLAIN:
         if texts.null_count < len(texts) and pa.compute.all(pa.compute.match_substring_regex(texts, pattern)).as_py():
+            plain = pa.compute.replace_substring_regex(pa.compute.utf8_trim_whitespace(texts), r"^\+", "")
             with contextlib.suppress(pa.ArrowInvalid):  # a number that is too large
-                return pa.compute.utf8_trim_whitespace(texts).cast(kind)
+                return plain.cast(kind)
     return texts
 
 
 def read_json(path: Path) -> datasets.Dataset:
-    """Read rows of JSON; texts that look like dates stay texts."""
+    """Read rows of JSON; texts that look like dates stay texts.
+
+    Arrow takes them for dates. Such columns are read again; one of values that only Arrow can combine stays as it is.
+    """
     found = datasets.Dataset.from_json(str(path))
     dates = [name for name, kind in found.features.items() if "timestamp" in str(kind)]
-    if not dates:
-        return found
-    text = path.read_text(encoding="utf-8-sig")
-    rows = json.loads(text) if text.lstrip().startswith("[") else map(json.loads, filter(str.strip, text.split("\n")))
-    read = datasets.Dataset.from_list([{name: row.get(name) for name in dates} for row in rows])
-    others = found.remove_columns(dates)
-    return datasets.concatenate_datasets([others, read], axis=1).select_columns(found.column_names)
+    rows = list(_decode_values(path.read_text(encoding="utf-8-sig"))) if dates else []
+    for name in dates if len(rows) == len(found) else []:
+        with contextlib.suppress(pa.ArrowException, TypeError):
+            texts = datasets.Dataset.from_dict({name: [row.get(name) for row in rows]})
+            others = found.remove_columns(name)
+            found = datasets.concatenate_datasets([others, texts], axis=1).select_columns(found.column_names)
+    return found
+
+
+def _decode_values(text: str) -> Iterator[Any]:
+    """Yield the values of a JSON text one after the other: rows, or the rows of a list."""
+    decoder, place = json.JSONDecoder(), 0
+    while (start := re.compile(r"\s*").match(text, place).end()) < len(text):
+        value, place = decoder.raw_decode(text, start)
+        yield from value if isinstance(value, list) else [value]
 
 
 READERS = {

@@ -21,8 +21,8 @@ class Sharding:
         optimizer, gradients, parameters: whether each is divided.
         offload_optimizer, offload_parameters: whether each is kept in CPU memory.
         live_weights: number of weights that ZeRO-3 keeps gathered at most; 1e9 is DeepSpeed's default.
-        bucket: size of DeepSpeed's bucket for gradients, in numbers; 0 if it follows the network's width (it is small
-            then).
+        bucket: size of DeepSpeed's buckets for gradients, in numbers; 0 if it follows the network's width (they are
+            small then).
     """
 
     name: str
@@ -124,6 +124,8 @@ def _read_deepspeed_config(config: str | dict[str, Any]) -> dict[str, Any]:
     devices = {what: (zero.get(f"offload_{what}") or {}).get("device") for what in ("optimizer", "param")}
     sizes = {"live_weights": zero.get("stage3_max_live_parameters"), "bucket": zero.get("reduce_bucket_size")}
     sizes = {name: int(size) for name, size in sizes.items() if isinstance(size, (int, float))}  # not "auto"
+    if "bucket" in sizes and zero.get("overlap_comm") and zero.get("stage", 0) < 3:
+        sizes["bucket"] *= 2  # one is filled while the other is sent
     return sizes | {
         "zero_stage": zero.get("stage", 0),
         **{f"offload_{what}_device": value for what, value in devices.items()},

@@ -189,7 +189,9 @@ def _weigh_block(parts: Parts, args: DiffusionGRPOConfig, sharding: Sharding) ->
     size = 2 if args.bf16 or args.fp16 else 4  # bytes of a weight that DeepSpeed has cast
     kept = size * (sharding.live_weights + count_largest_block(parts.model))
     kept = min(_weigh_weights(parts, args, is_cast=True), kept)
-    return Memory("gathered blocks", kept, basis="the most that ZeRO-3 keeps gathered (stage3_max_live_parameters)")
+    phase = UPDATE if args.ds3_gather_for_generation else ""  # rollouts gather the whole network
+    basis = "the most that ZeRO-3 keeps gathered (stage3_max_live_parameters)"
+    return Memory("gathered blocks", kept, basis=basis, phase=phase)
 
 
 def _weigh_weights(parts: Parts, args: DiffusionGRPOConfig, is_cast: bool) -> int:

@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -199,13 +200,15 @@ def set_later_aside(output_dir: Path, update: int) -> Path | None:
     """
 
     def is_later(path: Path) -> bool:
-        return int(path.name.partition("-")[2].partition("-")[0].partition(".")[0]) > update
+        found = re.match(r"(?:checkpoint|step)-(\d+)", path.name)
+        return found is not None and int(found[1]) > update
 
-    later = [path for path in checkpoints(output_dir) if is_later(path)]
-    if not later:
+    newer = [path for path in checkpoints(output_dir) if is_later(path)]
+    if not newer:
         return None
-    later += [path for name in SAMPLES for path in (output_dir / name).glob("step-*") if is_later(path)]
+    later = [path for name in SAMPLES for path in (output_dir / name).glob("step-*") if is_later(path)]
     later += [path for path in [output_dir / TRAINER_STATE_NAME] if path.is_file()]
+    later += newer  # last, so that a run that is killed meanwhile moves the rest the next time
     aside = output_dir / ABANDONED / f"after-{update}"
     number = 2
     while aside.exists():

@@ -167,12 +167,20 @@ def count_prompts_at_once(settings: SampleSettings) -> int:
 
 
 def _check_batchwise(settings: SampleSettings, prompts: int, rewards: list[Reward]) -> None:
-    """Refuse rewards that compare all samples of a job, if the samples are scored in parts."""
-    for reward in rewards if prompts > count_prompts_at_once(settings) else []:
+    """Refuse rewards that compare all samples of a job, if the samples are scored in parts, or some already are."""
+    path, samples = settings.output_dir / TABLE, prompts * settings.num_generations
+    made = pyarrow.parquet.read_metadata(path).num_rows if path.is_file() else 0
+    if made not in (0, samples):
+        size, remedy = made, "choose another --output_dir"
+    elif prompts > count_prompts_at_once(settings):
+        size, remedy = settings.batch_size, f"set --batch_size to {samples}"
+    else:
+        return
+    for reward in rewards:
         if is_marked(reward.function, "is_batchwise"):
             raise ValueError(
-                f"The reward {reward.name!r} compares all samples, but they are scored in parts; set --batch_size to "
-                f"{prompts * settings.num_generations}, or leave the reward out."
+                f"The reward {reward.name!r} compares all {samples} samples, but {size} are scored at once; {remedy}, "
+                "or leave the reward out."
             )
 
 

@@ -356,11 +356,22 @@ def test_only_what_is_a_number_as_it_stands_becomes_one(tmp_path):
     (tmp_path / "prompts.csv").write_text("prompt,word,word\na,b,c\n")
     with pytest.raises(ValueError, match="prompts.csv cannot be read as csv: the header names a column twice"):
         load_prompts(str(tmp_path / "prompts.csv"))
-    (tmp_path / "prompts.csv").write_text('prompt\n"RAIN" in red\n')
-    with pytest.raises(
-        ValueError, match="csv: line 2: .*; in a text within quotation marks, write each of its own ma"
-    ):
+    for text, line in (('prompt\n"RAIN" in red\n', 2), ('"RAIN" in red\n', 1)):
+        (tmp_path / "prompts.csv").write_text(text)
+        with pytest.raises(
+            ValueError, match=f"csv: line {line}: .*; in a text within quotation marks, write each of its"
+        ):
+            load_prompts(str(tmp_path / "prompts.csv"))
+    (tmp_path / "prompts.csv").write_text(f"prompt\n{'a' * 140_000}\n")
+    with pytest.raises(ValueError, match="csv: line 2: field larger than field limit .131072.$"):
         load_prompts(str(tmp_path / "prompts.csv"))
+
+
+def test_what_programs_add_to_a_table_is_no_prompt(tmp_path):
+    """An index, columns and lines without anything, signs."""
+    path = tmp_path / "prompts.csv"
+    path.write_text(",prompt,count,,\n0,a,+1,,\n   \n1,b,2,,\n,,,,\n")
+    assert load_prompts(str(path))[:] == {"Unnamed: 0": [0, 1], "prompt": ["a", "b"], "count": [1, 2]}
 
 
 @pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.json"])
@@ -370,6 +381,23 @@ def test_texts_that_are_dates_stay_texts(tmp_path, name):
     (tmp_path / name).write_text(text)
     found = load_prompts(str(tmp_path / name))
     assert found[:] == {"word": ["2024-01-01", "2024-01-02", None], "prompt": ["a", "b", "c"]}
+
+
+def test_dates_in_rows_of_any_form(tmp_path):
+    """Over several lines, several in a line, or in objects whose fields differ, which Arrow keeps as they are."""
+    path, rows = (
+        tmp_path / "prompts.jsonl",
+        [{"prompt": "a", "day": "2024-01-01"}, {"prompt": "b", "day": "2024-01-02"}],
+    )
+    for text in ("\n".join(json.dumps(row, indent=2) for row in rows), " ".join(map(json.dumps, rows))):
+        path.write_text(text)
+        assert load_prompts(str(path))["day"][:] == ["2024-01-01", "2024-01-02"]
+    mixed = [
+        {"prompt": "a", "more": {"day": "2024-01-01", "k": 1}},
+        {"prompt": "b", "more": {"day": "2024-01-01", "k": "u"}},
+    ]
+    path.write_text("\n".join(map(json.dumps, mixed)))
+    assert load_prompts(str(path))["prompt"][:] == ["a", "b"]
 
 
 def test_only_the_end_of_a_line_ends_a_prompt(tmp_path):

@@ -181,6 +181,15 @@ def test_a_bucket_that_is_left_out_follows_the_network_too():
     deepspeed.hide_deepspeed()
 
 
+def test_autocast_keeps_no_copies_of_the_weights():
+    config = deepspeed.HfTrainerDeepSpeedConfig({"bf16": {"enabled": True}})
+    backend = DeepSpeedBackend(torch.bfloat16, ContextGroups(), SimpleNamespace(zero_stage=2, hf_ds_config=config))
+    backend.bind(SimpleNamespace(device=torch.device("cpu")), [])
+    with backend.network_access(torch.nn.Linear(1, 1)).forward_context():
+        assert torch.is_autocast_enabled("cpu") and not torch.is_autocast_cache_enabled()
+    deepspeed.hide_deepspeed()
+
+
 def test_a_second_training_is_refused():
     plugin = SimpleNamespace(zero_stage=1, hf_ds_config=deepspeed.HfTrainerDeepSpeedConfig({}))
     backend, model = DeepSpeedBackend(None, ContextGroups(), plugin), torch.nn.Linear(1, 1)

@@ -482,6 +482,11 @@ def test_what_deepspeed_keeps_gathered_and_its_bucket_are_planned(tmp_path):
     assert default["gathered blocks"].accelerator == 2 * weights and "gradient bucket" not in default
     assert 2 * 1000 < small["gathered blocks"].accelerator < default["gathered blocks"].accelerator
     assert small["gradient bucket"].accelerator == 2 * 10**6
+    # rollouts gather the whole network by themselves
+    assert default["gathered blocks"].phase == default["activations"].phase != default["denoising"].phase
+    for stage, copies in ((2, 2), (3, 1)):
+        zero = {"stage": stage, "reduce_bucket_size": 10**6, "overlap_comm": True}
+        assert planned(**zero)["gradient bucket"].accelerator == copies * 2 * 10**6
 
 
 def test_adafactor_cannot_factor_the_weights_that_deepspeed_makes_flat(tmp_path):

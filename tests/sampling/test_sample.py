@@ -382,11 +382,14 @@ def test_a_reward_that_compares_all_samples_gets_all_or_is_refused(models, promp
     monkeypatch.syspath_prepend(str(tmp_path))
     words = [models / "sd3", "--prompts", prompts, *SIZE, "--reward_funcs", "mine.count", "--num_generations", 2]
     assert cli.main(["sample", *map(str, words), "--batch_size", "4"]) == 2
-    assert (
-        "'count' compares all samples, but they are scored in parts; set --batch_size to 6" in capsys.readouterr().err
-    )
-    run(*words, "--batch_size", 6, "--output_dir", tmp_path / "out")
+    refused = "'count' compares all 6 samples, but 4 are scored at once; set --batch_size to 6, or leave"
+    assert refused in capsys.readouterr().err
+    words += ["--batch_size", 6, "--output_dir", tmp_path / "out"]
+    run(*words)
     assert [row["count"] for row in table_of(tmp_path / "out")] == [6.0] * 6
+    run(*words)  # nothing is left to score
+    assert cli.main(["sample", *map(str, words), "--max_prompts", "2"]) == 2
+    assert "all 4 samples, but 6 are scored at once; choose another --output_dir" in capsys.readouterr().err
 
 
 def test_the_job_is_written_down(models, prompts, tmp_path):

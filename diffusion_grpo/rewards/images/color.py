@@ -13,7 +13,6 @@ import numpy as np
 from PIL import Image
 
 from ...tiny import COLORS
-from ..ocr.text import QUOTED
 
 SCALE = 80.0  # RGB distance at which the score is 1/e; the two nearest named colours are 112 apart
 FAINT = 40.0  # RGB distance to the background below which nothing counts as ink
@@ -37,7 +36,8 @@ def color(images: list[Image.Image], prompts: list[str], **columns) -> list[floa
 
 def find_color_name(prompt: str) -> str | None:
     """Return the first colour name outside double quotes, straight or typographic, or `None`."""
-    for found in re.findall(r"[a-z]+", QUOTED.sub(" ", prompt).lower()):
+    outside = re.sub(r'"[^"]*"|[“„][^“”„]*[“”]', " ", prompt)
+    for found in re.findall(r"[a-z]+", outside.lower()):
         if found in COLORS:
             return found
     return None

@@ -303,6 +303,8 @@ class RemoteReward:
                 if answer.status == 200:
                     found = read_object(answer).get("served")
                     server.served = found if isinstance(found, dict) else {}  # {}: an earlier version
+                elif answer.status in BUSY or answer.status >= 500:
+                    raise FailedRequest(f"/health answered with status {answer.status}")
                 break
             except (FailedRequest, *transport_errors()) as error:
                 if not self.columns:

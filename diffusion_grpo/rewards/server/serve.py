@@ -225,7 +225,8 @@ def _find_wrong_kind(reward: Reward, samples: dict[str, Any]) -> str | None:
         taken, given = ("latents", "samples") if takes_latents else ("samples", "latents")
         setting = str(takes_latents).lower()
         return f"The reward {reward.name!r} takes {taken}, not {given}; give the client `latents: {setting}`."
-    if "videos" in reward.parameters and "images" not in reward.parameters and not is_video and not takes_latents:
+    takes_both = "images" in reward.parameters or is_marked(reward.function, "takes_tensors")
+    if "videos" in reward.parameters and not takes_both and not is_video and not takes_latents:
         return f"The reward {reward.name!r} takes videos, and the request holds images."
     return None
 

@@ -33,3 +33,4 @@ def test_a_color_inside_the_quotes_is_not_the_wish() -> None:
     assert value > 0.9
     for quotes in ('""', "“”", "„“"):
         assert find_color_name(f"the word {quotes[0]}GREEN{quotes[1]} in blue") == "blue"
+    assert find_color_name('the word "" and "GREEN" in red') == "red"

@@ -205,6 +205,18 @@ def test_a_server_that_is_late_is_asked_again_how_to_send_columns(serve, tmp_pat
     target = {"target": [save_turned(IMAGES[0], tmp_path / "turned.png")]}
     psnr = RemoteReward(serve("psnr"), columns=["target"], retries=1, **FAST)
     assert score([psnr], images=IMAGES[:1], prompts=["a"], columns=target).item() == 100 and late
+    busy = []
+
+    async def ask_a_gateway(client, method, url, *args, **kwargs):
+        if method == "GET" and not busy:
+            busy.append(url)
+            return remote.Answer(503, {}, "starting")
+        return await real(client, method, url, *args, **kwargs)
+
+    monkeypatch.setattr(remote, "ask", ask_a_gateway)
+    psnr = RemoteReward(serve("psnr"), columns=["target"], retries=1, **FAST)
+    assert score([psnr], images=IMAGES[:1], prompts=["a"], columns=target).item() == 100 and busy
+    monkeypatch.setattr(remote, "ask", ask)
     late.clear()
     psnr = RemoteReward(serve("psnr"), columns=["target"], retries=0, **FAST)
     with pytest.warns(UserWarning, match="taken out"), pytest.raises(RewardError, match="no server left .*not yet"):

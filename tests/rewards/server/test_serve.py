@@ -21,6 +21,7 @@ from diffusion_grpo.rewards import (
     load_rewards,
     score,
     takes_latents,
+    takes_tensors,
 )
 from diffusion_grpo.rewards.server.serve import Server, create_app
 from diffusion_grpo.rewards.server.wire import write_request
@@ -218,6 +219,12 @@ def test_what_a_reward_can_never_score_is_refused_at_once(serve) -> None:
         client = RemoteReward(serve(reward), retries=9, wait=60.0, **settings, **FAST)
         with pytest.raises(RewardError, match=f"was refused by .*400.*{message}"):
             scores_of(client, **given)
+
+    @takes_tensors
+    def bright(videos):  # an image is a video of one frame
+        return videos.float().mean(dim=tuple(range(1, videos.ndim))).tolist()
+
+    assert scores_of(RemoteReward(serve(bright), **FAST)) == scores_of(bright)
 
 
 def test_what_compares_samples_gets_whole_groups_or_nothing(serve) -> None:
