@@ -403,7 +403,7 @@ def test_what_a_pass_costs_is_measured_after_two_updates():
 def test_what_a_pass_costs_is_of_one_machine_and_of_the_settings_of_now(tmp_path, capsys, monkeypatch):
     measured = {"settings": RECIPES["demo"].settings, "cpu_seconds_per_pass": 30.0, "passes": 36.0}
     made = []
-    monkeypatch.setattr(recipe_run, "measure_cost", lambda recipe: made.append(recipe.name) or measured)
+    monkeypatch.setattr(recipe_run, "measure_cost", lambda recipe, sizes: made.append(recipe.name) or measured)
     arguments = recipes.parse(["--cost=demo", f"--out={tmp_path}"])
     recipes.make_cost(arguments)
     found = json.loads((tmp_path / "costs.json").read_text())
