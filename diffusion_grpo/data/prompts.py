@@ -30,6 +30,7 @@ PLAIN = [  # patterns of a table's fields, and their types
     (r"^\s*[+-]?((0|[1-9]\d*)\.?|(0|[1-9]\d*)?\.\d+|inf)([eE][+-]?\d+)?\s*$", pa.float64()),
     (r"^\s*(True|TRUE|true|False|FALSE|false)\s*$", pa.bool_()),
 ]
+BLANK = re.compile(r"\s*")
 UNNAMED = "eval_dataset"  # name of an evaluation dataset that is not in a dict
 
 
@@ -105,7 +106,7 @@ def read_json(path: Path) -> datasets.Dataset:
 def _decode_values(text: str) -> Iterator[Any]:
     """Yield the values of a JSON text one after the other: rows, or the rows of a list."""
     decoder, place = json.JSONDecoder(), 0
-    while (start := re.compile(r"\s*").match(text, place).end()) < len(text):
+    while (start := BLANK.match(text, place).end()) < len(text):
         value, place = decoder.raw_decode(text, start)
         yield from value if isinstance(value, list) else [value]
 

@@ -21,8 +21,7 @@ class Sharding:
         optimizer, gradients, parameters: whether each is divided.
         offload_optimizer, offload_parameters: whether each is kept in CPU memory.
         live_weights: number of weights that ZeRO-3 keeps gathered at most; 1e9 is DeepSpeed's default.
-        bucket: size of DeepSpeed's buckets for gradients, in numbers; 0 if it follows the network's width (they are
-            small then).
+        bucket: numbers in DeepSpeed's buckets for gradients; 0 if they follow the network's width and are small.
     """
 
     name: str

@@ -188,7 +188,7 @@ def clear_started_run(output_dir: Path) -> None:
 def set_later_aside(output_dir: Path, update: int) -> Path | None:
     """Move what a run left after an update into a folder of its own, for a run that goes back to that update.
 
-    The newest checkpoint, the log and the samples would otherwise be those of the updates that it went back behind.
+    Otherwise, the updates that it abandons would leave the newest checkpoint, the longest log and the latest samples.
 
     Args:
         output_dir: folder of the run.
