@@ -1,18 +1,20 @@
 """What the race's rows come to: the best learning rate of each recipe, the tables in Markdown, and the plot."""
 
 import json
+import math
 import statistics
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from recipe_settings import LEARNING_RATES, LEFT_BEHIND, LOWER_RATE, RECIPES, TUNE_SEEDS, find_phase
+from recipe_settings import LEARNING_RATES, LEFT_BEHIND, LOWER_RATE, RECIPES, REPORT_SEEDS, TUNE_SEEDS, find_phase
 
 Row = dict[str, Any]
 COSTS = "costs.json"  # in the rows' folder: the CPU time of a pass of each recipe, all from one machine
+ENOUGH_RECIPES = 10  # to tell how far apart the seeds of a recipe end
 BASELINE = "flow_grpo_long"  # whose passes to the target are those that others are compared with
 START, END = "<!-- rows: written by --table -->", "<!-- end of rows -->"
-SOME, SOME_END = "<!-- rows of ", "<!-- end of these rows -->"  # on other pages: a short table of the recipes named
+SOME, SOME_END = "<!-- rows of ", "<!-- end of these rows -->"  # a short table of the recipes named
 SUMMARIES = ("algorithms/index.md", "algorithms/fast.md")  # beside the folder of rows
 
 
@@ -200,7 +202,39 @@ def _report_table(rows: list[Row], costs: dict[str, float]) -> list[str]:
         f"*passes to {target:g}* are overstated. *Of `{BASELINE}`* is their share of those of `{BASELINE}`",
         f"on the same seed, at its better learning rate. Where that does not reach {target:g}, it is a bound from",
         "all of its passes. CPU minutes are all passes times the cost of one.",
+        *_describe_chance(rows),
     ]
+
+
+def spread_of_seeds(rows: list[Row], max_passes: float) -> tuple[int, float]:
+    """Return how far the seeds of one recipe end apart, over all recipes with a budget that are reported.
+
+    Each counts at the learning rate that is shown of it.
+
+    Returns:
+        The number of recipes, and the standard deviation between their seeds, pooled (root mean square).
+    """
+    names = dict.fromkeys(row["recipe"] for row in rows if row["max_passes"] == max_passes)
+    shown = [choose_shown(rows, name) for name in names]
+    ends = [[scored_reward(row["evaluations"][-1]) for row in own if row["phase"] == "report"] for own in shown]
+    variances = [statistics.variance(own) for own in ends if len(own) > 1]
+    return len(variances), statistics.mean(variances) ** 0.5 if variances else math.nan
+
+
+def _describe_chance(rows: list[Row]) -> list[str]:
+    found = {budget: spread_of_seeds(rows, budget) for budget in sorted({row["max_passes"] for row in rows})}
+    lines = []
+    for budget, (count, spread) in found.items():
+        if count >= ENOUGH_RECIPES:
+            bound = 1.96 * spread * (2 / len(REPORT_SEEDS)) ** 0.5  # of the difference of two means
+            lines += [
+                "",
+                f"With a budget of {budget:g} passes, the seeds of a recipe end with a standard deviation of "
+                f"{spread:.3f} (pooled over {count} recipes,",
+                "at the learning rates shown). So the means of two equal recipes differ by less than "
+                f"{bound:.3f} in 95 of 100 cases.",
+            ]
+    return lines
 
 
 def format_range(rows: list[Row], key: str, kind: str) -> str:

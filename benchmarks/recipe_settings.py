@@ -110,29 +110,29 @@ RECIPES = {
         Recipe("first_of_4", "the first of 4 steps trained, one latent per prompt", FIRST_OF_4),
         Recipe(
             "first_of_4_twice",
-            "the first of 4 steps trained, one latent per prompt, two updates per rollout",
+            "the first of 4 steps trained, one latent per prompt, each rollout used twice",
             FIRST_OF_4 | {"num_iterations": 2},
         ),
         Recipe(
             "first_of_6_twice",
-            "the first of 6 steps trained, one latent per prompt, two updates per rollout",
+            "the first of 6 steps trained, one latent per prompt, each rollout used twice",
             FIRST_STEP | {"num_iterations": 2},
             LONG,
         ),
         Recipe(
             "first_of_6_coarse",
-            "the first of 6 steps trained, 3 longer ones after it, one latent per prompt, two updates per rollout",
+            "the first of 6 steps trained, 3 longer ones after it, one latent per prompt, each rollout used twice",
             COARSE,
         ),
         Recipe(
             "first_of_8_twice",
-            "the first of 8 steps trained, one latent per prompt, two updates per rollout",
+            "the first of 8 steps trained, one latent per prompt, each rollout used twice",
             {"num_inference_steps": 8, "sde_window": [0, 1], "num_iterations": 2},
             LONG,
         ),
         Recipe(
             "fast",
-            "the steps of examples/fast: one of the first 4 of 8 steps per rollout, two updates on each",
+            "the steps of examples/fast: one of the first 4 of 8 steps per rollout, each rollout used twice",
             {"num_inference_steps": 8, "sde_window": [0, 4], "sde_window_size": 1, "num_iterations": 2},
             LONG,
         ),
@@ -196,7 +196,7 @@ RECIPES = {
         ),
         Recipe(
             "grpo_guard",
-            "GRPO-Guard: normalized ratios, 9 of 10 steps, two updates per rollout",
+            "GRPO-Guard: normalized ratios, 9 of 10 steps, a rollout for two updates",
             FLOW_GRPO | TWO_UPDATES | {"loss_type": "grpo_guard", "loss_kwargs": {"clip_range": 4e-6}},
             LONG,
         ),
@@ -229,7 +229,7 @@ RECIPES = {
         ),
         Recipe(
             "dppo",
-            "Flow-DPPO: a mask on the divergence, 3 of the first 5 of 10 steps, two updates per rollout",
+            "Flow-DPPO: a mask on the divergence, 3 of the first 5 of 10 steps, a rollout for two updates",
             HALF
             | TWO_UPDATES
             | {"sde_window_size": 3, "scale_rewards": "batch"}
@@ -238,7 +238,7 @@ RECIPES = {
         ),
         Recipe(
             "dppo_tuned",
-            "the first of 6 steps with Flow-DPPO's mask, one latent per prompt, two updates per rollout",
+            "the first of 6 steps with Flow-DPPO's mask, one latent per prompt, a rollout for two updates",
             FIRST_STEP | TWO_UPDATES | {"loss_type": "dppo", "loss_kwargs": {"threshold": 1e-5}},
         ),
         # Algorithms on re-noised samples

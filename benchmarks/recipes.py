@@ -247,7 +247,7 @@ def show_results(arguments: argparse.Namespace, table: bool, plot: bool) -> None
         print(f"Plot: {image}")
     if table:
         write_tables(page, rows, costs, image)
-        for summary in (arguments.out.parent / name for name in SUMMARIES):
+        for summary in (page, *(arguments.out.parent / name for name in SUMMARIES)):
             if summary.is_file():
                 write_summaries(summary, rows)
         print(page.read_text(encoding="utf-8"), f"Page: {page}", sep="\n")

@@ -6,6 +6,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import ranks_server
 import torch
@@ -375,6 +376,27 @@ def test_tables_compare_each_seed_with_flow_grpo(tmp_path):
     assert "| 9 to 10.5 | 9 to 11 | 94 to 99 |" in line  # numbers of all seeds, not of the first
     assert recipe_results.choose_shown(rows, "nft") == []  # a table without the baseline has no shares
     assert text.startswith("before\n") and text.endswith("after\n") and "stale" not in text
+
+
+def test_how_far_the_seeds_of_a_recipe_end_apart_says_what_chance_can_do():
+    names = list(RECIPES)[: recipe_results.ENOUGH_RECIPES]
+    ends = {name: [0.8, 0.8 + 0.01 * place, 0.9] for place, name in enumerate(names)}
+    rows = [
+        made_row(name, rate, seed, [0.7, end - worse * seed])
+        for name in names
+        for rate, worse in ((1e-3, 0.0), (2e-3, 0.1))  # only the better rate is shown, so only it counts
+        for seed, end in zip((3, 4, 5), ends[name], strict=True)
+    ]
+    rows += [made_row(names[0], 1e-3, 0, [0.7, 0.1])]  # not a reported seed
+    expected = np.sqrt(np.mean([np.var(own, ddof=1) for own in ends.values()]))
+    (budget,) = {row["max_passes"] for row in rows}
+    assert recipe_results.spread_of_seeds(rows, budget) == (len(names), pytest.approx(expected))
+    assert recipe_results.spread_of_seeds(rows, 2 * budget)[0] == 0
+    text = " ".join(recipe_results.format_tables(rows, {}))
+    assert f"standard deviation of {expected:.3f} (pooled over {len(names)} recipes" in text
+    assert f"differ by less than {1.96 * expected * np.sqrt(1 / 3 + 1 / 3):.3f} in 95" in text
+    fewer = [row for row in rows if row["recipe"] != names[-1]]
+    assert "standard deviation" not in " ".join(recipe_results.format_tables(fewer, {}))
 
 
 def test_a_recipe_that_is_tuned_as_another_has_its_learning_rate_and_no_tuning_of_its_own(monkeypatch):

@@ -56,6 +56,26 @@ def means(rows: list[dict]) -> dict[str, str]:
     }
 
 
+def means_of_six(rows: list[dict]) -> set[str]:
+    """Return the mean reward at the end of each recipe over all seeds, at the learning rate that tuning chose."""
+    found = set()
+    for name in RECIPES:
+        rate = recipe_results.choose_learning_rate(rows, name)
+        own = [row for row in rows if (row["recipe"], row["learning_rate"]) == (name, rate)]
+        if {row["seed"] for row in own} == {*TUNE_SEEDS, *REPORT_SEEDS}:
+            found.add(f"{statistics.mean(row['evaluations'][-1]['reward']['mean'] for row in own):.3f}")
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_numbers_over_six_seeds_are_means_of_rows(page, rows):
+    """A sentence that says `six seeds` has no other number of that kind before its next full stop."""
+    sentences = [part for part in re.split(r"\.\s|: ", text_of(page)) if "six seeds" in part]
+    quoted = {number for part in sentences for number in re.findall(r"0\.[5-9]\d\d", part)}
+    assert not quoted - means_of_six(rows)
+    assert page != "recipes.md" or len(quoted) > 5
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_three_numbers_in_a_sentence_are_those_of_three_rows(page, rows):
     known = set()
