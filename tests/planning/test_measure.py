@@ -73,7 +73,7 @@ def test_the_most_bytes_of_each_phase_are_those_of_a_real_run(name, settings, tm
 def test_checkpointing_keeps_less(tmp_path):
     config = write_run(tmp_path, "sd3")
     network = tmp_path / "model" / "transformer" / "config.json"
-    network.write_text(json.dumps(json.loads(network.read_text()) | {"num_layers": 6}))  # there are no weights to fit
+    network.write_text(json.dumps(json.loads(network.read_text()) | {"num_layers": 4}))  # there are no weights to fit
 
     def activations(*words):
         return next(item.accelerator for item in plan(config, list(words)).memory if item.name == "activations")

@@ -127,7 +127,8 @@ DEEP = {"transformer_layers_per_block": [1, 8]}  # an attention of SDXL has up t
         ("sd3", "leaf_level", 1, False, None, True),  # all layers of a block, while it is recomputed
         ("sd3", "leaf_level", 1, False, POSITIONS, False),  # the table belongs to a module that has a layer
         ("sd3", "leaf_level", 1, True, POSITIONS, True),
-        ("sdxl", "leaf_level", 1, False, DEEP, True),  # recomputes its attentions block by block
+        # recomputes its attentions block by block
+        pytest.param("sdxl", "leaf_level", 1, False, DEEP, True, marks=pytest.mark.slow),
         ("sdxl", "block_level", 1, True, None, False),  # no two large groups follow each other
         ("wan_experts", "block_level", 1, True, None, False),  # one expert at a time
     ],
