@@ -15,6 +15,7 @@ from recipe_settings import RECIPES, REPORT_SEEDS, TUNE_SEEDS
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("recipes.md", "algorithms/index.md", "algorithms/fast.md")
+FRESH_SEEDS = (6, 7, 8)  # of the winner: they ran when its learning rate and everything else was fixed
 THREE = re.compile(r"(\d\.\d{2,3}), (\d\.\d{2,3}),? and\s+(\d\.\d{2,3})")
 
 
@@ -62,7 +63,8 @@ def means_of_six(rows: list[dict]) -> set[str]:
     for name in RECIPES:
         rate = recipe_results.choose_learning_rate(rows, name)
         own = [row for row in rows if (row["recipe"], row["learning_rate"]) == (name, rate)]
-        if {row["seed"] for row in own} == {*TUNE_SEEDS, *REPORT_SEEDS}:
+        own = [row for row in own if row["seed"] in (*TUNE_SEEDS, *REPORT_SEEDS)]
+        if len(own) == 6:
             found.add(f"{statistics.mean(row['evaluations'][-1]['reward']['mean'] for row in own):.3f}")
     return found
 
@@ -83,7 +85,7 @@ def test_three_numbers_in_a_sentence_are_those_of_three_rows(page, rows):
         own = [row for row in rows if row["recipe"] == name]
         for rate in {row["learning_rate"] for row in own}:
             same = [row for row in own if row["learning_rate"] == rate]
-            for seeds in (TUNE_SEEDS, REPORT_SEEDS):
+            for seeds in (TUNE_SEEDS, REPORT_SEEDS, FRESH_SEEDS):
                 some = [row for row in same if row["seed"] in seeds]
                 known |= threes(some) if len(some) == 3 else set()
         known |= threes([row for row in own if row["seed"] == TUNE_SEEDS[0]])  # over the learning rates
