@@ -390,14 +390,15 @@ def save_plot(path: Path, rows: list[Row], costs: dict[str, float]) -> None:
         for (left, right), budget in zip(pictures, budgets):
             own = [row for row in rows if row["max_passes"] == budget]
             curves = {name: read_curves(choose_shown(own, name)) for name in dict.fromkeys(r["recipe"] for r in own)}
+            reported = {row["recipe"] for row in own if row["phase"] == "report"}
             for place, name in enumerate(sorted(curves, key=lambda name: -curves[name][1][:, -1].mean())):
                 passes, values = curves[name]
-                is_reported = any(row["recipe"] == name and row["phase"] == "report" for row in own)
                 cost, color = costs.get(name), colormaps["tab10"](place % 10)
                 style = {"color": color, "linestyle": ("-", "--", ":")[place // 10 % 3], "linewidth": 1.4}
+                label = name if name in reported else f"{name} *"
                 for axes, scale in ((left, 1.0), (right, cost)):
                     if scale:
-                        axes.plot(scale * passes, values.mean(0), label=name if is_reported else f"{name} *", **style)
+                        axes.plot(scale * passes, values.mean(0), label=label, **style)
                         axes.fill_between(
                             scale * passes, values.min(0), values.max(0), color=color, alpha=0.1, linewidth=0
                         )
@@ -409,7 +410,7 @@ def save_plot(path: Path, rows: list[Row], costs: dict[str, float]) -> None:
                 loc="upper left",
                 bbox_to_anchor=(1.01, 1.0),
                 fontsize=8,
-                title=f"budget of {budget:g} passes\n(* tuning seed)",
+                title=f"budget of {budget:g} passes" + ("\n(* tuning seeds)" if curves.keys() - reported else ""),
             )
             for axes in (left, right):
                 axes.axhline(rows[0]["target"], color="#8a8f98", linewidth=0.8, linestyle=":")
