@@ -228,6 +228,7 @@ def uncollected():
 # Examples of models that have another example are planned only with "make test-all".
 LONG = ("hunyuan_video", "wan22_image_to_video", "wan22_a14b", "wan22_ti2v_5b", "wan21_gae")
 LONG += ("sdxl_inpaint", "flux_kontext", "sd15", "own_algorithm", "remote_reward", "sd35_geneval", "sd35_ocr_fast")
+LONG += ("glm_image_dit",)
 
 
 @pytest.mark.parametrize(
