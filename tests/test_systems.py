@@ -56,7 +56,6 @@ SETTINGS = {setting.name for setting in DiffusionGRPOConfig.__dataclass_fields__
 # Files of models that have another file run in full only with "make test-all".
 SLOW = [name for name in STAND_INS if "/" in name and name not in ("24gb/flux", "fast/sd35")]
 SLOW += ["sd35_geneval", "sd35_ocr_fast", "wan22_ti2v_5b", "wan22_image_to_video", "glm_image_dit", "sdxl_inpaint"]
-SLOW += ["flux_kontext", "sdxl"]
 SIZES = ("max_area", "audio_end_in_s")  # among the pipeline's own arguments
 SMALL = {
     "gradient_accumulation_steps": 1,
