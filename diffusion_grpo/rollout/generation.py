@@ -18,7 +18,6 @@ from ..policy.base import Policy
 from ..policy.rollout import rollout
 from ..policy.token_process import TokenTrajectory
 from ..policy.trajectory import CleanSamples, Prefix, Trajectory
-from ..rewards.unscored import UnscoredRollouts
 from ..run.sample_writer import SampleWriter
 from .buffer import RolloutBuffer
 from .credit import CreditAssigner, Estimate
@@ -28,6 +27,7 @@ from .prefixes import compute_prefixes, split_by_length
 from .replays import Replays
 from .sampling_plan import RolloutPlan, SamplingPlan
 from .scoring import AnyScoring, RewardScorer, gather_by_position, takes_only_latents
+from .signal import SignalCheck
 from .value_model import record_conditions, reduce_calls
 
 Samples = list[Trajectory] | list[TokenTrajectory] | list[CleanSamples]
@@ -58,7 +58,7 @@ class RolloutGenerator:
         run_passes: runs a method that calls the network.
         metrics: collects measurements.
         progress: shows how far the rollout is.
-        unscored: counts rollouts in which no reward scored any sample.
+        signal: warns of rollouts that leave nothing to learn.
         noise_level: noise level of the stochastic process; None for tokens.
         noise_in_last_step: whether the last denoising step draws noise too.
         measures_divergence: whether the KL divergence from the reference is part of the reward.
@@ -93,7 +93,7 @@ class RolloutGenerator:
         run_passes: Callable,
         metrics: Any,
         progress: Any,
-        unscored: UnscoredRollouts,
+        signal: SignalCheck,
         noise_level: float | None,
         noise_in_last_step: bool,
         measures_divergence: bool,
@@ -116,7 +116,7 @@ class RolloutGenerator:
         self._policy, self.inputs, self._read_rows, self._plan = policy, inputs, read_rows, plan
         self._scorer, self._credit, self._replays, self._writer = scorer, credit, replays, writer
         self._backend, self._monitor, self._run_passes, self._metrics = backend, monitor, run_passes, metrics
-        self._progress, self._unscored = progress, unscored
+        self._progress, self._signal = progress, signal
         self._noise_level, self._noise_in_last_step = noise_level, noise_in_last_step
         self._measures_divergence, self._anchors_on_replay = measures_divergence, anchors_on_replay
         self._needs_old_mean, self._step_weight, self._weighted_steps = needs_old_mean, step_weight, weighted_steps
@@ -156,12 +156,12 @@ class RolloutGenerator:
         with self._metrics.time("time/rollout"):
             divergences, states = (gather_by_position(self._backend, part, order) for part in observed)
             rewards, local, extra = self._scorer.share_rollout(scoring, local, extra, order)
-            self._unscored.add(rewards)
             self._metrics.samples += len(rewards)
 
             found = self._credit(rewards, positions, divergences, states)
-            self._metrics.add_all(found.metrics)
-            self._note_diversity(samples, order)
+            metrics = found.metrics | self._measure_diversity(samples, order)
+            self._metrics.add_all(metrics)
+            self._signal.add(rewards, metrics)
             seeds = torch.cat([trajectory.seeds for trajectory in trajectories]).tolist()
             columns = found.columns | {"seed": seeds, "row": [row_indices[at] for at in positions.tolist()]} | extra
             self._writer.write(step, last_step, rows, samples, positions, local, columns)
@@ -267,14 +267,14 @@ class RolloutGenerator:
         if self._policy.draws_tokens:
             self._metrics.add_all(type(trajectories[0]).cat(trajectories).metrics())
 
-    def _note_diversity(self, samples: list, order: RolloutOrder) -> None:
+    def _measure_diversity(self, samples: list, order: RolloutOrder) -> dict[str, float]:
         """Measure how much the samples of each prompt differ, whichever process made them."""
         points = None if samples[0] is None else make_thumbnails(samples)  # None: rewards see only latents
-        if points is not None:
-            points = gather_by_position(self._backend, points, order)
-            found = measure_diversity(points, torch.arange(len(points)) // order.sizes.num_generations)
-            if found is not None:
-                self._metrics.add("diversity", found)
+        if points is None:
+            return {}
+        points = gather_by_position(self._backend, points, order)
+        diversity = measure_diversity(points, torch.arange(len(points)) // order.sizes.num_generations)
+        return {} if diversity is None else {"diversity": diversity}
 
     def _buffer(self, rows: Rows, trajectories: Samples, found: Estimate, order: RolloutOrder) -> RolloutBuffer:
         trained = order.trained(found.result.ranking)

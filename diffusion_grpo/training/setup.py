@@ -29,13 +29,13 @@ from ..policy.base import Policy
 from ..policy.unguided import find_default_guidance
 from ..rewards.overlap import Overlap
 from ..rewards.reward_processes import SampleChannel
-from ..rewards.unscored import UnscoredRollouts
 from ..rollout.credit import CreditAssigner
 from ..rollout.feed import RolloutFeed
 from ..rollout.generation import RolloutGenerator
 from ..rollout.replays import Replays
 from ..rollout.sampling_plan import SamplingPlan
 from ..rollout.scoring import RewardScorer
+from ..rollout.signal import SignalCheck
 from ..rollout.value_model import ValueCallback, ValueModel
 from ..run.adapters import list_kept_adapters
 from ..run.card_data import pipeline_tag, strip_folders, strip_secrets
@@ -367,7 +367,7 @@ class RunBuilder:
             credit=make_credit(args, rewards, learner.values, algorithm.chooses_samples),
             replays=replays,
             writer=make_sample_writer(args, rewards, groups, self._inputs, self._sampling_rate),
-            unscored=UnscoredRollouts(rewards.names, is_warning=args.process_index == 0),
+            signal=SignalCheck(rewards.names, warns=args.process_index == 0),
             backend=self._backend,
             monitor=self._monitor,
             run_passes=learner.run_passes,
