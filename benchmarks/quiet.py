@@ -18,7 +18,7 @@ QUIET: dict[str, Any] = {
 def silence(trainer: "DiffusionGRPOTrainer") -> None:
     """Keep a trainer from printing a line per update and from writing a report."""
     from diffusion_grpo.training.callbacks import ReportCallback
-    from diffusion_grpo.training.progress import LinesCallback
+    from diffusion_grpo.training.progress import RewardProgressCallback
 
-    for callback in (LinesCallback, ReportCallback):
+    for callback in (RewardProgressCallback, ReportCallback):
         trainer.remove_callback(callback)

@@ -26,7 +26,7 @@ from diffusion_grpo.cli.train import build_trainer
 from diffusion_grpo.config.parse import parse_train_arguments
 from diffusion_grpo.run.records import PACKAGES
 from diffusion_grpo.training.callbacks import ReportCallback
-from diffusion_grpo.training.progress import LinesCallback
+from diffusion_grpo.training.progress import RewardProgressCallback
 
 COSTS = {"forward": 1, "gradient": 3, "checkpointed": 4}  # of a call: alone, with its backward pass, recomputed in it
 TARGET = 0.86  # held-out reward that recipes are to reach
@@ -268,7 +268,7 @@ def train_row(
     with tempfile.TemporaryDirectory() as folder:
         script, lora, config = parse_recipe(recipe, learning_rate, seed, folder, sizes)
         trainer = build_trainer(script, lora, config)
-        for callback in (PrinterCallback, LinesCallback, ReportCallback):
+        for callback in (PrinterCallback, RewardProgressCallback, ReportCallback):
             trainer.remove_callback(callback)
         race = Race(
             lambda kwargs: trainer.evaluate(metric_key_prefix="race", pipeline_kwargs=kwargs),

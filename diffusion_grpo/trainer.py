@@ -90,7 +90,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         ...     peft_config=LoraConfig(r=4, target_modules=["to_q", "to_v"]),
         ... )
         >>> result = trainer.train()  # doctest: +ELLIPSIS
-        Each update makes 4 samples (1 prompt x 4, 6 steps each).
+        Training transformer (LoRA rank 4) in float32 on the CPU: each update makes 4 samples ...
         update 1/1: reward ... ± ..., grad norm ..., ... s/update
         Report: ...
         >>> trainer.pipe('the word "TEA" in red', height=32, width=96, max_sequence_length=1).images[0].size
@@ -187,7 +187,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             self.learner,
             accelerator=self.accelerator,
             progress=self.progress,
-            prompts=self.run["prompts"],
+            run=self.run,
             write_validation=self._write_validation,
         )
 

@@ -191,7 +191,7 @@ def assert_trained(log, values):
     # steps drawn for each sample are replayed beside other samples than in the rollout, which moves the last bits
     limit = 1e-5 if "permute_steps" in values else 0.0
     assert max(entry["ratio/max_error"] for entry in log if "ratio/max_error" in entry) <= limit
-    assert sum("eval_reward" in entry for entry in log) == 2 + values.get("eval_on_start", False)
+    assert sum("eval_reward" in entry for entry in log) == 2 + values.get("eval_on_start", True)
     scored = {key for entry in log for key in entry if re.fullmatch("rewards/.*/mean", key)}
     assert len(scored) == (1 if isinstance(values["reward_funcs"], str) else len(values["reward_funcs"]))
 

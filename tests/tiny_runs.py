@@ -26,6 +26,7 @@ SETTINGS = {
     "max_steps": 2,
     "learning_rate": 1e-3,
     "save_strategy": "no",
+    "eval_on_start": False,
     "report_to": "none",
     "use_cpu": True,
     "gradient_checkpointing": False,

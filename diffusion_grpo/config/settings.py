@@ -132,6 +132,10 @@ class DiffusionGRPOConfig(
             "logging_steps if that is set, otherwise that of save_steps."
         },
     )
+    eval_on_start: bool | None = field(
+        default=None,
+        metadata={"help": "Also evaluate before the first update. By default on wherever eval_strategy is set."},
+    )
     ddp_find_unused_parameters: bool | None = field(
         default=False,
         metadata={
@@ -191,8 +195,10 @@ class DiffusionGRPOConfig(
             kwargs = self.lr_scheduler_kwargs or {}
             kwargs = json.loads(kwargs) if isinstance(kwargs, str) else kwargs
             self.lr_scheduler_kwargs = {"mode": "max" if is_greater_better else "min", **kwargs}
-        is_evaluated = getattr(self.eval_strategy, "value", self.eval_strategy) == "steps"
-        if is_evaluated and self.eval_steps is None and "logging_steps" not in self.given:
+        strategy = getattr(self.eval_strategy, "value", self.eval_strategy)
+        if self.eval_on_start is None:  # a result says little without the one before training
+            self.eval_on_start = strategy != "no"
+        if strategy == "steps" and self.eval_steps is None and "logging_steps" not in self.given:
             self.eval_steps = self.save_steps  # transformers would take logging_steps, which is 1 by default
         # accelerate would compile the whole network; `training/model.py` compiles its repeated blocks instead
         compiles = bool(self.torch_compile or self.torch_compile_backend or self.torch_compile_mode)

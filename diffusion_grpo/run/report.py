@@ -227,7 +227,10 @@ def list_findings(run: Run) -> list[str]:
     if run.published_after not in (None, run.updates):
         found.append(f"The weights are those of the best evaluation, {format_updates(run.published_after)}.")
     if len(run.evaluations) < 2:
-        found.append("There are fewer than two evaluations, so nothing can be said about what was learned.")
+        found.append(
+            "There are fewer than two evaluations, so nothing can be said about what was learned; set eval_dataset "
+            "and eval_strategy: steps."
+        )
         return found
     changes = [describe_finding(run, name) for name in ["reward", *run.reward_names]]
     return found + [sentence for sentence in changes if sentence is not None]

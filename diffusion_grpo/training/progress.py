@@ -1,20 +1,26 @@
-"""Progress display of a run: bars in a terminal, a table in a notebook, elsewhere one line per update.
+"""What a run prints: where it trains what, a line per update and evaluation, and where a long update is.
 
 All other metrics go only to the trackers.
 """
 
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-from transformers import TrainerCallback
+import torch
+import transformers.trainer
+from transformers import PrinterCallback, ProgressCallback
+from transformers.trainer_callback import CallbackHandler
+from transformers.utils import is_in_notebook
 
 from ..config.settings import DiffusionGRPOConfig
+from ..data.held_out import name_prompts
 from ..run.folder import format_measured, format_updates
 
 FEW_UPDATES = 50  # a run of fewer, whose max_steps is not set, says why it is short
-NOTICE = 60.0  # seconds without output after which a long update prints its progress, without a terminal
+NOTICE = 60.0  # seconds without output after which a long update prints its progress
 STAGES = ("time/rollout", "time/reward", "time/update")
 
 
@@ -59,14 +65,17 @@ class UpdateProgress:
         self.watch()
 
 
-def describe_rollout(args: DiffusionGRPOConfig, updates_of_run: int) -> str:
-    """Describe in one line how many samples an update makes, and why a run is short whose `max_steps` is not set."""
+def describe_run(args: DiffusionGRPOConfig, run: dict[str, Any], updates_of_run: int) -> str:
+    """Describe in one line where what is trained on how many samples, and why a run without `max_steps` is short."""
+    trained = "all weights" if run["trains_by"] == "full" else run["trains_by"]
+    precision = "bfloat16" if args.bf16 else "float16" if args.fp16 else run.get("dtype", "float32")
     sizes = args.batch_sizes
-    samples, updates = sizes.samples_per_rollout, sizes.updates_per_rollout
-    prompts = sizes.prompts_per_rollout
-    made = f"{samples} samples ({prompts} prompt{'s' if prompts > 1 else ''} x {args.num_generations}"
-    made += f", {args.num_inference_steps} steps each)"
-    line = f"Each update makes {made}." if updates == 1 else f"Each rollout makes {made} for {updates} updates."
+    prompts, updates = sizes.prompts_per_rollout, sizes.updates_per_rollout
+    line = f"Training {run['component']} ({trained}) in {precision} on {_describe_devices(args)}: each "
+    line += "update" if updates == 1 else "rollout"
+    line += f" makes {sizes.samples_per_rollout} samples ({prompts} prompt{'s' if prompts > 1 else ''} x "
+    line += f"{args.num_generations}, {args.num_inference_steps} steps each)"
+    line += "." if updates == 1 else f" for {updates} updates."
     if args.max_steps < 0 and updates_of_run < FEW_UPDATES:
         length = f"{updates_of_run} update{'' if updates_of_run == 1 else 's'}"
         line += f" The run makes {length}, from num_train_epochs={args.num_train_epochs:g}; "
@@ -74,25 +83,26 @@ def describe_rollout(args: DiffusionGRPOConfig, updates_of_run: int) -> str:
     return line
 
 
-def update_values(logs: dict[str, float]) -> dict[str, str]:
-    """Return the values of an update's log entry that users are shown, by title."""
-    shown = {}
-    if "reward" in logs:
-        shown["reward"] = f"{logs['reward']:.3f} ± {logs.get('reward_std', 0.0):.3f}"
-    if "kl" in logs:
-        shown["KL"] = f"{logs['kl']:.2g}"
-    if "grad_norm" in logs:
-        shown["grad norm"] = f"{float(logs['grad_norm']):.3g}"
-    seconds = [logs[stage] for stage in STAGES if stage in logs]
-    if seconds:
-        shown["s/update"] = f"{sum(seconds):.2g}" if sum(seconds) < 10 else f"{sum(seconds):.0f}"
-    return shown
+def _describe_devices(args: DiffusionGRPOConfig) -> str:
+    kind, number = args.device.type, args.world_size
+    if kind == "cpu":
+        return "the CPU" if number == 1 else f"the CPU ({number} processes)"
+    name = torch.cuda.get_device_name(args.device) if kind == "cuda" else kind
+    return name if number == 1 else f"{number} x {name}"
 
 
 def update_line(step: int, total: int, logs: dict[str, float], left: float | None = None) -> str:
     """Describe an update in one line, such as `update 2/64: reward 0.312 ± 0.120, grad norm 0.21, 4.1 s/update`."""
-    values = update_values(logs)
-    parts = [f"{value} {name}" if name == "s/update" else f"{name} {value}" for name, value in values.items()]
+    parts = []
+    if "reward" in logs:
+        parts.append(f"reward {logs['reward']:.3f} ± {logs.get('reward_std', 0.0):.3f}{_list_rewards(logs, '')}")
+    if "kl" in logs:
+        parts.append(f"KL {logs['kl']:.2g}")
+    if "grad_norm" in logs:
+        parts.append(f"grad norm {float(logs['grad_norm']):.3g}")
+    seconds = [logs[stage] for stage in STAGES if stage in logs]
+    if seconds:
+        parts.append(f"{sum(seconds):.2g} s/update" if sum(seconds) < 10 else f"{sum(seconds):.0f} s/update")
     parts += [] if left is None else [f"{format_seconds(left)} left"]
     return f"update {step}/{total}: {', '.join(parts)}"
 
@@ -100,7 +110,14 @@ def update_line(step: int, total: int, logs: dict[str, float], left: float | Non
 def evaluation_line(step: int, logs: dict[str, float], prompts: str) -> str:
     """Describe an evaluation in one line; `prompts` names the kind of its prompts."""
     value = format_measured(logs["eval_reward"], logs.get("eval_reward_std_error"))
-    return f"{format_updates(step)}: {prompts} reward {value}"
+    return f"{format_updates(step)}: {prompts} reward {value}{_list_rewards(logs, 'eval_')}"
+
+
+def _list_rewards(logs: dict[str, float], prefix: str) -> str:
+    """List the means of several rewards, of which the combined reward shows only the sum."""
+    start, end = f"{prefix}rewards/", "/mean"
+    means = {key[len(start) : -len(end)]: logs[key] for key in logs if key.startswith(start) and key.endswith(end)}
+    return f" ({', '.join(f'{name} {mean:.3f}' for name, mean in means.items())})" if len(means) > 1 else ""
 
 
 def format_seconds(seconds: float) -> str:
@@ -110,140 +127,90 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
 
 
-class ShowingCallback(TrainerCallback):
-    """Callback that shows updates and evaluations on the first process; subclasses decide how.
+class RewardProgressCallback(ProgressCallback):
+    """transformers' progress bar with lines about rewards above it; the lines alone where there is no terminal.
+
+    It must come after `SampleGridCallback`, whose images a notebook shows below.
 
     Args:
         progress: progress of the current update.
-        prompts: kind of the prompts in evaluations, "held-out" or "evaluation".
+        run: contents of run.json.
         clock: returns the time in seconds.
     """
 
-    def __init__(self, progress: UpdateProgress, prompts: str, clock: Callable[[], float] = time.monotonic):
-        self.progress, self.prompts, self.clock = progress, prompts, clock
-        self.started, self.first, self.step, self.total = 0.0, 0, 0, 0
+    def __init__(self, progress: UpdateProgress, run: dict[str, Any], clock: Callable[[], float] = time.monotonic):
+        super().__init__()
+        self.progress, self.run, self.clock = progress, run, clock
+        self.first = self.step = self.total = 0
+        self.grid: Any = None
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.started, self.first, self.step, self.total = (
-            self.clock(),
-            state.global_step,
-            state.global_step,
-            state.max_steps,
-        )
+        self.first = self.step = state.global_step
+        self.total, self.started = state.max_steps, self.clock()
+        self.written = self.stage_began = self.started
         if state.is_world_process_zero:
-            self.begin(args)
-            self.progress.watch = self.show_progress
+            if not args.disable_tqdm and (sys.stderr.isatty() or is_in_notebook()):
+                super().on_train_begin(args, state, control, **kwargs)
+            self._write(describe_run(args, self.run, self.total))
+            self.progress.watch = self._show_stage
 
     def on_step_end(self, args, state, control, **kwargs):
         self.step = state.global_step
         self.progress.end()
+        if self.training_bar is not None:
+            super().on_step_end(args, state, control, **kwargs)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero or not self.total or logs is None:
             return
         if "eval_reward" in logs:
-            self.show_evaluation(state.global_step, logs)
+            self._write(evaluation_line(state.global_step, logs, name_prompts(self.run["prompts"])))
         elif "loss" in logs:  # not the summary at the end; has no reward if a rollout is used again
-            self.show_update(state.global_step, logs)
+            done, rest = self.step - self.first, self.total - self.step
+            left = (self.clock() - self.started) / done * rest if done and rest else None
+            self._write(update_line(state.global_step, self.total, logs, left))
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        file = Path(args.output_dir) / "grid.png"
+        if state.is_world_process_zero and not args.disable_tqdm and is_in_notebook() and file.is_file():
+            from IPython import display  # every notebook has it
+
+            image = display.Image(data=file.read_bytes(), format="png")
+            if self.total and self.grid is not None:
+                self.grid.update(image)
+            else:
+                self.grid = display.display(image, display_id=True)
 
     def on_train_end(self, args, state, control, **kwargs):
         self.progress.watch = lambda: None
-        if state.is_world_process_zero:
-            self.end()
         self.total = 0
+        if self.training_bar is not None:
+            super().on_train_end(args, state, control, **kwargs)
 
-    @property
-    def left(self) -> float | None:
-        """Estimated seconds until the end, at the speed so far; None before the first update."""
-        done = self.step - self.first
-        return (self.clock() - self.started) / done * (self.total - self.step) if done else None
-
-    def begin(self, args: DiffusionGRPOConfig) -> None:
-        """Show what the run is about to do."""
-
-    def show_progress(self) -> None:
-        """Show the progress of the current update."""
-
-    def show_update(self, step: int, logs: dict[str, float]) -> None:
-        """Show an update's log entry."""
-
-    def show_evaluation(self, step: int, logs: dict[str, float]) -> None:
-        """Show an evaluation's log entry."""
-
-    def end(self) -> None:
-        """Close the display."""
-
-
-class LinesCallback(ShowingCallback):
-    """Callback that prints a line per update, for logs and pipes, and once a minute the progress of a long update."""
-
-    def begin(self, args):
-        self.notified = self.stage_began = self.clock()
-        print(describe_rollout(args, self.total), flush=True)
-
-    def show_progress(self):
+    def _show_stage(self) -> None:
+        """Write how far a long update is, once a minute."""
         progress, now = self.progress, self.clock()
         if progress.done == 0:
             self.stage_began = now
-        if progress.stage is None or now - self.notified < NOTICE:
+        if progress.stage is None or now - self.written < NOTICE:
             return
-        done, took = progress.done, now - self.stage_began
-        left = f", {format_seconds(took / done * (progress.total - done))} left in it" if done else ""
-        self._say(
-            f"update {self.step + 1}/{self.total}: {progress.stage}, {done} of {progress.total} {progress.unit}{left}"
-        )
+        done, seconds = progress.done, now - self.stage_began
+        left = f", {format_seconds(seconds / done * (progress.total - done))} left in it" if done else ""
+        stage = f"{progress.stage}, {done} of {progress.total} {progress.unit}{left}"
+        self._write(f"update {self.step + 1}/{self.total}: {stage}")
 
-    def show_update(self, step, logs):
-        self._say(update_line(step, self.total, logs, self.left if step < self.total else None))
-
-    def show_evaluation(self, step, logs):
-        self._say(evaluation_line(step, logs, self.prompts))
-
-    def _say(self, line: str) -> None:
-        self.notified = self.clock()
-        print(line, flush=True)
+    def _write(self, line: str) -> None:
+        self.written = self.clock()
+        if self.training_bar is not None:
+            self.training_bar.write(line)
+        else:
+            print(line, flush=True)
 
 
-class BarsCallback(ShowingCallback):
-    """Callback with a bar for all updates and the time left, a bar for the current update, and a line per update."""
-
-    def begin(self, args):
-        self.bar = tqdm(total=self.total, initial=self.step, desc="updates", dynamic_ncols=True)
-        self.inner: Any = None
-        self.stage: str | None = None
-        self.bar.write(describe_rollout(args, self.total))
-
-    def on_step_end(self, args, state, control, **kwargs):
-        super().on_step_end(args, state, control, **kwargs)
-        if state.is_world_process_zero:
-            self.bar.update(state.global_step - self.bar.n)
-
-    def show_progress(self):
-        progress = self.progress
-        if self.inner is not None and (progress.stage != self.stage or progress.done < self.inner.n):
-            self.inner.close()
-            self.inner = None
-        self.stage = progress.stage
-        if self.stage is None:
-            return
-        if self.inner is None:
-            self.inner = tqdm(
-                total=progress.total,
-                desc=f"update {self.step + 1}: {progress.stage}",
-                unit=f" {progress.unit}",
-                position=1,
-                leave=False,
-                dynamic_ncols=True,
-            )
-        self.inner.update(progress.done - self.inner.n)
-
-    def show_update(self, step, logs):
-        self.bar.write(update_line(step, self.total, logs))
-
-    def show_evaluation(self, step, logs):
-        self.bar.write(evaluation_line(step, logs, self.prompts))
-
-    def end(self):
-        for bar in (self.inner, self.bar):
-            if bar is not None:
-                bar.close()
+def replace_progress(
+    handler: CallbackHandler, args: DiffusionGRPOConfig, progress: UpdateProgress, run: dict[str, Any]
+) -> None:
+    """Replace transformers' progress callback, which shows losses, with one that shows rewards."""
+    shown = PrinterCallback if args.disable_tqdm else transformers.trainer.DEFAULT_PROGRESS_CALLBACK
+    handler.remove_callback(shown)
+    handler.add_callback(RewardProgressCallback(progress, run))

@@ -17,7 +17,7 @@ from ..algorithms.base import Algorithm
 from ..algorithms.batch import Rows
 from ..config.settings import DiffusionGRPOConfig
 from ..data.columns import list_given
-from ..data.held_out import count_prompts, name_prompts
+from ..data.held_out import count_prompts
 from ..data.inputs import PipelineInputs
 from ..data.prompts import hash_prompts
 from ..data.sampler import GroupSampler
@@ -56,9 +56,8 @@ from .evaluation import Evaluator
 from .evaluation_samples import EvaluationSettings
 from .learner import Learner
 from .metrics import Metrics
-from .progress import UpdateProgress
+from .progress import UpdateProgress, replace_progress
 from .quantization import describe_quantization
-from .show_progress import replace_progress
 from .start import RunRewards
 from .trackers import patch_trackers
 from .update import PolicyUpdate
@@ -448,7 +447,7 @@ def add_callbacks(
     *,
     accelerator: Accelerator,
     progress: UpdateProgress,
-    prompts: dict[str, int | None],
+    run: dict[str, Any],
     write_validation: Callable[[], Path],
 ) -> None:
     """Add the callbacks of a run, in the order in which they act.
@@ -459,7 +458,7 @@ def add_callbacks(
         learner: the trained weights, and those that move after updates.
         accelerator: prepares the value model.
         progress: progress of the current update.
-        prompts: numbers of prompts; see [`~diffusion_grpo.data.held_out.count_prompts`].
+        run: contents of run.json.
         write_validation: samples the validation prompts and returns their folder.
     """
     handler.add_callback(OwnIntervalsCallback)
@@ -474,7 +473,7 @@ def add_callbacks(
     handler.add_callback(LastLogCallback)
     patch_trackers(handler)
     handler.add_callback(SampleGridCallback(handler))
-    replace_progress(handler, args, progress, name_prompts(prompts))  # after the grid's callback: it may show the grid
+    replace_progress(handler, args, progress, run)  # after the grid's callback: it may show the grid
     handler.add_callback(CollapseCallback)
     if args.validation_prompts:
         handler.add_callback(ValidationCallback(write_validation, handler))

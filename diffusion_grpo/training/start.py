@@ -154,6 +154,8 @@ def check_run(
     check_resume_folder(args.resume_from_checkpoint, args.output_dir)
     if (idle := list_idle(args)) and args.should_log:
         logger.warning("Settings without effect: %s.", ", ".join(idle))
+    if args.world_size > 1 and args.device.type == "cpu" and "use_cpu" not in args.given and args.should_log:
+        logger.warning("There is no GPU here, so the %d processes share the CPU.", args.world_size)
     check_trackers(args.report_to)
     check_given_parts(model, args, name_networks(args))
     check_gradient_range(model, args)

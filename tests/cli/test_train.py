@@ -169,7 +169,6 @@ def test_train_leaves_a_whole_run_folder(config_file, model, tmp_path, capsys):
         eval_reward_funcs=["jpeg_compressibility"],
         eval_strategy="steps",
         eval_steps=1,
-        eval_on_start=True,
         baseline_guidance_scales=[2.0],
         pipeline_kwargs={"max_sequence_length": 8},
         guidance_scale=1.0,

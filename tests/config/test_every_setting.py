@@ -356,7 +356,7 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "deepspeed": Elsewhere("distributed/test_deepspeed.py::test_a_lora_with_zero3_trains_as_one_process_does"),
     "accelerator_config": Refused({"split_batches": True}, "split_batches=True would redistribute"),
     "eval_strategy": Turned("steps", "evaluation files", "weights@2 samples@2", {"eval_steps": 2}),
-    "disable_tqdm": Elsewhere("training/test_show_progress.py::test_bars_in_a_terminal"),
+    "disable_tqdm": Elsewhere("training/test_progress.py::test_a_terminal_shows_a_bar_and_the_lines"),
     "fp16": Refused(True, "has no effect on a CPU"),
     "fsdp": Elsewhere("distributed/test_fsdp.py::test_settings_ask_as_a_launcher_does"),
     "fsdp_config": Elsewhere("distributed/test_sharding.py::test_fsdp_in_the_settings_goes_before_the_launchers"),

@@ -188,3 +188,9 @@ def test_evaluations_come_with_the_checkpoints_by_default():
     assert make_config(eval_strategy="steps", logging_steps=5).eval_steps == 5  # as transformers has it
     assert make_config(eval_strategy="steps", eval_steps=2).eval_steps == 2
     assert make_config(eval_strategy="epoch").eval_steps is None
+
+
+def test_where_evaluations_are_on_there_is_one_before_training():
+    assert make_config(eval_strategy="epoch").eval_on_start is True
+    assert make_config(eval_strategy="epoch", eval_on_start=False).eval_on_start is False
+    assert make_config().eval_on_start is False and make_config(eval_on_start=True).eval_on_start is True
