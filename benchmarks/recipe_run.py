@@ -1,22 +1,20 @@
 """Train the embedded model by one recipe until its network passes are used up, and measure it on the way."""
 
 import contextlib
-import dataclasses
 import functools
-import importlib.metadata
 import json
 import os
 import subprocess
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from demo_seeds import ROOT, machine
-from recipe_settings import BASE, DEMO, Recipe, find_phase
+from recipe_settings import BASE, DEMO, Recipe
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils import _pytree as pytree
 from transformers import PrinterCallback, TrainerCallback
@@ -24,29 +22,23 @@ from transformers.utils import enable_tf32
 
 from diffusion_grpo.cli.train import build_trainer
 from diffusion_grpo.config.parse import parse_train_arguments
-from diffusion_grpo.run.records import PACKAGES
 from diffusion_grpo.training.callbacks import ReportCallback
 from diffusion_grpo.training.progress import RewardProgressCallback
 
 COSTS = {"forward": 1, "gradient": 3, "checkpointed": 4}  # of a call: alone, with its backward pass, recomputed in it
-TARGET = 0.86  # held-out reward that recipes are to reach
 WARMUP = 3  # updates; Adam's first steps have full size, whatever the gradient
 
 
 class PassCounter:
-    """Counts the rows that pass a network, at the costs of `COSTS`.
+    """Counts the rows that pass a network, at the costs of `COSTS`: `passes`.
 
     The class's `forward` is wrapped, so copies of the network (references, old policies) count too. Hooks would not
-    do: they also run where a replay skips the network because the step's result is known.
-
-    Attributes:
-        stage: what the calls are counted for.
-        rows: number of rows by (stage, kind of call). A guided call has two rows per sample.
+    do: they also run where a replay skips the network because the step's result is known. A guided call has two rows
+    per sample.
     """
 
     def __init__(self):
-        self.stage = "training"
-        self.rows: Counter[tuple[str, str]] = Counter()
+        self.passes = 0
 
     @contextlib.contextmanager
     def watch(self, network_class: type[torch.nn.Module]) -> Iterator[None]:
@@ -60,7 +52,7 @@ class PassCounter:
             kind = "forward"
             if first.requires_grad:
                 kind = "checkpointed" if network.is_gradient_checkpointing else "gradient"
-            self.rows[self.stage, kind] += len(first)
+            self.passes += COSTS[kind] * len(first)
             return output
 
         network_class.forward = forward
@@ -68,38 +60,6 @@ class PassCounter:
             yield
         finally:
             network_class.forward = real
-
-    @contextlib.contextmanager
-    def count_as(self, stage: str) -> Iterator[None]:
-        """Count the calls inside the context for another stage."""
-        before, self.stage = self.stage, stage
-        try:
-            yield
-        finally:
-            self.stage = before
-
-    def passes(self, stage: str) -> int:
-        """Return the passes of a stage: rows times cost."""
-        return sum(COSTS[kind] * rows for (counted, kind), rows in self.rows.items() if counted == stage)
-
-
-@dataclasses.dataclass(frozen=True)
-class Clock:
-    """A time or a duration: by the clock, and of this process on the CPU, which other work hardly moves."""
-
-    seconds: float
-    cpu_seconds: float
-
-    @classmethod
-    def read(cls) -> "Clock":
-        """Return the present."""
-        return cls(time.perf_counter(), time.process_time())
-
-    def __add__(self, other: "Clock") -> "Clock":
-        return Clock(self.seconds + other.seconds, self.cpu_seconds + other.cpu_seconds)
-
-    def __sub__(self, other: "Clock") -> "Clock":
-        return Clock(self.seconds - other.seconds, self.cpu_seconds - other.cpu_seconds)
 
 
 class Race(TrainerCallback):
@@ -131,18 +91,18 @@ class Race(TrainerCallback):
     ):
         self.evaluate, self.counter, self.samples, self.guidance = evaluate, counter, samples, guidance
         self.max_passes, self.max_updates, self.eval_passes = max_passes, max_updates, eval_passes
-        self.evaluations: list[dict[str, Any]] = []
-        self.start, self.evaluating = Clock(0.0, 0.0), Clock(0.0, 0.0)
+        self.curves: dict[str, list[float]] = defaultdict(list)
+        self.start, self.evaluating = 0.0, 0.0  # seconds of this process on the CPU, which other work hardly moves
 
     @property
     def passes(self) -> float:
         """Passes per sample of an update so far, evaluations not among them."""
-        return self.counter.passes("training") / self.samples
+        return self.counter.passes / self.samples
 
     @property
-    def training(self) -> "Clock":
+    def cpu_seconds(self) -> float:
         """Seconds of training so far, without evaluations."""
-        return Clock.read() - self.start - self.evaluating
+        return time.process_time() - self.start - self.evaluating
 
     def scale_learning_rate(self, update: int) -> float:
         """Return the factor of the learning rate: a short warm-up, then linear to 0 at the end of the budget.
@@ -152,55 +112,37 @@ class Race(TrainerCallback):
         return min(1.0, (update + 1) / (WARMUP + 1)) * max(0.0, 1 - self.passes / self.max_passes)
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.start = Clock.read()
+        self.start = time.process_time()
         self._measure(0)
 
     def on_step_end(self, args, state, control, **kwargs):
         updates = state.global_step
         next_one = self.passes * (updates + 1) / updates
         control.should_training_stop = next_one > self.max_passes or updates == self.max_updates
-        is_due = self.passes // self.eval_passes > self.evaluations[-1]["passes"] // self.eval_passes
+        is_due = self.passes // self.eval_passes > self.curves["passes"][-1] // self.eval_passes
         if is_due or control.should_training_stop:
             self._measure(updates)
 
     def _measure(self, update: int) -> None:
-        begun, before, training = Clock.read(), self.counter.passes("evaluation"), self.training
-        entry = {"update": update, "passes": self.passes, **dataclasses.asdict(training)}
-        with self.counter.count_as("evaluation"):
-            entry |= read_rewards(self.evaluate({"guidance_scale": 1.0}))
-            if self.guidance != 1:
-                entry["guided"] = read_rewards(self.evaluate({"guidance_scale": self.guidance}))
-        entry["passes_evaluating"] = (self.counter.passes("evaluation") - before) / self.samples
-        self.evaluations.append(entry)
-        self.evaluating += Clock.read() - begun
-        rewards = "  ".join(f"{name} {cell['mean']:.3f}" for name, cell in entry["rewards"].items())
-        print(
-            f"  update {update:4}  passes {entry['passes']:7.1f}  seconds {entry['seconds']:6.0f}  "
-            f"reward {entry['reward']['mean']:.3f}  {rewards}",
-            flush=True,
-        )
+        begun, before = time.process_time(), self.counter.passes
+        measured = {"update": update, "passes": round(self.passes, 4), "cpu_seconds": round(self.cpu_seconds, 2)}
+        measured |= read_rewards(self.evaluate({"guidance_scale": 1.0}), "reward", "tesseract")
+        if self.guidance != 1:
+            guided = self.evaluate({"guidance_scale": self.guidance})
+            measured |= read_rewards(guided, "guided", "guided_tesseract")
+        for name, value in measured.items():
+            self.curves[name].append(value)
+        self.counter.passes = before  # evaluations are free
+        self.evaluating += time.process_time() - begun
+        print("  " + "  ".join(f"{name} {value:g}" for name, value in measured.items()), flush=True)
 
 
-def read_rewards(metrics: dict[str, float]) -> dict[str, Any]:
-    """Return the weighted reward and each reward of an evaluation, as means with standard errors."""
-    names = [key.split("/")[1] for key in metrics if key.startswith("race_rewards/") and key.endswith("/mean")]
+def read_rewards(metrics: dict[str, float], reward: str, tesseract: str) -> dict[str, float]:
+    """Return the weighted reward of an evaluation, and Tesseract's, which is never trained on, by these names."""
     return {
-        "reward": {"mean": metrics["race_reward"], "std_error": metrics["race_reward_std_error"]},
-        "rewards": {
-            name: {key: metrics[f"race_rewards/{name}/{key}"] for key in ("mean", "std_error")} for name in names
-        },
+        reward: round(metrics["race_reward"], 6),
+        tesseract: round(metrics["race_rewards/tesseract/mean"], 6),
     }
-
-
-def find_crossing(evaluations: list[dict[str, Any]], target: float) -> float | None:
-    """Return the passes at which the held-out reward first reaches `target`, interpolated; None if it never does."""
-    points = [(entry["passes"], entry["reward"]["mean"]) for entry in evaluations]
-    if points and points[0][1] >= target:
-        return points[0][0]
-    for (before, low), (after, high) in zip(points, points[1:]):
-        if high >= target:
-            return before + (after - before) * (target - low) / (high - low)
-    return None
 
 
 def parse_recipe(
@@ -283,34 +225,11 @@ def train_row(
         trainer.lr_scheduler = LambdaLR(trainer.create_optimizer(), race.scale_learning_rate)
         with counter.watch(type(trainer.pipe.transformer)):
             trainer.train()
-        clock = race.training
-    return {
-        "recipe": recipe.name,
-        "settings": recipe.settings,
-        "learning_rate": learning_rate,
-        "seed": seed,
-        "phase": find_phase(seed),
-        "max_passes": max_passes,
-        "max_updates": max_updates,
-        "eval_passes": eval_passes,
-        "updates": trainer.state.global_step,
-        "samples_per_update": race.samples,
-        "passes_per_sample": race.passes / trainer.state.global_step,
-        "passes": race.passes,
-        "passes_evaluating": counter.passes("evaluation") / race.samples,
-        "rows_passed": {f"{stage}, {kind}": rows for (stage, kind), rows in sorted(counter.rows.items())},
-        **dataclasses.asdict(clock),
-        "seconds_evaluating": race.evaluating.seconds,
-        "target": TARGET,
-        "passes_to_target": find_crossing(race.evaluations, TARGET),
-        "evaluations": race.evaluations,
-        **describe_machine(),
-        "versions": {package: importlib.metadata.version(package) for package in PACKAGES},
-        "commit": commit,
-        "command": f"python benchmarks/recipes.py --row {recipe.name} {learning_rate:g} {seed}"
-        f" --max-passes {max_passes:g} --eval-passes {eval_passes:g}"
-        + (f" --max-updates {max_updates}" if max_updates else ""),
-    }
+        cpu_seconds = race.cpu_seconds
+    row = {"recipe": recipe.name, "learning_rate": learning_rate, "seed": seed}
+    row |= {"max_passes": max_passes, "eval_passes": eval_passes}
+    row |= {"updates": trainer.state.global_step, "cpu_seconds": round(cpu_seconds, 1)}
+    return row | describe_machine() | {"commit": commit, "curves": dict(race.curves)}
 
 
 def measure_cost(recipe: Recipe, sizes: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -324,21 +243,21 @@ def measure_cost(recipe: Recipe, sizes: dict[str, Any] | None = None) -> dict[st
     """
     sizes = {"eval_max_prompts": 2} | (sizes or {})  # evaluations mark the updates, and are not measured
     row = train_row(recipe, 1e-4, 0, max_passes=recipe.max_passes, max_updates=4, eval_passes=0.01, sizes=sizes)
-    before, after = (next(it for it in row["evaluations"] if it["update"] == update) for update in (2, 4))
-    passes, seconds = (after[key] - before[key] for key in ("passes", "cpu_seconds"))
-    made = {key: row[key] for key in ("settings", "versions", "commit")}
-    return made | {"passes": passes, "cpu_seconds_per_pass": seconds / passes}
+    second, fourth = (row["curves"]["update"].index(update) for update in (2, 4))
+    passes, seconds = (row["curves"][key][fourth] - row["curves"][key][second] for key in ("passes", "cpu_seconds"))
+    cost = {"recipe": recipe.name, "cpu_seconds_per_pass": round(seconds / passes, 4)}
+    return cost | {"machine": row["machine"], "commit": row["commit"]}
 
 
-def describe_machine() -> dict[str, Any]:
-    """Return what times depend on: the processor or GPU, the number of threads, and a preloaded library."""
-    preload = Path(os.environ.get("LD_PRELOAD", "")).name or None  # such as mkl_avx512.so
+def describe_machine() -> dict[str, str]:
+    """Return what times and rounding depend on: the processor or GPU, and a preloaded library if there is one."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else machine()
-    return {"machine": name, "threads": torch.get_num_threads(), "preload": preload}
+    preload = Path(os.environ.get("LD_PRELOAD", "")).name  # such as mkl_avx512.so
+    return {"machine": name} | ({"preload": preload} if preload else {})
 
 
 def read_commit() -> str:
     """Return the commit of this checkout, with `-dirty` where tracked files differ from it."""
-    words = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    words = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     found = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     return found.stdout.strip() or "unknown"
