@@ -19,6 +19,7 @@ class BatchSizes:
         num_iterations: how many times a rollout is trained on.
         data_processes: processes with samples of their own; a context-parallel group counts as one.
         data_process: index of this process, or of its group, among them.
+        num_batches: batches in one rollout, which share no update where updates are no larger than they.
     """
 
     num_generations: int
@@ -29,6 +30,7 @@ class BatchSizes:
     num_iterations: int
     data_processes: int = 1
     data_process: int = 0
+    num_batches: int = 1
 
     @property
     def trained_per_prompt(self) -> int:

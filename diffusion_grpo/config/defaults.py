@@ -178,6 +178,7 @@ class Sizes:
             num_iterations=self.num_iterations,
             data_processes=self.data_processes,
             data_process=self.data_process,
+            num_batches=self.num_batches_per_step,
         )
 
     @property

@@ -98,7 +98,8 @@ class UpdateSettings:
         default=1,
         metadata={
             "help": "Number of batches in one rollout. Batch statistics (scale_rewards, reward_baseline, the scale of "
-            "gae) are computed for each batch separately. Must divide the number of prompts in a rollout."
+            "gae) are computed for each batch separately, and an update takes samples of as few batches as its size "
+            "allows. Must divide the number of prompts in a rollout."
         },
     )
     reward_weights: list[float] | None = field(

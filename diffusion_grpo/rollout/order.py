@@ -19,7 +19,8 @@ class RolloutOrder:
 
     A rollout has prompts x num_generations samples; the sample at position p is in group p // num_generations. If a
     rollout takes several updates, these train on the groups in a random order that depends only on seed and
-    generation: on whole groups where they fit into updates and micro-batches, else on single micro-batches. Every
+    generation: on whole groups where they fit into updates and micro-batches, else on single micro-batches. With
+    several batches per rollout (`num_batches_per_step`), the order is random only within each batch. Every
     process gets an equal, consecutive share of each update's samples, so that most groups are on a single process,
     which encodes their prompt once.
 
@@ -48,8 +49,10 @@ class RolloutOrder:
         positions = torch.arange(sizes.samples_per_rollout)
         if self.updates > 1:
             generator = torch.Generator().manual_seed(self.seed)
-            order = torch.randperm(trained // unit, generator=generator)
-            positions = positions.view(-1, self._unit)[order].flatten()
+            # units that straddle batches cannot stay within one
+            batches = sizes.num_batches if trained // sizes.num_batches % unit == 0 else 1
+            units = positions.view(batches, -1, self._unit)
+            positions = torch.cat([part[torch.randperm(len(part), generator=generator)] for part in units]).flatten()
         self.made = positions
 
     def of_process(self, positions: Tensor, process: int) -> Tensor:

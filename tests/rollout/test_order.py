@@ -14,7 +14,7 @@ def order_of(processes, generation, seed=0, process=0, **sizes):
     return RolloutOrder(sizes_of(processes, process, **sizes), seed, generation)
 
 
-def sizes_of(processes, process=0, best_of_n=None, generations=4, batch=2, accumulation=4, steps=8):
+def sizes_of(processes, process=0, best_of_n=None, generations=4, batch=2, accumulation=4, steps=8, batches=1):
     return BatchSizes(
         num_generations=generations,
         best_of_n=best_of_n,
@@ -24,6 +24,7 @@ def sizes_of(processes, process=0, best_of_n=None, generations=4, batch=2, accum
         num_iterations=1,
         data_processes=processes,
         data_process=process,
+        num_batches=batches,
     )
 
 
@@ -43,8 +44,9 @@ def updates(order, positions):
         {"generations": 8, "best_of_n": 2},
         {"steps": 4},
         {"generations": 6, "batch": 3, "accumulation": 4, "steps": 8},
+        {"batches": 2},
     ],
-    ids=["whole groups", "parts of groups", "best of n", "one update", "uneven"],
+    ids=["whole groups", "parts of groups", "best of n", "one update", "uneven", "batches"],
 )
 def test_updates_do_not_depend_on_the_number_of_processes(processes, case):
     for generation in range(3):
@@ -67,6 +69,19 @@ def test_rollouts_of_several_updates_are_mixed_by_seed_and_generation():
     whole = orders[0].view(-1, 4) // 4
     assert (whole == whole[:, :1]).all()  # groups stay whole where they fit
     assert torch.equal(order_of(1, 0, steps=4).made, torch.arange(8))  # one update: nothing to mix
+
+
+@pytest.mark.parametrize("case", [{}, {"generations": 8}, {"generations": 8, "best_of_n": 4}, {"accumulation": 2}])
+def test_each_update_takes_one_batch(case):
+    """FastVideo's `rl_num_batches_per_step`, whose updates never mix batches."""
+    mixed = set()
+    for generation in range(4):
+        order = order_of(1, generation, batches=2, **case)
+        trained = order.trained(torch.zeros(len(order.made)))
+        batches = [{position * 2 // len(order.made) for position in update} for update in updates(order, trained)]
+        assert all(len(batch) == 1 for batch in batches) and len(batches) == order.updates >= 2
+        mixed.add(tuple(order.made.tolist()))
+    assert len(mixed) > 1 or order.updates == len(trained) // 8 == 2
 
 
 def test_best_of_n_of_groups_that_straddle_updates_mixes_all_of_them():
