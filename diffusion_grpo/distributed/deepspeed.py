@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DeepSpeedPlugin, DeepSpeedSchedulerWrapper
+from accelerate.utils import DeepSpeedPlugin
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import TrainingArguments
@@ -264,6 +264,8 @@ class DeepSpeedBackend(DistributedBackend):
         return True
 
     def keeps_schedule(self, schedule: Any) -> bool:
+        from accelerate.utils import DeepSpeedSchedulerWrapper  # only where DeepSpeed is installed
+
         return isinstance(schedule, DeepSpeedSchedulerWrapper)
 
     def load_optimizer(self, folder: Path, model: nn.Module, optimizer: Any) -> bool:

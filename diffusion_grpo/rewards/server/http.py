@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import httpx2
 
 CONNECT_SECONDS = 5.0
-LONGEST_WAIT = 10.0  # longest Retry-After, in seconds, that is respected
+SHORTEST_WAIT, LONGEST_WAIT = 0.1, 10.0  # seconds before a busy server is asked again, whatever its Retry-After
 MAX_ANSWER = 2**22  # bytes; scores need far less
 SCORED = "x-scored"  # header of a refusal because of a full queue: how many requests were scored so far
 
@@ -130,8 +130,8 @@ def read_error(answer: Answer) -> str:
 
 
 def seconds_to_wait(text: str | None, default: float) -> float:
-    """Return the seconds of a Retry-After header, at most 10, or `default` if it has none."""
+    """Return the seconds of a Retry-After header, between 0.1 and 10, or `default` if it has none."""
     try:
-        return min(LONGEST_WAIT, max(0.0, float(text)))
+        return min(LONGEST_WAIT, max(SHORTEST_WAIT, float(text)))  # in this order NaN is the shortest
     except (TypeError, ValueError):
-        return default
+        return max(SHORTEST_WAIT, default)

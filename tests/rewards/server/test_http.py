@@ -104,7 +104,12 @@ def test_the_reason_of_a_refusal():
 
 
 @pytest.mark.parametrize(
-    ("header", "expected"), [("3", 3), ("0.5", 0.5), ("-2", 0), ("999", 10), ("soon", 7), (None, 7)]
+    ("header", "expected"),
+    [("3", 3), ("0.5", 0.5), ("0", 0.1), ("-2", 0.1), ("nan", 0.1), ("999", 10), ("inf", 10), ("soon", 7), (None, 7)],
 )
 def test_seconds_to_wait(header, expected):
     assert seconds_to_wait(header, default=7) == expected
+
+
+def test_a_busy_server_is_not_asked_all_the_time_where_backoff_is_zero():
+    assert seconds_to_wait(None, default=0) == 0.1
