@@ -22,8 +22,6 @@ from diffusion_grpo.algorithms import grpo
 from diffusion_grpo.data import inputs
 from diffusion_grpo.distributed import failure, late_weights
 from diffusion_grpo.policy import network_gate
-from diffusion_grpo.rewards import batchwise, groupwise, takes_latents
-from diffusion_grpo.rewards.models.base import ModelReward
 from diffusion_grpo.rollout import generation
 from diffusion_grpo.run import weights as hub
 from diffusion_grpo.training import evaluation_samples
@@ -57,58 +55,6 @@ def uneven(images, log_metric, **columns):
     return values
 
 
-@dataclasses.dataclass(eq=False)
-class Network(ModelReward):
-    """A reward with weights, which says on which process they are loaded; embeds too, for diversity."""
-
-    model: str = "none"
-
-    def sources(self):
-        return []
-
-    def load(self):
-        print(f"loaded by process {rank()}", flush=True)
-        return torch.nn.Linear(1, 1)
-
-    def __call__(self, images, mood=None):  # a column that the test puts in later
-        with self.network():
-            return [value + len(own) for value, own in zip(brightness(images), mood, strict=True)]
-
-    def embed(self, images):
-        with self.network():
-            return torch.tensor([[1.0, value] for value in brightness(images)])
-
-
-@groupwise
-async def ranked(images, prompts, log_metric, log_extra):
-    """Needs whole groups, logs, and is async."""
-    assert len(images) in (1, 2, 4, 6) and len(set(prompts)) == 1
-    shades = brightness(images)
-    log_metric("brightest", max(shades))
-    log_extra("words", [f"{prompt} {shade:.3f}" for prompt, shade in zip(prompts, shades, strict=True)])
-    return [sum(shade > other for other in shades) / len(shades) for shade in shades]
-
-
-@batchwise
-def shared(images):
-    """A reward of each sample that depends on all samples it is given."""
-    shades = brightness(images)
-    return [shade / sum(shades) for shade in shades]
-
-
-@takes_latents
-def spread(latents):
-    return latents.flatten(1).std(1)
-
-
-def measured(images, log_extra):
-    """Also draws from torch's generator, which must not matter."""
-    log_extra("measured_by", [float(value) for value in torch.rand(len(images)) * 0 + 1])
-    return [None if value > 0.9 else value for value in brightness(images)]
-
-
-SEVERAL_REWARDS = {"trained": [Network(), ranked, spread], "evaluated": [measured]}
-WHOLE_GROUPS = [ranked, shared]
 SMOOTH_REWARDS, SMOOTH_VIDEO_REWARDS = SMOOTH["rewards"], SMOOTH_VIDEOS["rewards"]
 
 
@@ -164,30 +110,6 @@ def first_weights(settings):
     """Return the trained weights before any update."""
     with tempfile.TemporaryDirectory() as folder:
         return {name: value.cpu() for name, value in trained_weights(built(folder, settings)).items()}
-
-
-def fail_of_subset(folder, settings, where):
-    """Let process 0 score what both make, and make one of them fail."""
-    real, calls = generation.rollout, []
-
-    def rolled_out(*args, **kwargs):
-        calls.append(None)
-        if rank() == 1 and where == "killed" and len(calls) == 4:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if rank() == 1 and where == "rollout" and len(calls) == 4:
-            raise ValueError("no images today")
-        return real(*args, **kwargs)
-
-    def scorer(images, **columns):
-        assert rank() == 0
-        if where == "reward" and len(calls) > 6:
-            raise ValueError("the scorer is out")
-        if where == "slow" and len(calls) > 2:
-            time.sleep(3)
-        return brightness(images)
-
-    generation.rollout, failure.NOTICE_INTERVAL, failure.HEARTBEAT = rolled_out, 1.0, 0.5
-    built(folder, settings, scorer).train()
 
 
 def fail(folder, settings, where):

@@ -21,8 +21,6 @@ LABELS = {
     "samples_per_rollout": "samples per rollout",
     "trained_per_prompt": "samples per prompt trained on",
     "samples_per_process": "samples generated per process",
-    "reward_processes": "processes that compute rewards",
-    "samples_per_reward_process": "samples scored per reward process, at most",
     "pipeline_calls": "pipeline calls per process and rollout",
     "micro_batch": "samples per micro-batch",
     "micro_batches_per_update": "micro-batches per update and process",

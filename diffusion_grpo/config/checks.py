@@ -303,7 +303,6 @@ def _check_numbers(args: Sizes) -> None:
         "num_batches_per_step": 1,
         "context_parallel_size": 1,
         "group_offload_blocks": 1,
-        "reward_processes": 1,
         "value_learning_rate": 0,
         "kl_reward": 0,
         "num_generations_eval": 1,
@@ -414,12 +413,6 @@ def _check_context(args: Sizes) -> None:
         raise ValueError(
             f"context_parallel_size={args.context_parallel_size} does not divide the number of processes, "
             f"{args.world_size}; set the number of processes to a multiple of it."
-        )
-    if args.scores_on_some and args.reward_processes > args.data_processes:
-        groups = " context-parallel groups" if args.context_parallel_size > 1 else ""
-        raise ValueError(
-            f"reward_processes={args.reward_processes} is more than the {args.data_processes}{groups or ' processes'} "
-            "of this run; lower it, or leave it out so that each process scores its own samples."
         )
     if args.context_parallel_size > 1 and args.advantage_estimator == "gae":
         raise ValueError(

@@ -53,11 +53,6 @@ class Sizes:
         return self.rollout_batch_size or self.per_device_train_batch_size
 
     @property
-    def scores_on_some(self) -> bool:
-        """Whether samples are sent to other processes that compute the rewards."""
-        return self.reward_processes is not None and self.world_size > 1
-
-    @property
     def needs_reference(self) -> bool:
         """Whether updates or rewards compare the policy with a reference."""
         return self.beta > 0 or self.kl_reward > 0 or self.traits.compares

@@ -158,17 +158,9 @@ class RunSettings:
         default=True,
         metadata={
             "help": "Score the samples of a prompt while those of the next prompts are generated. Set False if a "
-            "reward model and the rollout do not fit into memory together (see also reward_processes). With either "
-            "value, a reward is called several times per rollout, each time with whole groups. A reward that compares "
-            "all samples of a rollout must be marked `batchwise`."
-        },
-    )
-    reward_processes: int | None = field(
-        default=None,
-        metadata={
-            "help": "Number of processes that compute rewards. Set it if not every process should hold the reward "
-            "models. 1: the first process; 2: the first process of each half; and so on. The other processes send "
-            "their samples to these. By default each process scores its own samples. No effect with a single process."
+            "reward model and the rollout do not fit into memory together. With either value, a "
+            "reward is called several times per rollout, each time with whole groups. A reward that compares all "
+            "samples of a rollout must be marked `batchwise`."
         },
     )
     watch_rewards: list[str] | None = field(

@@ -35,10 +35,6 @@ class RankError(RuntimeError):
     """Another process failed, or sent no heartbeat within the timeout of the process group."""
 
 
-class _OtherFailed(Exception):
-    """The message that this process waits for will not come: another process failed, and says so at the barrier."""
-
-
 Error = tuple[int, str, str]  # the process that failed, the type of its error, its message
 
 
@@ -102,9 +98,6 @@ class ProcessGroupMonitor:
                 self._current_turn = None
                 stop.set()
                 life.join()
-        except _OtherFailed:
-            self._meet(turn, None)  # raises the error of that process
-            raise
         except Exception as error:
             if error is self._known or isinstance(
                 error, RankError
@@ -115,37 +108,6 @@ class ProcessGroupMonitor:
             self._meet(turn, error)
             raise
         self._meet(turn, None)
-
-    def send(self, key: str, value: str) -> None:
-        """Leave a message for another process; only inside `barrier_after`."""
-        self._store.set(f"{self._current_turn}/messages/{key}", value)
-
-    def receive(self, process: int, key: str, is_waiting: bool) -> str | None:
-        """Return what a process has sent under `key`, once; None if it is not there yet. Only inside `barrier_after`.
-
-        Args:
-            process: index of the sender.
-            key: key of the message.
-            is_waiting: whether to wait for the message, as long as the sender is alive and no process has failed.
-
-        Raises:
-            RankError: the sender has sent no heartbeat.
-        """
-        store, turn = self._store, self._current_turn
-        name, watch, pause = f"{turn}/messages/{key}", SilenceWatch(self.timeout, time.monotonic()), 1e-3
-        while not store.check([name]):
-            if not is_waiting:
-                return None
-            if store.check([f"{turn}/failed"]):
-                raise _OtherFailed
-            self._raise_known_failure()
-            time.sleep(pause)
-            pause = min(2 * pause, self.request_interval(0.2))
-            if watch.is_due():
-                watch.look([process], lambda process: _read(store, f"{turn}/life/{process}"))
-        value = store.get(name).decode()
-        store.delete_key(name)
-        return value
 
     @contextlib.contextmanager
     def propagate_errors(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """Serialise samples and dataset rows for other processes of a run: exactly, with their types, and without pickle.
 
-A packet is a safetensors file: pixels and numbers as tensors, and JSON that describes each of them. Columns that
-rewards add are sent in Arrow's format. Servers get another form, always RGB: `rewards/server/wire.py`.
+A packet is a safetensors file: pixels and numbers as tensors, and JSON that describes each of them. Servers get
+another form, always RGB: `rewards/server/wire.py`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import json
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.ipc
 import torch
 from PIL import Image
 from torch import Tensor
@@ -46,29 +44,6 @@ def unpack_samples(packet: Tensor, device: torch.device) -> tuple[list | None, l
     return tuple(own and [_sample(form, tensors, device) for form in own] for own in (samples, latents))
 
 
-def pack_columns(columns: dict[str, list], positions: list[int]) -> bytes:
-    """Pack columns with one value for each of `positions`; no columns give no bytes.
-
-    Raises:
-        pyarrow.ArrowInvalid: a table cannot hold the values.
-    """
-    if not columns:
-        return b""
-    sink = pyarrow.BufferOutputStream()
-    table = pyarrow.table(columns).replace_schema_metadata({"positions": json.dumps(positions)})
-    with pyarrow.ipc.new_stream(sink, table.schema) as stream:
-        stream.write_table(table)
-    return sink.getvalue().to_pybytes()
-
-
-def unpack_columns(content: bytes) -> tuple[dict[str, list], list[int]]:
-    """Return what `pack_columns` was given."""
-    if not content:
-        return {}, []
-    table = pyarrow.ipc.open_stream(content).read_all()
-    return table.to_pydict(), json.loads(table.schema.metadata[b"positions"])
-
-
 def _form(sample: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Describe a sample in JSON, and add its numbers to `tensors`."""
     from .files import VideoWithSound
@@ -99,8 +74,7 @@ def _form(sample: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
         return {"dict": {name: _form(one, tensors) for name, one in sample.items()}}
     raise TypeError(
         f"A sample or a column holds a {type(sample).__name__}, which cannot be sent to another process: images, "
-        "arrays, tensors, texts, numbers, and lists and mappings of these can. If it is a sample, leave out "
-        "reward_processes, so that each process scores its own samples."
+        "arrays, tensors, texts, numbers, and lists and mappings of these can."
     )
 
 

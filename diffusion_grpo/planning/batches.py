@@ -4,8 +4,6 @@ import math
 from dataclasses import dataclass
 
 from ..config.settings import DiffusionGRPOConfig
-from ..rewards.reward_processes import Assignment, scoring_process
-from ..rollout.order import RolloutOrder
 
 
 @dataclass
@@ -17,8 +15,6 @@ class Batches:
         prompts_per_rollout, samples_per_prompt, samples_per_rollout: counts of what is generated and scored.
         trained_per_prompt: samples per prompt that are trained on: the whole group, or `best_of_n` samples of it.
         samples_per_process: samples that one process generates per rollout.
-        reward_processes: number of processes that compute rewards.
-        samples_per_reward_process: largest number of samples that one of these processes scores per rollout.
         pipeline_calls: pipeline calls of one process per rollout.
         micro_batch: samples in one forward and backward pass of one process.
         micro_batches_per_update: micro-batches of one process in an update.
@@ -38,8 +34,6 @@ class Batches:
     samples_per_rollout: int
     trained_per_prompt: int
     samples_per_process: int
-    reward_processes: int
-    samples_per_reward_process: int
     pipeline_calls: int
     micro_batch: int
     micro_batches_per_update: int
@@ -66,7 +60,6 @@ class Batches:
         per_epoch = None if rollouts is None else rollouts * per_rollout
         total = None if per_epoch is None else math.ceil(args.num_train_epochs * per_epoch)
         size = args.rollout_call_size
-        scored = _count_scored(args)
         accumulated = args.per_device_train_batch_size * args.gradient_accumulation_steps
         return cls(
             processes=args.world_size,
@@ -75,8 +68,6 @@ class Batches:
             samples_per_rollout=args.batch_sizes.prompts_per_rollout * args.num_generations,
             trained_per_prompt=args.batch_sizes.trained_per_prompt,
             samples_per_process=args.batch_sizes.rollout_share,
-            reward_processes=len(scored),
-            samples_per_reward_process=max(scored),
             pipeline_calls=math.ceil(args.batch_sizes.rollout_share / size),
             micro_batch=args.per_device_train_batch_size,
             micro_batches_per_update=args.gradient_accumulation_steps,
@@ -89,15 +80,3 @@ class Batches:
             updates=args.max_steps if args.max_steps > 0 else total,
             prompts=prompts,
         )
-
-
-def _count_scored(args: DiffusionGRPOConfig) -> list[int]:
-    """Count the samples per rollout that each reward process scores."""
-    if not args.scores_on_some:
-        return [args.batch_sizes.rollout_share] * args.world_size
-    order, copies = RolloutOrder(args.batch_sizes, args.seed, 0), args.context_parallel_size
-    made = [order.of_process(order.made, process).tolist() for process in range(args.data_processes)]
-    ranks = {copies * scoring_process(process, len(made), args.reward_processes) for process in range(len(made))}
-    return [
-        len(Assignment.of(made, args.num_generations, args.reward_processes, rank, copies).taken) for rank in ranks
-    ]

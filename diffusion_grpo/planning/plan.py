@@ -53,7 +53,7 @@ COMPUTED = {  # settings whose effect is computed from a pipeline that was built
     *("offload_trajectories", "offload_ref_model", "cache_prompt_embeds", "prompt_embeds_dir", "torch_compile"),
     *("group_offload", "group_offload_blocks", "group_offload_stream", "load_in_4bit", "load_in_8bit"),
     *("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage", "quantization", "ema_decay"),
-    *("ds3_gather_for_generation", "fsdp_gather_for_generation", "reward_processes"),
+    *("ds3_gather_for_generation", "fsdp_gather_for_generation"),
 }
 
 

@@ -26,7 +26,7 @@ from .contract import TAKEN, Reward, is_run_metric
 FPS = 8.0  # of a saved video, where the frames per second are unknown
 LESS_MEMORY = (
     "its network shares the memory with the policy and the samples being made: set overlap_rewards: false, or the "
-    "reward's offload: true or a smaller batch_size, or reward_processes so that few processes hold it"
+    "reward's offload: true or a smaller batch_size, or move it to a reward server"
 )
 
 

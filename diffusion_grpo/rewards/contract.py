@@ -414,7 +414,7 @@ def check_groups(rewards: list[Reward], samples: int, num_generations: int) -> N
             raise ValueError(
                 f"The reward {reward.name!r} needs whole groups on each process, but each rolls out {samples} samples "
                 f"side by side, not a multiple of num_generations={num_generations}; make per_device_train_batch_size "
-                "x gradient_accumulation_steps one, or set reward_processes, which brings groups together."
+                "x gradient_accumulation_steps one."
             )
 
 

@@ -18,6 +18,7 @@ from ..policy.base import Policy
 from ..policy.rollout import rollout
 from ..policy.token_process import TokenTrajectory
 from ..policy.trajectory import CleanSamples, Prefix, Trajectory
+from ..rewards.overlap import RolloutScoring
 from ..run.sample_writer import SampleWriter
 from .buffer import RolloutBuffer
 from .credit import CreditAssigner, Estimate
@@ -26,7 +27,7 @@ from .order import RolloutOrder, invert
 from .prefixes import compute_prefixes, split_by_length
 from .replays import Replays
 from .sampling_plan import RolloutPlan, SamplingPlan
-from .scoring import AnyScoring, RewardScorer, gather_by_position, takes_only_latents
+from .scoring import RewardScorer, gather_by_position, takes_only_latents
 from .signal import SignalCheck
 from .value_model import record_conditions, reduce_calls
 
@@ -140,7 +141,7 @@ class RolloutGenerator:
         with self._monitor.barrier_after("reads its rows"), self._metrics.time("time/rollout"):
             # a process that fails here reaches no collective
             rows = self.rows_at(positions.tolist(), row_indices)
-            scoring = self._scorer.begin_rollout(order, row_indices, rows, self._read_rows)
+            scoring = self._scorer.begin_rollout(order, rows)
         scoring.arrivals.watch = self._progress.advance
         self._progress.begin("rollout", len(rows), copies=self._backend.groups.count)
         with self._monitor.barrier_after("rolls out"), scoring:
@@ -155,7 +156,7 @@ class RolloutGenerator:
             self._metrics.add("time/reward", time.perf_counter() - start + scoring.waited)
         with self._metrics.time("time/rollout"):
             divergences, states = (gather_by_position(self._backend, part, order) for part in observed)
-            rewards, local, extra = self._scorer.share_rollout(scoring, local, extra, order)
+            rewards = gather_by_position(self._backend, local, order)
             self._metrics.samples += len(rewards)
 
             found = self._credit(rewards, positions, divergences, states)
@@ -183,7 +184,7 @@ class RolloutGenerator:
             self.inputs.refuse_single(rows, self._whole_groups)
 
     def _roll_out(
-        self, rows: Rows, order: RolloutOrder, step: int, scoring: AnyScoring
+        self, rows: Rows, order: RolloutOrder, step: int, scoring: RolloutScoring
     ) -> tuple[list, Samples, Tensor | None, Tensor | None]:
         """Do the part of a rollout that calls the network.
 
@@ -201,7 +202,7 @@ class RolloutGenerator:
         return scoring.samples, trajectories, divergences, states
 
     @torch.no_grad()
-    def _sample(self, rows: Rows, order: RolloutOrder, step: int, scoring: AnyScoring) -> Samples:
+    def _sample(self, rows: Rows, order: RolloutOrder, step: int, scoring: RolloutScoring) -> Samples:
         """Sample `rows` call by call, hand the samples to the scoring, and return their trajectories."""
         self._policy.prompts.clear()
         plan = self._plan.draw(order.generation, order.own())

@@ -16,19 +16,14 @@ from transformers import TrainerState
 from ..algorithms.batch import Rows
 from ..data.prompts import get_prompts
 from ..distributed.backend import DistributedBackend
-from ..distributed.collectives import gather_bytes
 from ..distributed.failure import ProcessGroupMonitor
-from ..media.serialize import pack_columns, unpack_columns
 from ..rewards import Reward
 from ..rewards.answers import Batch
 from ..rewards.calls import Scoring
 from ..rewards.contract import is_marked
 from ..rewards.overlap import Overlap, RolloutScoring, collect_values, waits_for_all
-from ..rewards.reward_processes import Assignment, SampleChannel, SubsetScoring, exchange_samples
 from ..run.records import check_extra_column
 from .order import RolloutOrder
-
-AnyScoring = RolloutScoring | SubsetScoring
 
 
 def takes_only_latents(reward: Reward) -> bool:
@@ -37,14 +32,12 @@ def takes_only_latents(reward: Reward) -> bool:
 
 
 class RewardScorer:
-    """Caller of the rewards, on the processes that score samples.
+    """Caller of the rewards.
 
     Args:
         rewards: the trained rewards.
         backend: distributed backend of the run.
         monitor: tells the other processes what this one is doing.
-        reward_processes: number of processes that score; None if each process scores its own samples.
-        channel: carries samples to these processes; None if each process scores its own.
         overlap: whether rewards may be computed while the next samples are made.
         fps: frames per second of videos.
         sampling_rate: sampling rate of sound in hertz; None if the pipeline makes no sound.
@@ -58,8 +51,6 @@ class RewardScorer:
         *,
         backend: DistributedBackend,
         monitor: ProcessGroupMonitor,
-        reward_processes: int | None,
-        channel: SampleChannel | None,
         overlap: Overlap,
         fps: float,
         sampling_rate: int | None,
@@ -67,41 +58,41 @@ class RewardScorer:
         failures: Path,
     ):
         self.rewards, self._backend, self._monitor = rewards, backend, monitor
-        self._reward_processes, self.channel, self._overlap = reward_processes, channel, overlap
-        self._fps, self._sampling_rate, self._state, self._failures = fps, sampling_rate, state, failures
+        self._overlap, self._fps, self._sampling_rate, self._state, self._failures = (
+            overlap,
+            fps,
+            sampling_rate,
+            state,
+            failures,
+        )
 
     # Rollouts
 
-    def begin_rollout(
-        self, order: RolloutOrder, row_indices: list[int], rows: Rows, read_rows: Callable[[list[int]], Rows]
-    ) -> AnyScoring:
+    def begin_rollout(self, order: RolloutOrder, rows: Rows) -> RolloutScoring:
         """Return the object that takes the samples of a rollout as they are made.
 
         Args:
             order: order of the samples of all processes.
-            row_indices: index of the dataset row of each position.
             rows: rows of this process's samples.
-            read_rows: returns decoded rows of the dataset by their indices.
         """
-        size = order.sizes.num_generations
-        if self.channel is None:
-            return self._rollout_scoring(rows, (order.own() // size).tolist())
-        processes = range(order.sizes.data_processes)
-        assignment = self._assign([order.of_process(order.made, process).tolist() for process in processes], size)
-        groups, own = (
-            [position // size for position in positions] for positions in (assignment.taken, assignment.own)
-        )
-        rows = read_rows([row_indices[position] for position in assignment.taken])
-        return SubsetScoring(assignment, self.channel, self._rollout_scoring(rows, groups), own)
+        groups = (order.own() // order.sizes.num_generations).tolist()
+
+        def begin(
+            funcs: list[Reward], indices: list[int], samples: list[Any] | None, latents: list[Tensor] | None
+        ) -> Scoring:
+            chosen = [rows[index] for index in indices]
+            return self._scoring(funcs, samples, chosen, [groups[index] for index in indices], latents, indices)
+
+        return RolloutScoring(self.rewards, groups, begin, self._overlap, self._announce)
 
     def finish_rollout(
         self,
-        scoring: AnyScoring,
+        scoring: RolloutScoring,
         log_metric: Callable[[str, float], None],
         extra: dict[str, list],
         watch: Callable[[int], None],
     ) -> Tensor:
-        """Wait for the rewards that this process computes, (samples scored here, functions), with NaN for None.
+        """Wait for the rewards of this process's samples, (samples, functions), with NaN for None.
 
         Args:
             scoring: scoring of the rollout, after all samples have been added.
@@ -111,31 +102,6 @@ class RewardScorer:
         """
         scoring.wait(watch)
         return self._values(scoring.result, log_metric, extra, scoring.count)
-
-    def share_rollout(
-        self, scoring: AnyScoring, local: Tensor, extra: dict[str, list], order: RolloutOrder
-    ) -> tuple[Tensor, Tensor, dict[str, list]]:
-        """Exchange the rewards of a rollout; a collective.
-
-        Returns:
-            the rewards of all samples by position, the rewards of the samples made here, and the columns that rewards
-            added for the latter.
-        """
-        if self.channel is None:
-            return gather_by_position(self._backend, local, order), local, extra
-        self.channel.close()
-        scored, own = scoring.assignment.taken, scoring.assignment.own
-        rewards = self.gather_at(local, scored, len(order.made))
-        return rewards, rewards[own], self.share_extra(extra, scored, own)
-
-    def _rollout_scoring(self, rows: Rows, groups: list[int]) -> RolloutScoring:
-        def begin(
-            funcs: list[Reward], indices: list[int], samples: list[Any] | None, latents: list[Tensor] | None
-        ) -> Scoring:
-            own = [rows[index] for index in indices]
-            return self._scoring(funcs, samples, own, [groups[index] for index in indices], latents, indices)
-
-        return RolloutScoring(self.rewards, groups, begin, self._overlap, self._announce)
 
     # Evaluations
 
@@ -178,25 +144,6 @@ class RewardScorer:
         values = functools.partial(collect_values, parts, (len(samples), len(funcs)))
         return self._values(values, log_metric, extra, len(samples))
 
-    def exchange(
-        self, made: list[list[int]], group_size: int, samples: list, latents: list[Tensor] | None
-    ) -> tuple[list[int], list, list[Tensor] | None]:
-        """Send samples of an evaluation to the processes that score them.
-
-        Called inside [`~diffusion_grpo.distributed.failure.ProcessGroupMonitor.barrier_after`].
-
-        Args:
-            made: positions of the samples made by each process.
-            group_size: number of samples per prompt.
-            samples, latents: samples and latents that this process made.
-
-        Returns:
-            positions, samples and latents of the samples that this process scores.
-        """
-        if self.channel is None:
-            return made[self._backend.groups.index], samples, latents
-        return exchange_samples(self._assign(made, group_size), self.channel, samples, latents)
-
     def gather_at(self, values: Tensor, positions: list[int], total: int) -> Tensor:
         """Return the values of all processes by position, (total, ...) float32 on the CPU; a collective.
 
@@ -209,30 +156,7 @@ class RewardScorer:
         every[positions] = values.float()
         return self._backend.reduce_sum(every.to(self._backend.accelerator.device)).cpu()
 
-    def share_extra(self, extra: dict[str, list], positions: list[int], own: list[int]) -> dict[str, list]:
-        """Return the columns that rewards added for samples made here, whichever process scored them; a collective.
-
-        Args:
-            extra: columns that rewards added on this process, one value for each of `positions`.
-            positions: positions of the samples scored here.
-            own: positions of the samples made here.
-        """
-        found: dict[str, list] = {}
-        for content in gather_bytes(self._backend.accelerator, pack_columns(extra, positions)):
-            columns, others = unpack_columns(content)
-            indices = {position: index for index, position in enumerate(others)}
-            for name, column in columns.items():
-                for number, position in enumerate(own):
-                    if position in indices:
-                        found.setdefault(name, [None] * len(own))[number] = column[indices[position]]
-        return found
-
     # Both
-
-    def _assign(self, made: list[list[int]], group_size: int) -> Assignment:
-        """Assign each sample to the process that scores it."""
-        groups = self._backend.groups
-        return Assignment.of(made, group_size, self._reward_processes, groups.process, groups.size)
 
     def _scoring(
         self,

@@ -242,24 +242,14 @@ class Evaluator:
         self._sample_and_score(share, math.ceil(len(dataset) / processes) * count)
         rows, mine = rows[: share.own], mine[: share.own]
         if not self._sampler.scores_in_parts:
-            made = [
-                [prompt * count + turn for prompt in range(process, len(dataset), processes) for turn in range(count)]
-                for process in range(processes)
-            ]
             with self._monitor.barrier_after("scores the evaluation"):
                 latents = share.latents if self._sampler.takes_latents else None
-                positions, scored, latents = self._scorer.exchange(made, count, share.samples, latents)
-                if positions:
-                    groups = [position // count for position in positions]
-                    scored_rows = rows if positions == mine else self._inputs.rows(dataset, groups)
-                    self._sampler.score(share, scored, scored_rows, positions, latents)
+                if mine:
+                    self._sampler.score(share, share.samples, rows, mine, latents)
         kind, *_ = self._backend.gather_json(share.kind)  # the first process always has samples
         watched = self._load_watched(kind)
         local = torch.cat([torch.empty(0, len(self._rewards) + len(watched)), *share.rewards])
         extra, positions = share.extra, share.scored
-        if self._scorer.channel is not None:
-            self._scorer.channel.close()
-            extra = self._scorer.share_extra(extra, positions, mine)
         every = self._gather(local, positions, total)
         found = self._diversity({name: torch.cat(own) for name, own in share.points.items()}, positions, total)
         return _Result(share.samples, rows, mine, every[mine], extra, every, self._combine(every), watched, found)
@@ -324,7 +314,7 @@ class Evaluator:
         """Gather `local` (positions, ...) from all processes and return (total, ...) in the order of the samples."""
         if self._backend.groups.processes == 1:
             return local
-        is_counted = self._scorer.channel is not None or self._backend.groups.is_first  # count each position once
+        is_counted = self._backend.groups.is_first  # count each position once
         return self._scorer.gather_at(local if is_counted else local[:0], positions if is_counted else [], total)
 
     def _combine(self, rewards: Tensor) -> Tensor:

@@ -149,10 +149,10 @@ class EvaluationSampler:
     def scores_in_parts(self) -> bool:
         """Whether samples are scored before all have been made; the same on all processes.
 
-        They are not if a reward waits for all of them, or if other processes score them.
+        They are not if a reward waits for all of them.
         """
         rewards = self._rewards + self._load_watched(None)  # those for one kind are cheap, and wait for nothing
-        return self._scorer.channel is None and not any(map(waits_for_all, rewards))
+        return not any(map(waits_for_all, rewards))
 
     @property
     def takes_latents(self) -> bool:

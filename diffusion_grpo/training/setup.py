@@ -28,7 +28,6 @@ from ..media.files import find_sampling_rate
 from ..policy.base import Policy
 from ..policy.unguided import find_default_guidance
 from ..rewards.overlap import Overlap
-from ..rewards.reward_processes import SampleChannel
 from ..rollout.credit import CreditAssigner
 from ..rollout.feed import RolloutFeed
 from ..rollout.generation import RolloutGenerator
@@ -336,8 +335,6 @@ class RunBuilder:
             self._rewards.trained,
             backend=backend,
             monitor=self._monitor,
-            reward_processes=args.reward_processes,
-            channel=SampleChannel(self._monitor, args.device, args.ddp_timeout) if args.scores_on_some else None,
             overlap=Overlap(args.overlap_rewards, lambda: policy.draws_globally, lambda: backend.passes_together),
             fps=self._inputs.fps,
             sampling_rate=self._sampling_rate,

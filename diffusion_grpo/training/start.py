@@ -39,7 +39,6 @@ from ..rewards import (
     reward_weights,
 )
 from ..rewards.contract import is_marked
-from ..rewards.reward_processes import is_scorer
 from ..run.adapters import continues_lora
 from ..run.card_data import find_license, strip_folders, strip_secrets
 from ..run.records import check_output_folder, make_record
@@ -263,19 +262,12 @@ def load_run_rewards(reward_funcs: Any, eval_reward_funcs: Any, args: DiffusionG
     check_eval_rewards(trained, evaluated)
     names = {reward.name for reward in trained}
     evaluated = [reward for reward in evaluated if reward.name not in names]  # trained rewards are measured anyway
-    if computes_rewards(args):
-        check_needs([*trained, *evaluated])
+    check_needs([*trained, *evaluated])
     for reward in [*trained, *evaluated] if args.offload_rewards is not None else []:
         reward.offload()
     weights = reward_weights(trained, args.reward_weights)
-    if not args.scores_on_some:  # otherwise groups are assembled first
-        check_groups(trained, args.batch_sizes.consecutive_samples, args.num_generations)
+    check_groups(trained, args.batch_sizes.consecutive_samples, args.num_generations)
     return RunRewards(trained, weights, evaluated)
-
-
-def computes_rewards(args: DiffusionGRPOConfig) -> bool:
-    """Return whether this process computes rewards; processes that do not load nothing for them."""
-    return not args.scores_on_some or is_scorer(make_groups(args), args.reward_processes)
 
 
 def check_datasets(
@@ -321,8 +313,7 @@ def check_watched(
             by its parameters, makes none.
     """
     watched = load_watched_rewards(args.watch_rewards, None, others)
-    if computes_rewards(args):
-        check_needs(watched)
+    check_needs(watched)
     for name, dataset in name_datasets(None, eval_dataset):
         check_columns(watched, list_given(dataset), name, list_types(dataset))
     for reward in watched if pipeline is not None else []:

@@ -307,9 +307,6 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "validation_prompts": Turned(["a sign", "a lamp"], "files passes", "weights@2 samples@2"),
     "validation_steps": Turned(2, "files passes", "weights@2 samples@2", WATCHED),
     "overlap_rewards": Turned(False, "scored_beside", "weights@2 samples@2 reward@1"),
-    "reward_processes": Elsewhere(
-        "rewards/test_reward_processes.py::test_one_process_scores_for_two_and_nothing_changes"
-    ),
     "watch_rewards": Turned(
         ["sharpness"], "eval_watch/sharpness/mean@2", "weights@2 evaluation eval_reward@2", EVALUATED
     ),

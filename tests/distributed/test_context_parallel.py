@@ -32,9 +32,9 @@ FULL = {"name": "flux", "lora": False, "beta": 0.1, "optim": "sgd", "learning_ra
         pytest.param(FULL, 2, marks=pytest.mark.distributed),
         pytest.param(LORA, 4, marks=pytest.mark.distributed),
         pytest.param(FULL, 4, marks=pytest.mark.distributed),
-        pytest.param({"name": "wan", "reward_processes": 1}, 2, marks=pytest.mark.distributed),
+        pytest.param({"name": "wan"}, 2, marks=pytest.mark.distributed),
     ],
-    ids=["lora", "full", "lora, two groups", "full, two groups", "one scores"],
+    ids=["lora", "full", "lora, two groups", "full, two groups", "video"],
 )
 def test_a_group_trains_what_one_process_trains(tmp_path, settings, processes):
     """By Ulysses over groups of two processes: the same samples, ratio 1, and the same weights; each file once."""

@@ -6,7 +6,7 @@ import torch
 from plain_images import are_alike, random_image
 
 from diffusion_grpo.media.files import VideoWithSound
-from diffusion_grpo.media.serialize import pack_columns, pack_samples, unpack_columns, unpack_samples
+from diffusion_grpo.media.serialize import pack_samples, unpack_samples
 
 CPU = torch.device("cpu")
 
@@ -39,7 +39,7 @@ def test_a_video_keeps_its_sound_and_what_cannot_travel_is_refused():
     video = VideoWithSound([random_image("RGB")] * 2, np.arange(6, dtype=np.float32).reshape(2, 3), 16000)
     ((found,), _) = unpack_samples(pack_samples([video], None), CPU)
     assert are_alike(video, found) and are_alike(video.sound, found.sound) and found.sampling_rate == 16000
-    with pytest.raises(TypeError, match="holds a set, .*leave out reward_processes"):
+    with pytest.raises(TypeError, match="holds a set"):
         pack_samples([{1}], None)
 
 
@@ -61,9 +61,3 @@ def test_a_row_arrives_as_it_was_decoded():
         assert are_alike(row.pop(name), found.pop(name))
     own, theirs = row.pop("mask"), found.pop("mask")
     assert are_alike(own, theirs) and own.getpalette() == theirs.getpalette() and found == row
-
-
-def test_columns_come_back_as_they_were():
-    columns = {"text": ["a", None], "number": [0.1, float("inf")], "count": [2**60, 3], "list": [[1], []]}
-    assert unpack_columns(pack_columns(columns, [7, 3])) == (columns, [7, 3])
-    assert unpack_columns(pack_columns({}, [7, 3])) == ({}, [])

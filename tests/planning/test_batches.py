@@ -5,10 +5,9 @@ from planned_runs import write_run
 from tiny_runs import brightness  # noqa: F401  named by its dotted path below
 
 from diffusion_grpo.cli.train import build_trainer
-from diffusion_grpo.config.arguments import LaunchArguments
 from diffusion_grpo.config.parse import parse_train_arguments
 from diffusion_grpo.planning.batches import Batches
-from diffusion_grpo.planning.plan import Built, make_planned_config, plan
+from diffusion_grpo.planning.plan import make_planned_config
 
 
 @pytest.mark.parametrize("processes", [1, 2, 8])
@@ -30,13 +29,3 @@ def test_batches_are_the_trainers(processes, tmp_path):
         slots = len(trainer.get_train_dataloader())  # one per micro-batch
         counted = Batches.of(args, prompts=3)
         assert counted.updates_per_epoch == slots // args.gradient_accumulation_steps
-
-
-def test_some_processes_score_for_all(tmp_path):
-    config, built = write_run(tmp_path, "sd3", num_generations=4, steps_per_generation=4), Built()
-    for wanted, processes, each in ((None, 8, 8), (1, 1, 64), (2, 2, 32), (3, 3, 24)):
-        words = [] if wanted is None else ["--reward_processes", str(wanted)]
-        made = plan(config, words, LaunchArguments("multi_gpu", num_processes=8), built).batches
-        assert (made.reward_processes, made.samples_per_reward_process) == (processes, each)
-    with pytest.raises(ValueError, match="reward_processes=9 is more than the 8 processes"):
-        plan(config, ["--reward_processes", "9"], LaunchArguments("multi_gpu", num_processes=8))

@@ -292,3 +292,11 @@ def test_a_groupwise_reward_of_images_compares_frame_with_frame() -> None:
     videos = [make_video(0, 200), make_video(100, 100), make_video(50, 250)]
     (reward,) = load_rewards({best: {"frames": "all"}})
     assert score([reward], videos=videos, prompts=["a"] * 3)[:, 0].tolist() == [0, 0.5, 0.5]
+
+
+def test_a_reward_without_memory_says_what_to_set():
+    def hungry(images):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 15.00 GiB")
+
+    with pytest.raises(RewardError, match="'hungry' ran out of memory .*15.00 GiB.*overlap_rewards"):
+        score([hungry], images=[Image.new("RGB", (4, 4))], prompts=["a"])
