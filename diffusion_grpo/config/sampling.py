@@ -53,8 +53,8 @@ class SamplingSettings:
     scheduler_kwargs: dict[str, Any] | str | None = field(
         default=None,
         metadata={
-            "help": "Settings to override in the pipeline's scheduler, for example {shift: 3.0}. A setting that would "
-            "not change any step is refused, and the message says what to set instead."
+            "help": "Settings to override in the pipeline's scheduler, for example {shift: 3.0}. Where the shift "
+            "depends on the size (FLUX, Qwen-Image), also set use_dynamic_shifting: false, or shift has no effect."
         },
     )
     rollout_batch_size: int | None = field(

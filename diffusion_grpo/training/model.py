@@ -324,7 +324,7 @@ def set_scheduler(pipe: DiffusionPipeline, settings: dict[str, Any] | None) -> D
     """
     if not settings:
         return pipe
-    pipe.scheduler = change_scheduler(pipe.scheduler, settings, type(pipe))
+    pipe.scheduler = change_scheduler(pipe.scheduler, settings)
     return pipe
 
 

@@ -81,7 +81,7 @@ def check_scheduler(
     source = tiny.PATH if model == "tiny" else model
     scheduler = cls.from_pretrained(source, subfolder="scheduler", **hub_kwargs(args))
     if args.scheduler_kwargs:
-        scheduler = change_scheduler(scheduler, args.scheduler_kwargs, pipeline)
+        scheduler = change_scheduler(scheduler, args.scheduler_kwargs)
     if args.sigmas is not None:
         check_sigmas(scheduler)
     trained = () if args.train_component is None else split_component(args.train_component)
