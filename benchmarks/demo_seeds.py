@@ -13,8 +13,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 
+from diffusion_grpo import tiny
 from diffusion_grpo.run.folder import Run, read_run
 from diffusion_grpo.run.report import measure_gain
 
@@ -67,15 +68,27 @@ def machine() -> str:
 
 
 def save_picture(folder: Path, words: int = 10) -> None:
-    """Draw the first words of a run before and after, above its curve."""
+    """Draw the first words of a run before and after under their prompts, above its curve."""
     with Image.open(folder / "grid.png") as grid, Image.open(folder / "curve.png") as curve:
         width, last = LABEL + words * CELL[0], grid.height - CELL[1]
         rows = [grid.crop((0, top, width, top + CELL[1])) for top in (0, last)]
-        picture = Image.new("RGB", (width, 2 * CELL[1] + 8 + curve.height), "white")
-        for number, row in enumerate(rows):
+        picture = Image.new("RGB", (width, 3 * CELL[1] + 8 + curve.height), "white")
+        picture.paste(draw_prompts(tiny.prompts("test", n=words)["prompt"]))
+        for number, row in enumerate(rows, start=1):
             picture.paste(row, (0, number * CELL[1]))
-        picture.paste(curve, ((width - curve.width) // 2, 2 * CELL[1] + 8))
+        picture.paste(curve, ((width - curve.width) // 2, 3 * CELL[1] + 8))
     picture.save(PICTURE)
+
+
+def draw_prompts(prompts: list[str]) -> Image.Image:
+    """Draw what each column of a grid was asked for, such as *FOG in purple*."""
+    row = Image.new("RGB", (LABEL + len(prompts) * CELL[0], CELL[1]), "white")
+    draw, font = ImageDraw.Draw(row), ImageFont.load_default(13)
+    for number, prompt in enumerate(["asked for", *(p.removeprefix("the word ").replace('"', "") for p in prompts)]):
+        middle = LABEL / 2 if number == 0 else LABEL + (number - 0.5) * CELL[0]
+        lines = prompt.replace(" in ", "\nin ").replace(" for", "\nfor")
+        draw.multiline_text((middle, CELL[1] / 2), lines, "#24292f", font, "mm", align="center", spacing=2)
+    return row
 
 
 def main() -> None:

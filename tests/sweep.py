@@ -23,6 +23,7 @@ import time
 import traceback
 import unittest.mock
 import warnings
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -217,17 +218,22 @@ def page(rows: list[dict[str, Any]]) -> str:
         "# Supported pipelines",
         f"What `check_pipeline` says about each pipeline class that has tiny components in diffusers' own test suite, "
         f"with diffusers {diffusers.__version__} in float32 on a CPU: **{len(trained)} of {len(rows)} train**, "
-        f"{len(refused)} are refused with the reason, {len(missing)} could not be examined. The ratio error is the "
-        "largest |ratio − 1| over all replayed steps. Written by `make sweep`; do not edit.",
-        "| pipeline | scheduler | trained network | steps | ratio error | gradient norm |\n|---|---|---|---|---|---|",
+        f"{len(refused)} are refused, {len(missing)} could not be examined. The first ratio is 1 within "
+        f"{max((row['max_ratio_error'] for row in trained), default=0):.0e}. `diffusion-grpo check MODEL` examines a "
+        "model of yours. Written by `make sweep`; do not edit.",
+        "| scheduler | pipelines that train |\n|---|---|",
     ]
+    by_scheduler = defaultdict(list)
+    for row in trained:
+        by_scheduler[row["scheduler"]].append(row["pipeline"])
     parts[-1] += "".join(
-        f"\n| {row['pipeline']} | {row['scheduler']} | {row['policy']} | {row['steps']} | "
-        f"{row['max_ratio_error']:.1e} | {row['grad_norm']:.1e} |"
-        for row in trained
+        f"\n| {scheduler} | {', '.join(by_scheduler[scheduler])} |" for scheduler in sorted(by_scheduler)
     )
-    parts += ["## Refused", "| pipeline | reason |\n|---|---|"]
-    parts[-1] += "".join(f"\n| {row['pipeline']} | {_cell(row['reason'])} |" for row in refused)
+    by_reason = defaultdict(list)
+    for row in refused:
+        by_reason[_cell(row["reason"]).removeprefix(row["pipeline"]).strip()].append(row["pipeline"])
+    parts += ["## Refused", "| pipelines | reason |\n|---|---|"]
+    parts[-1] += "".join(f"\n| {', '.join(names)} | {reason} |" for reason, names in by_reason.items())
     if missing:
         parts += [
             "## Not examined",
