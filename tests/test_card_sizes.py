@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.card_sizes import CARDS, CASES, describe, fit_case, make_table, replace_table
-from diffusion_grpo.planning.fit import Choice, Fit
-from diffusion_grpo.planning.memory import Memory
+from benchmarks.card_sizes import CARDS, CASES, fit_case, make_table
 
 ROOT = Path(__file__).parent.parent
 
@@ -27,23 +25,6 @@ def test_each_page_has_its_table(name):
             is_fitting = float(re.search(r"([\d.]+) GiB", row[column])[1]) <= 0.92 * card + 0.05  # as rounded
             assert is_fitting == (not row[column].startswith("no"))
     assert (ROOT / "examples" / f"{CASES[name].example}.yaml").is_file()
-
-
-def test_a_table_says_what_fits_and_how():
-    before, after = Memory("most at a time", 50 * 2**30), Memory("most at a time", 20 * 2**30)
-    chosen = Fit(
-        24, 22 * 2**30, before, after, [Choice("4-bit weights", {"load_in_4bit": True, "load_in_8bit": False})]
-    )
-    assert describe(chosen) == "20.0 GiB: `load_in_4bit: true`"
-    assert describe(Fit(80, 73 * 2**30, before, before)) == "50.0 GiB: as it is"
-    assert describe(Fit(24, 22 * 2**30, before, before)) == "no; at least 50.0 GiB"
-    table = make_table("SDXL", [chosen] * 3, [chosen] * 3)
-    page = "above\n<!-- sizes: SDXL -->\n\nold\n\n<!-- end -->\nbelow"
-    written = replace_table(page, "SDXL", table)
-    assert table in written and "old" not in written and written.startswith("above") and written.endswith("below")
-    assert replace_table(written, "SDXL", table) == written
-    with pytest.raises(ValueError, match="There are 0 places for the sizes of FLUX.1-dev"):
-        replace_table(page, "FLUX.1-dev", table)
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Plots are drawn from what they are given, and the same bytes come out each time."""
 
 import base64
-import dataclasses
 
 import pytest
 from PIL import Image
@@ -25,12 +24,6 @@ def test_a_curve_shows_rollouts_evaluations_and_baselines():
     assert plots.draw_curve(CURVE) == plots.draw_curve(CURVE)
 
 
-def test_an_evaluation_only_reward_has_its_own_color_and_no_line_of_rollouts():
-    shown = dataclasses.replace(CURVE, train_steps=[], train=[], is_evaluation_only=True)
-    assert "#a3479a" in read_svg(plots.draw_curve(shown)) and "#a3479a" not in read_svg(plots.draw_curve(CURVE))
-    assert "rollouts in training" not in read_svg(plots.draw_curve(shown))
-
-
 def test_an_empty_curve_is_drawn_too():
     assert "<svg" in read_svg(plots.draw_curve(plots.Curve("text", [], [], [], [], [], {})))
 
@@ -38,14 +31,3 @@ def test_an_empty_curve_is_drawn_too():
 def test_a_curve_is_saved_as_an_image(tmp_path):
     plots.save_curve(CURVE, tmp_path / "curve.png")
     assert Image.open(tmp_path / "curve.png").size == (960, 408)
-
-
-def test_a_constant_series_has_an_axis_from_zero():
-    page = read_svg(plots.draw_series("loss", [1, 2], [0.5, 0.5]))
-    assert "<!-- 0.0 -->" in page and "<!-- 1.0 -->" in page
-    assert "<svg" in read_svg(plots.draw_series("loss", [1], [0.0]))
-
-
-def test_seconds_are_stacked_by_stage():
-    page = read_svg(plots.draw_times([1, 2], {"rollout": [1.0, 2.0], "update": [3.0, 1.0]}))
-    assert "seconds of every update" in page and "#1f5fa8" in page and "#4f9d69" in page and "#e0a03c" not in page
