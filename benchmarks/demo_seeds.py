@@ -25,12 +25,9 @@ LABEL, CELL = 64, (100, 36)  # pixels of the grid's labels, and of a word with i
 
 HEAD = """# The demo in {count} seeds
 
-Written by `{command}` on {machine}.
-
-Each run is `make demo` with another seed, which also changes the initial latents of the evaluations. These use
-{prompts} held-out prompts, whose words are never trained on, and the plain deterministic sampler with {steps} steps,
-at guidance 1 unless stated otherwise. Each cell is a mean with its standard error over the prompts. Tesseract is an
-evaluation-only reward: it is never trained on.
+What `make demo` gains, on {prompts} held-out prompts: the plain deterministic sampler with {steps} steps, at guidance
+1 unless stated otherwise. Each cell is a mean with its standard error. Tesseract is never trained on. Written
+by `{command}` on {machine}.
 """
 
 
