@@ -49,6 +49,7 @@ trainer = DiffusionGRPOTrainer(
         output_dir="outputs/flux-kontext",
         bf16=True,
         learning_rate=3e-4,
+        max_steps=1000,
         num_generations=21,
         per_device_train_batch_size=3,
         gradient_accumulation_steps=21,

@@ -22,6 +22,7 @@ args = DiffusionGRPOConfig(
     gradient_accumulation_steps=8,
     steps_per_generation=16,
     learning_rate=0.0003,
+    max_steps=1000,
     fp16=True,
     max_grad_norm=1.0,
     num_inference_steps=10,

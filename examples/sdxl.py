@@ -17,6 +17,7 @@ args = DiffusionGRPOConfig(
     per_device_train_batch_size=2,
     gradient_accumulation_steps=32,
     learning_rate=0.0001,
+    max_steps=300,
     bf16=True,
     num_inference_steps=20,
     eval_num_inference_steps=30,

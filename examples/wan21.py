@@ -29,6 +29,7 @@ args = DiffusionGRPOConfig(
     steps_per_generation=8,
     num_batches_per_step=2,
     learning_rate=0.0001,
+    max_steps=1000,
     bf16=True,
     num_inference_steps=20,
     eval_num_inference_steps=50,

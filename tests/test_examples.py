@@ -50,7 +50,7 @@ def test_every_file_of_settings_is_accepted(file, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     on_cpu = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--fp16", "false"]
     script, _, args = parse_train_arguments(str(EXAMPLES / file), on_cpu)
-    assert script.reward_funcs and args.num_generations >= 1
+    assert script.reward_funcs and args.eval_on_start and args.max_steps >= 2 * args.eval_steps
     if args.warmup_steps:
         assert args.lr_scheduler_type != "constant"  # which has no warm-up
 
