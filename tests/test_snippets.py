@@ -120,6 +120,12 @@ def test_python_runs(page, code, names, folder, monkeypatch):
         assert logged(trainer, "ratio/max_error")[0] == 0.0
 
 
+def test_the_worked_example_prints_what_the_page_says(capsys):
+    code, printed = (block[2] for block in BLOCK.finditer((ROOT / "docs" / "worked_example.md").read_text()))
+    exec(compile(code, "docs/worked_example.md", "exec"), {})
+    assert capsys.readouterr().out == printed
+
+
 @pytest.mark.parametrize(("page", "text"), find_blocks("yaml"))
 def test_yaml_is_a_run(page, text, folder):
     """Each part between blank lines, with what a run needs besides, is parsed as `diffusion-grpo train` does."""
