@@ -70,6 +70,13 @@ def is_output_closed() -> bool:
 def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
     """Split the arguments of `train` into those that argparse reads and the overrides, e.g. `--beta 0.1`."""
     command = next((word for word in words if not word.startswith("-")), None)
+    for place, word in enumerate(words) if command in ("train", "plan") else ():
+        if word.partition("=")[0] == "--config":  # as for TRL's scripts
+            file, end = ([word[9:]], place + 1) if "=" in word else (words[place + 1 : place + 2], place + 2)
+            words = words[:place] + words[end:]
+            start = words.index(command) + 1
+            words = words[:start] + file + words[start:]
+            break
     if command != "train":
         return words, []
     start = words.index("train") + 1

@@ -3,7 +3,6 @@
 These are the messages that a user reads first. The checks need no model and import nothing heavy.
 """
 
-import difflib
 import logging
 import math
 import numbers
@@ -14,7 +13,7 @@ from typing import Any
 
 from ..policy.log_prob_type import NOISE_UP_TO_1, check_log_prob
 from .defaults import DICTIONARIES, Sizes
-from .names import RENAMED_LOSSES
+from .names import RENAMED_LOSSES, suggest
 from .quantization import check_quantization
 from .source import (
     aggregation_names,
@@ -151,9 +150,7 @@ def _check_choices(args: Sizes) -> None:
     for name, known in choices.items():
         value = getattr(args, name)
         if value not in known:
-            near = difflib.get_close_matches(str(value), known, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(known)}.{hint}")
+            raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(known)}.{suggest(value, known)}")
     if args.sde_type != "auto":  # "auto" is resolved once the pipeline is known
         check_log_prob(args.log_prob_type, args.sde_type, log_prob_names())
     _check_loss(args.loss_type)
@@ -240,11 +237,9 @@ def _check_loss(loss: Any) -> None:
     if isinstance(loss, str) and "." not in loss and loss not in known:
         if found := RENAMED_LOSSES.get(loss.lower().replace("-", "_")):
             raise ValueError(f"loss_type={loss!r} {found}.")
-        near = difflib.get_close_matches(loss, known, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ValueError(
             f"loss_type={loss!r} is unknown; choose one of {', '.join(known)}, or a dotted path such as "
-            f"my_package.my_loss.{hint}"
+            f"my_package.my_loss.{suggest(loss, known)}"
         )
 
 

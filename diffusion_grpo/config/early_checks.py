@@ -4,7 +4,6 @@ Each check raises a ValueError of one sentence. Everything that takes more than 
 rewards, rows of a dataset, the model) is checked later.
 """
 
-import difflib
 import os
 import typing
 from dataclasses import MISSING, fields
@@ -14,7 +13,7 @@ from typing import Any
 from .arguments import LaunchArguments, LoraArguments, ScriptArguments
 from .checks import check_settings
 from .defaults import Sizes
-from .names import refuse_unknown
+from .names import RENAMED_REWARDS, refuse_unknown, suggest
 from .source import Setting, config_fields, reward_names
 
 TRUE, FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")  # as in transformers' parser
@@ -89,10 +88,9 @@ def check_reward_names(rewards: Any) -> None:
     entries = rewards if isinstance(rewards, list) else [rewards]
     for name in (name for entry in entries for name in (entry if isinstance(entry, dict) else [entry])):
         if isinstance(name, str) and "." not in name and name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ValueError(
-                f"Unknown reward {name!r}: use one of {', '.join(known)}, or a dotted path to a function.{hint}"
+                f"Unknown reward {name!r}: use one of {', '.join(known)}, or a dotted path to a function."
+                f"{suggest(RENAMED_REWARDS.get(name, name), known)}"
             )
 
 

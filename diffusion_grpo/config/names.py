@@ -1,19 +1,99 @@
-"""Check names: of settings that a user mistyped, and of rewards and datasets, which go into file names and metrics."""
+"""Names: of settings that other libraries have under other names or not at all, and those that become file names."""
 
 import difflib
+import re
+from collections.abc import Iterable
 from typing import Any
 
-# what to write instead of settings that TRL or transformers has and this package has not
-RENAMED = {
-    "warmup_ratio": "write it as `warmup_steps`, below 1 a share of all updates",
+ALIASES = {"model_name_or_path": "model", "dataset_name": "dataset"}  # TRL's names, which the command line accepts
+# our setting: what the same is called in transformers (earlier or now), TRL, diffusers' scripts, ddpo-pytorch,
+# flow_grpo, DanceGRPO, MMDanceGRPO, FastVideo and GLM-Image, without the prefixes in `SECTION`
+EQUIVALENTS = {
+    "advantage_clip": "adv_clip_max",
+    "advantage_estimator": "adv_estimator",
+    "beta": "kl_coef kl_coeff kl_beta kl_loss_coef",
+    "best_of_n": "bestofn",
+    "context_parallel_size": "sp_size ulysses_size",
+    "dataset": "dataset_path data_json_path prompt_path train_files data_path instance_data_dir train_dataset",
+    "ema_decay": "ema use_ema",
+    "epsilon": "clip_range clip_ratio clip_eps cliprange policy_clip_range clip_ratio_low",
+    "epsilon_high": "clip_range_high clip_ratio_high",
+    "eval_dataset": "val_files validation_dataset validation_dataset_file",
+    "eval_num_inference_steps": "eval_num_steps validation_sampling_steps",
+    "eval_steps": "eval_freq test_freq eval_interval",
+    "eval_strategy": "evaluation_strategy",
+    "gradient_accumulation_steps": "grad_accum_steps grad_accumulation_steps",
+    "gradient_checkpointing": "activation_checkpoint enable_gradient_checkpointing",
+    "guidance_scale": "cfg cfg_scale guidance",
+    "height": "h image_height",
+    "hub_model_id": "push_to_hub_model_id repo_id",
+    "hub_token": "push_to_hub_token",
+    "learning_rate": "lr",
+    "lora_path": "lora_model_path pretrained_lora",
+    "lora_r": "rank lora_rank",
+    "lr_scheduler_type": "lr_scheduler scheduler_type",
+    "max_grad_norm": "clip_grad grad_clip gradient_clipping",
+    "max_steps": "max_train_steps num_train_steps total_steps",
+    "model": "pretrained_model_name_or_path base_model model_id model_path pretrained_model",
+    "noise_level": "eta",
+    "num_frames": "t",
+    "num_generations": "num_samples num_image_per_prompt num_images_per_prompt n group_size num_samples_per_prompt k",
+    "num_inference_steps": "num_steps sampling_steps sample_steps inference_steps denoising_steps",
+    "num_iterations": "num_inner_epochs inner_epochs",
+    "num_processes": "nproc_per_node num_gpus n_gpus_per_node",
+    "num_train_epochs": "num_epochs epochs total_epochs",
+    "optim": "optimizer optimizer_type",
+    "output_dir": "save_dir checkpoint_dir result_save_path save_path",
+    "per_device_eval_batch_size": "eval_batch_size test_batch_size per_gpu_eval_batch_size",
+    "per_device_train_batch_size": "batch_size micro_batch_size per_gpu_train_batch_size mini_batch_size",
+    "report_to": "log_with logger tracker",
+    "reward_funcs": "reward_fn reward reward_function reward_func rewards reward_models reward_model",
+    "reward_weights": "reward_weight reward_coef",
+    "same_initial_noise": "same_latent init_same_noise use_same_noise",
+    "save_steps": "save_freq checkpointing_steps save_interval",
+    "save_total_limit": "num_checkpoint_limit checkpoints_total_limit",
+    "steps_per_generation": "num_batches_per_epoch",
+    "tf32": "allow_tf32",
+    "use_cpu": "no_cuda",
+    "use_peft": "use_lora",
+    "validation_prompts": "validation_prompt",
+    "warmup_steps": "lr_warmup_steps num_warmup_steps",
+    "width": "w image_width",
+}
+# what has no equivalent of one name
+ADVICE = {
+    "adapter_name": "`lora_adapter` names a LoRA of the pipeline, `lora_path` one on disk",
+    "delta": "leave it out; `epsilon_high` is the upper end of the clip range",
+    "disable_dropout": "leave it out, there is no dropout in training",
+    "ema_start_step": "leave it out; a moving average (`ema_decay`) starts with small decays",
+    "fsdp_sharding_startegy": "set `accelerate_config: fsdp2` on the command line",
     "generation_batch_size": "set `steps_per_generation`, or `rollout_batch_size` for one pipeline call",
     "generation_kwargs": "write arguments of the pipeline's call into `pipeline_kwargs`",
+    "global_std": "set `scale_rewards: batch`",
+    "logging_dir": "set the environment variable TENSORBOARD_LOGGING_DIR instead",
     "max_completion_length": "samples are not texts; set `height`, `width` or `num_frames`",
     "max_prompt_length": "set `max_sequence_length` in `pipeline_kwargs` if the pipeline takes it",
+    "mixed_precision": "set `bf16: true` or `fp16: true`",
     "num_completions_to_print": "no samples are printed; `num_completions_to_log` is the number of saved ones",
-    "disable_dropout": "leave it out, there is no dropout in training",
-    "use_vllm": "leave it out, the diffusers pipeline makes the samples",
+    "only": "`train_component` names the network that is trained",
+    "per_prompt_stat_tracking": "that is the default; without it, set `reward_baseline: batch`",
+    "ref_model": "leave it out; `beta` above 0 makes a reference of the untrained policy",
+    "resolution": "set `height` and `width`",
+    "reward_model_path": "give it to the reward, as in `reward_funcs: [{NAME: {model: PATH}}]` (docs/rewards)",
+    "save_safetensors": "leave it out, weights are always saved as safetensors",
+    "shift": "set it in `scheduler_kwargs`, as in {shift: 3.0}",
+    "train_batch_size": "set `per_device_train_batch_size`, the samples of a micro-batch",
+    "use_8bit_adam": "set `optim: adamw_8bit`",
+    "use_group": "that is the default; without it, set `reward_baseline: batch` and `num_generations: 1`",
+    "warmup_ratio": "write it as `warmup_steps`, below 1 a share of all updates",
+    "wandb_project": "set the environment variable WANDB_PROJECT instead",
 }
+ADVICE |= dict.fromkeys(
+    ("use_vllm", "use_transformers_paged"), "leave it out, the diffusers pipeline makes the samples"
+)
+ADVICE |= dict.fromkeys(("param_offload", "optimizer_offload"), "see docs/memory.md for what can be offloaded")
+OURS = {theirs: ours for ours, names in EQUIVALENTS.items() for theirs in names.split()} | ALIASES
+SECTION = re.compile(r"^(sample|train|training|rl|ppo|grpo|algorithm|actor|rollout)_")
 # what to write instead of losses that TRL or a paper has and this package has not, or has under another name
 AVERAGED_OVER_TOKENS = (
     "differs from grpo only in how it averages over texts of different lengths; set loss_type='grpo'"
@@ -32,6 +112,8 @@ RENAMED_LOSSES = {
     "diffusion_nft": "is loss_type='nft'",
     "flow_dppo": "is loss_type='dppo'",
 }
+# what flow_grpo and others call rewards
+RENAMED_REWARDS = {"ocr": "text", "video_ocr": "text", "qwenvl": "vlm_judge", "image_similarity": "dino_similarity"}
 LONGEST = 150  # bytes; a file name has at most 255 and holds more than this name
 
 
@@ -62,17 +144,29 @@ def check_name(name: Any, what: str, remedy: str) -> None:
         raise ValueError(f"{what} {shown} {wrong}, but it is used in file names and metrics; {remedy}.")
 
 
+def suggest(name: object, known: Iterable[str]) -> str:
+    """Return ` Did you mean 'x'?` for the nearest of the known names; empty if none is near."""
+    near = difflib.get_close_matches(str(name), list(known), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
 def explain_unknown(name: str, known: list[str]) -> str:
     """Return what to write instead of a setting that does not exist; empty if no known one is near."""
-    if name.startswith("vllm_"):
-        name = "use_vllm"
-    near = difflib.get_close_matches(name, known, n=1)
-    return RENAMED.get(name) or (f"did you mean `{near[0]}`?" if near else "")
+    last = name.replace("-", "_").rpartition(".")[2]
+    for word in (name, last, SECTION.sub("", last)):
+        if advice := ADVICE.get("use_vllm" if word.startswith("vllm_") else word):
+            return advice
+        if OURS.get(word, word) in known:
+            return f"use `{OURS.get(word, word)}`"
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    return f"did you mean `{near[0]}`?" if near else ""
 
 
 def refuse_unknown(values: dict[str, Any], known: list[str]) -> None:
     """Raise ValueError for the first key that is not known, and say what to write instead."""
-    for key in values:
+    for key, value in values.items():
         if key not in known:
+            if isinstance(value, dict) and value:  # a section, as in the files of other libraries
+                key = f"{key}.{next(iter(value))}"
             advice = explain_unknown(key, known) or "`diffusion-grpo train --list-settings` lists those that there are"
             raise ValueError(f"unknown setting `{key}`; {advice}{'' if advice.endswith('?') else '.'}")

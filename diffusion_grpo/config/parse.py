@@ -17,6 +17,7 @@ from ..tiny import default_settings
 from .arguments import LaunchArguments, LoraArguments, ScriptArguments
 from .checks import LIST_TYPE
 from .early_checks import FALSE, TRUE, check_values, processes_here, read_value, script_fields, type_name
+from .names import ALIASES
 from .source import Setting, config_fields
 
 if TYPE_CHECKING:
@@ -206,7 +207,14 @@ def read_yaml(config_file: str) -> dict[str, Any]:
         raise ValueError(f"{config_file} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{config_file} holds {type(values).__name__}, expected lines of the form `key: value`.")
-    return {str(key): value for key, value in values.items()}
+    return _rename_aliases({str(key): value for key, value in values.items()})
+
+
+def _rename_aliases(values: dict[str, Any]) -> dict[str, Any]:
+    for alias, name in ALIASES.items():
+        if alias in values and name in values:
+            raise ValueError(f"`{alias}` is another name of `{name}`; keep one of them.")
+    return {ALIASES.get(key, key): value for key, value in values.items()}
 
 
 def read_overrides(overrides: list[str]) -> dict[str, Any]:
@@ -219,7 +227,7 @@ def read_overrides(overrides: list[str]) -> dict[str, Any]:
     for key, (flag, *tokens) in _group_by_key(overrides):
         _, equals, value = flag.partition("=")
         values[key] = _read_override(key, [value, *tokens] if equals else tokens)
-    return values
+    return _rename_aliases(values)
 
 
 def _group_by_key(overrides: list[str]) -> list[tuple[str, list[str]]]:

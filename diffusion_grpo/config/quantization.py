@@ -1,11 +1,12 @@
 """Settings of a quantised base model: a base of `DiffusionGRPOConfig`, and how they are read, without torch."""
 
 import dataclasses
-import difflib
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from .names import suggest
 
 # diffusers' names of the backends, and the package that each one needs
 BACKENDS = {
@@ -153,10 +154,9 @@ def read_spec(component: str, given: Any) -> QuantizationSpec | None:
         )
     backend, options = given["backend"], {name: value for name, value in given.items() if name != "backend"}
     if backend not in BACKENDS:
-        near = difflib.get_close_matches(backend, BACKENDS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ValueError(
-            f"quantization: {component} names the backend {backend!r}; choose one of {', '.join(BACKENDS)}.{hint}"
+            f"quantization: {component} names the backend {backend!r}; choose one of {', '.join(BACKENDS)}."
+            f"{suggest(backend, BACKENDS)}"
         )
     _check_options(component, backend, options)
     return QuantizationSpec(backend, options)
@@ -211,10 +211,9 @@ def choose_specs(args: Any, components: Mapping[str, tuple[str, str]], trained: 
     networks = [name for name, (library, kind) in components.items() if _is_network(library, kind)]
     for name, given in (args.quantization or {}).items():
         if name not in networks:
-            near = difflib.get_close_matches(name, networks, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ValueError(
-                f"quantization: the pipeline has no network {name!r}; it has {', '.join(networks)}.{hint}"
+                f"quantization: the pipeline has no network {name!r}; it has {', '.join(networks)}."
+                f"{suggest(name, networks)}"
             )
         found.pop(name, None)
         spec = given if hasattr(given, "quant_method") else read_spec(name, given)

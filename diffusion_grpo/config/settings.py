@@ -360,7 +360,9 @@ def _suggest_names(init):
         known = [setting.name for setting in dataclasses.fields(DiffusionGRPOConfig) if setting.init]
         for name in kwargs:
             if name not in known:
-                advice = explain_unknown(name, known) or "docs/config.md lists those that there are"
+                advice = explain_unknown(name, known) or (
+                    "docs/config.md lists those that there are; model, rewards, prompts and LoRA go to the trainer"
+                )
                 raise TypeError(f"DiffusionGRPOConfig has no setting {name!r}; {advice}")
         if not set(known) <= kwargs.keys():  # parsers and `dataclasses.replace` pass all of them
             self.given = frozenset(kwargs)  # the settings that the user chose

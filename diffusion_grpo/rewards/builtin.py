@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Callable
 
+from ..config.names import RENAMED_REWARDS, suggest
 from .geneval.reward import GenEval
 from .images.brightness import brightness
 from .images.color import color
@@ -83,10 +83,9 @@ def get_reward(reward: str | Callable) -> Callable:
     known = ", ".join(REWARDS)
     module_name, _, attribute = str(reward).rpartition(".")
     if not module_name:
-        near = difflib.get_close_matches(str(reward), REWARDS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ValueError(
-            f"Unknown reward {reward!r}: use one of {known}, a dotted path to a function, or a callable.{hint}"
+            f"Unknown reward {reward!r}: use one of {known}, a dotted path to a function, or a callable."
+            f"{suggest(RENAMED_REWARDS.get(str(reward), reward), REWARDS)}"
         )
     try:
         found = getattr(importlib.import_module(module_name), attribute)

@@ -368,10 +368,10 @@ def check_columns(
                 raise ValueError(
                     f"The reward {reward.name!r} needs prompts, and {dataset} has no column 'prompt'; add it."
                 )
-            if name == "prompt":
+            if name == "prompt" or name not in columns and f"{name}s" in PROVIDED:
                 raise ValueError(
-                    f"The reward {reward.name!r} asks for 'prompt', which rewards do not get; use 'prompts', a list "
-                    "with the prompt of each sample."
+                    f"The reward {reward.name!r} asks for {name!r}, but rewards are called once for many samples; use "
+                    f"'{name}s', a list, and return a list of numbers."
                 )
             if name not in PROVIDED and name not in columns:
                 raise ValueError(

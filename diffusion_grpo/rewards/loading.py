@@ -6,13 +6,13 @@ Mistakes (names, arguments and their types) are refused here, before a model is 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import types
 import typing
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
+from ..config.names import suggest
 from .builtin import get_reward
 from .contract import OPTIONS, TAKEN, VARIADIC, Reward, is_number, reward_name, settable_parameters
 
@@ -83,10 +83,9 @@ def _load(reward: Any, options: dict[str, Any]) -> Reward:
     known = settable_parameters(function)
     for key, value in arguments.items():
         if key not in known:
-            near = difflib.get_close_matches(key, [*known, *OPTIONS], n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ValueError(
-                f"The reward {name!r} has no argument {key!r}; it has {', '.join([*known, *OPTIONS])}.{hint}"
+                f"The reward {name!r} has no argument {key!r}; it has {', '.join([*known, *OPTIONS])}."
+                f"{suggest(key, [*known, *OPTIONS])}"
             )
         _check_type(name, function, key, value)
     kept = {"name": name, **{key: value for key, value in options.items() if key in OPTIONS}}

@@ -2,7 +2,9 @@
 
 import pytest
 
-from diffusion_grpo.config.names import LONGEST, check_name, refuse_unknown
+from diffusion_grpo.config.early_checks import script_fields
+from diffusion_grpo.config.names import ADVICE, LONGEST, OURS, check_name, refuse_unknown
+from diffusion_grpo.config.source import config_fields
 
 
 @pytest.mark.parametrize("name", ["text", "two words", "好", "a.b", "x" * LONGEST])
@@ -27,14 +29,45 @@ def test_names_that_do_not(name, message):
         check_name(name, "The reward", "rename it")
 
 
-def test_an_unknown_setting_names_the_nearest_and_a_renamed_one_its_new_name():
-    refuse_unknown({"beta": 1}, ["beta", "epsilon"])
-    with pytest.raises(ValueError, match="unknown setting `epsilom`; did you mean `epsilon`"):
-        refuse_unknown({"beta": 1, "epsilom": 2}, ["beta", "epsilon"])
-    with pytest.raises(ValueError, match="`warmup_ratio`; write it as `warmup_steps`"):
-        refuse_unknown({"warmup_ratio": 0.1}, ["warmup_steps"])
-    for name in ("use_vllm", "vllm_mode"):
-        with pytest.raises(ValueError, match=f"`{name}`; leave it out, the diffusers pipeline makes the samples.$"):
-            refuse_unknown({name: True}, ["use_cpu", "save_only_model"])
-    with pytest.raises(ValueError, match="`cast_lm_head`; `diffusion-grpo train --list-settings` lists"):
-        refuse_unknown({"cast_lm_head": True}, ["beta", "epsilon"])
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("epsilom", "epsilon"),  # the nearest
+        ("num_samples", "num_generations"),
+        ("kl_coef", "beta"),
+        ("clip_range", "epsilon"),
+        ("sample.num_steps", "num_inference_steps"),
+        ("train_clip_range", "epsilon"),
+        ("rl_num_image_per_prompt", "num_generations"),
+        ("ppo_adv_clip_max", "advantage_clip"),
+        ("rollout.n", "num_generations"),
+        ("reward.grpo.kl_coef", "beta"),
+        ("sample.guidance_scale", "guidance_scale"),
+        ("batch_size", "per_device_train_batch_size"),
+        ("lr", "learning_rate"),
+        ("warmup_ratio", "warmup_steps"),
+        ("delta", "epsilon_high"),
+        ("logging_dir", "TENSORBOARD_LOGGING_DIR"),
+        ("wandb_project", "WANDB_PROJECT"),
+        ("save_safetensors", "leave it out"),
+        ("use_vllm", "leave it out"),
+        ("vllm_mode", "leave it out"),
+        ("cast_lm_head", "list-settings"),
+    ],
+)
+def test_an_unknown_setting_is_answered_with_the_one_that_is_meant(name, expected):
+    known = list(config_fields())
+    refuse_unknown({"beta": 1}, known)
+    with pytest.raises(ValueError, match=f"`{name}`; .*{expected}"):
+        refuse_unknown({"beta": 1, name: 2}, known)
+
+
+def test_a_section_of_another_file_is_answered_by_its_settings():
+    with pytest.raises(ValueError, match="`sample.num_steps`; use `num_inference_steps`"):
+        refuse_unknown({"sample": {"num_steps": 10}}, list(config_fields()))
+
+
+def test_the_tables_name_settings_that_there_are():
+    settings = script_fields().keys() | config_fields().keys()
+    assert set(OURS.values()) <= settings
+    assert not settings & (OURS.keys() | ADVICE.keys())
