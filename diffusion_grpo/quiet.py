@@ -1,6 +1,8 @@
-"""Log messages of other libraries that are of no use to our users, and the filter that drops them."""
+"""What is written to the terminal: other libraries' messages of no use are dropped, no character ends a run."""
 
+import io
 import logging
+import sys
 
 # Logger and text in the message. diffusers uses these processors in ways that do not need torchvision. A denoiser's
 # LoRA has no keys for text encoders. DeepSpeed logs the missing GPU although it is only looked up. torchao lacks the
@@ -31,3 +33,9 @@ def quiet_imports() -> None:
     """Drop `MESSAGES`. Call this before importing the libraries that log them."""
     for name, text in MESSAGES:
         logging.getLogger(name).addFilter(_DropText(text))
+
+
+def replace_unprintable() -> None:
+    """Have stdout replace characters that its encoding lacks, such as `±` in ASCII, where it would raise."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")

@@ -9,6 +9,7 @@ import os
 import sys
 
 from .. import __version__
+from ..quiet import replace_unprintable
 from . import check, plan, report, rewards, sample, train
 from .failures import is_explained, print_failure
 from .inputs import Refusal
@@ -25,6 +26,7 @@ def main(argv: list[str] | None = None) -> int:
         published one or nothing fits; 2 if input is refused or no score could be compared; 130 after Ctrl-C. An error
         that does not explain itself is raised, and ends the process with 1.
     """
+    replace_unprintable()
     words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
     if "" not in sys.path:
         sys.path.append("")  # dotted paths may name rewards and losses in the working directory

@@ -30,6 +30,7 @@ class EarlySettings(Sizes):
         for name, setting in config_fields().items():
             setattr(self, name, None if setting.default is MISSING else setting.default)
         vars(self).update(values)
+        self.given = values.keys()
         self.world_size, self.process_index = world_size, 0
         self.fill_in()
 

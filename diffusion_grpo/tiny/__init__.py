@@ -8,8 +8,9 @@ the six colours, and `prompts` makes datasets of prompts such as `the word "RAIN
 from __future__ import annotations
 
 import copy
+import math
 import random
-from collections.abc import Collection
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,32 +30,40 @@ COLORS: dict[str, tuple[int, int, int]] = {
 
 
 # Defaults of `model="tiny"`: the image size that it was trained on, no 256 tokens for a T5 encoder that it lacks, and
-# a batch whose update takes seconds on a CPU. An entry applies only if the user set none of the settings named in it.
-DEFAULTS: list[tuple[dict[str, Any], set[str]]] = [
-    ({"height": 32, "width": 96}, set()),
-    ({"guidance_scale": 1.0}, set()),
-    ({"pipeline_kwargs": {"max_sequence_length": 1}}, set()),
-    ({"num_inference_steps": 6}, {"sde_window", "sde_window_size"}),
-    ({"activation_checkpointing": False}, {"gradient_checkpointing", "selective_checkpointing"}),
-    (
-        {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 2, "num_generations": 8},
-        {"steps_per_generation", "best_of_n", "num_batches_per_step", "num_iterations"},
-    ),
-]
+# a batch whose update takes seconds on a CPU. An entry is left out if the user set one of the settings behind it.
+DEFAULTS: dict[str, tuple[Any, set[str]]] = {
+    "height": (32, {"width"}),
+    "width": (96, {"height"}),
+    "guidance_scale": (1.0, set()),
+    "pipeline_kwargs": ({"max_sequence_length": 1}, set()),
+    "num_inference_steps": (6, {"sde_window", "sde_window_size"}),
+    "activation_checkpointing": (False, {"gradient_checkpointing", "selective_checkpointing"}),
+    "per_device_train_batch_size": (16, set()),
+    "num_generations": (8, set()),
+}
+SAMPLES_PER_UPDATE = 32
 
 
-def default_settings(given: Collection[str]) -> dict[str, Any]:
+def default_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of the embedded model that replace the general defaults.
 
     Args:
-        given: names of the settings that the user chose; defaults that belong to one of them are left out.
+        given: settings that the user chose; defaults that belong to one of them are left out.
 
     Examples:
-        >>> default_settings({"num_inference_steps"})["height"]
+        >>> default_settings({"num_inference_steps": 4})["height"]
         32
     """
-    lines = [line for line, others in DEFAULTS if not (line.keys() | others) & set(given)]
-    return {name: copy.copy(value) for line in lines for name, value in line.items()}
+    settings = {
+        name: copy.copy(value) for name, (value, others) in DEFAULTS.items() if not {name, *others} & set(given)
+    }
+    if "gradient_accumulation_steps" not in given:
+        chosen = {name: int(value) for name, value in (settings | dict(given)).items() if str(value).isdigit()}
+        batch = chosen.get("per_device_train_batch_size") or 1
+        group = chosen.get("best_of_n") or chosen.get("num_generations") or 1
+        whole_groups = math.lcm(batch, group) // batch  # the least number of micro-batches
+        settings["gradient_accumulation_steps"] = whole_groups * -(-SAMPLES_PER_UPDATE // (batch * whole_groups))
+    return settings
 
 
 def words(split: str) -> list[str]:

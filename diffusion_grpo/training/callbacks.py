@@ -3,6 +3,7 @@
 Files go to the run's folder; images, videos and sound also go to the trackers that `report_to` names.
 """
 
+import contextlib
 import logging
 import warnings
 from collections.abc import Callable
@@ -262,17 +263,18 @@ class ReportCallback(TrainerCallback):
         write_summary(args.output_dir)
         run, missing = read_run(args.output_dir), missing_packages()
         change = describe_change(run, "reward")
-        if change is not None:
-            print(f"Reward {change}, on {describe_prompts(run.prompts)}.")
+        lines = [] if change is None else [f"Reward {change}, on {describe_prompts(run.prompts)}."]
         if run.published_after not in (None, run.updates):
-            print(f"The weights are those of the best evaluation, {format_updates(run.published_after)}.")
-        if missing:  # the weights are what matters, the page can be written later
-            print(
+            lines.append(f"The weights are those of the best evaluation, {format_updates(run.published_after)}.")
+        try:
+            lines.append(
                 f"No report: {' and '.join(missing)} not installed. After pip install 'diffusion-grpo[report]': "
                 f"diffusion-grpo report {args.output_dir}"
+                if missing
+                else f"Report: {write_report(args.output_dir)}"
             )
-            return
-        try:
-            print(f"Report: {write_report(args.output_dir)}")
         except Exception:  # such as a damaged file; the run has ended well, and the page can be written again
             logger.exception("The report was not written. To try again: diffusion-grpo report %s", args.output_dir)
+        with contextlib.suppress(OSError):  # a closed pipe must not keep the weights from being saved
+            for line in lines:
+                print(line, flush=True)

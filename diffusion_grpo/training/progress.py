@@ -3,6 +3,7 @@
 All other metrics go only to the trackers.
 """
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from transformers.utils import is_in_notebook
 
 from ..config.settings import DiffusionGRPOConfig
 from ..data.held_out import name_prompts
+from ..quiet import replace_unprintable
 from ..run.folder import format_measured, format_updates
 
 FEW_UPDATES = 50  # a run of fewer, whose max_steps is not set, says why it is short
@@ -201,10 +203,11 @@ class RewardProgressCallback(ProgressCallback):
 
     def _write(self, line: str) -> None:
         self.written = self.clock()
-        if self.training_bar is not None:
-            self.training_bar.write(line)
-        else:
-            print(line, flush=True)
+        with contextlib.suppress(OSError):  # a terminal or pipe that was closed must not end the run
+            if self.training_bar is not None:
+                self.training_bar.write(line)
+            else:
+                print(line, flush=True)
 
 
 def replace_progress(
@@ -212,5 +215,6 @@ def replace_progress(
 ) -> None:
     """Replace transformers' progress callback, which shows losses, with one that shows rewards."""
     shown = PrinterCallback if args.disable_tqdm else transformers.trainer.DEFAULT_PROGRESS_CALLBACK
+    replace_unprintable()
     handler.remove_callback(shown)
     handler.add_callback(RewardProgressCallback(progress, run))

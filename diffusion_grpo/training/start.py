@@ -204,7 +204,7 @@ def prepare_args(model: str | DiffusionPipeline, args: DiffusionGRPOConfig | Non
     args = copy.copy(args)  # the user may use the same settings for another run
     check_settings(args)  # they may have been changed since they were created
     if model == "tiny":
-        args.fill(default_settings(args.given))
+        args.fill(default_settings({name: getattr(args, name) for name in args.given}))
     return args
 
 

@@ -94,3 +94,11 @@ def test_ctrl_c_before_or_after_training_says_so(capsys, monkeypatch) -> None:
     monkeypatch.setattr(cli.report, "run", interrupted)
     assert cli.main(["report", "run"]) == 130
     assert capsys.readouterr().err == "\nInterrupted.\n"
+
+
+def test_the_file_may_be_named_as_for_trl_scripts():
+    for words in (["--config", "a.yaml"], ["--config=a.yaml"]):
+        expected = (["train", "a.yaml"], ["--beta", "0.1"])
+        assert cli.split_overrides(["train", *words, "--beta", "0.1"]) == expected
+        assert cli.split_overrides(["train", "--beta", "0.1", *words]) == expected
+    assert cli.split_overrides(["plan", "--config", "a.yaml", "--json"]) == (["plan", "a.yaml", "--json"], [])

@@ -137,3 +137,12 @@ def test_the_home_folder_may_be_written_short(config_file, tmp_path, monkeypatch
     values = read_values(config_file(model="~/model", dataset="~/prompts.txt"), ["--eval_dataset", "~/held"])
     assert values["model"] == f"{tmp_path}/model" and values["dataset"] == f"{tmp_path}/prompts.txt"
     assert values["eval_dataset"] == f"{tmp_path}/held"
+
+
+def test_names_of_trl_are_read(tmp_path):
+    words = ["--model_name_or_path", "a/b", "--dataset_name", "c/d"]
+    assert read_values(None, words) == {"model": "a/b", "dataset": "c/d"}
+    (tmp_path / "a.yaml").write_text("model: x/y\ndataset_name: c/d\n")
+    assert read_values(str(tmp_path / "a.yaml"), words[:2]) == {"model": "a/b", "dataset": "c/d"}
+    with pytest.raises(ValueError, match="`model_name_or_path` is another name of `model`"):
+        read_values(None, [*words, "--model", "a/b"])

@@ -175,7 +175,7 @@ def test_what_was_chosen_is_known_however_the_settings_are_made(make):
     """So that the embedded model fills in the rest."""
     given = make().given
     assert "num_generations" in given and not given & {"num_inference_steps", "height", "width"}
-    assert not given & default_settings({"num_generations"}).keys()
+    assert not given & default_settings({"num_generations": 4}).keys()
 
 
 def test_a_default_that_is_given_by_name_is_a_choice():

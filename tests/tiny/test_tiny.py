@@ -10,6 +10,7 @@ from benchmarks.tiny_model.evaluate import draw, measure
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, tiny
 from diffusion_grpo.config.parse import parse_train_arguments
 from diffusion_grpo.tiny import COLORS, PATH, prompts, words
+from diffusion_grpo.training.start import prepare_args
 
 
 @pytest.fixture(scope="module")
@@ -88,15 +89,45 @@ def test_images_of_the_model_repeat(pipe: StableDiffusion3Pipeline) -> None:
 def test_the_embedded_model_has_settings_of_its_own(tmp_path):
     """Its size and a batch of seconds by default; what the user gives stays, and what belongs to it is left alone."""
     args = DiffusionGRPOConfig(str(tmp_path), num_generations=4, use_cpu=True)
-    args.fill(tiny.default_settings(args.given))
+    args.fill(tiny.default_settings({"num_generations": 4}))
     assert (args.height, args.width, args.pipeline_kwargs) == (32, 96, {"max_sequence_length": 1})
-    assert args.num_generations == 4 and args.per_device_train_batch_size == 4  # the batch is the user's
     args = DiffusionGRPOConfig(str(tmp_path), height=64, sde_window=[0, 8], use_cpu=True)
-    args.fill(tiny.default_settings(args.given))
+    args.fill(tiny.default_settings({"height": 64, "sde_window": [0, 8]}))
     assert args.height == 64 and args.width is None and args.num_inference_steps == 10
     assert (
         args.batch_sizes.samples_per_update == 32
         and args.micro_batches_per_rollout == args.gradient_accumulation_steps == 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "trained", "made"),
+    [
+        ({}, 32, 32),
+        ({"per_device_train_batch_size": 8}, 32, 32),
+        ({"per_device_train_batch_size": 2}, 32, 32),
+        ({"num_generations": 4}, 32, 32),
+        ({"num_generations": 64}, 64, 64),
+        ({"best_of_n": 2}, 32, 128),
+        ({"num_iterations": 2}, 32, 32),
+        ({"gradient_accumulation_steps": 4}, 64, 64),
+        ({"loss_type": "dpo"}, 32, 32),
+        ({"loss_type": "dgpo"}, 32, 32),
+    ],
+    ids=str,
+)
+def test_each_size_of_its_batches_is_filled_in_by_itself(tmp_path, given, trained, made):
+    args = prepare_args("tiny", DiffusionGRPOConfig(str(tmp_path), use_cpu=True, **given))
+    assert (args.batch_sizes.samples_per_update, args.batch_sizes.samples_per_rollout) == (trained, made)
+
+
+@pytest.mark.parametrize("loss_type", ["dpo", "dgpo"])
+def test_losses_on_whole_groups_have_batches_that_hold_them(tmp_path, loss_type):
+    args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, loss_type=loss_type)
+    assert args.per_device_train_batch_size == args.num_generations
+    assert (
+        args.batch_sizes.samples_per_update
+        == DiffusionGRPOConfig(str(tmp_path), use_cpu=True).batch_sizes.samples_per_update
     )
 
 

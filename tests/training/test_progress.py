@@ -1,8 +1,10 @@
 """What a user sees of a running training, in a terminal, in a pipe and in a notebook."""
 
+import os
 import sys
 from types import ModuleType, SimpleNamespace
 
+import pytest
 from tiny_runs import brightness, trainer_for
 from transformers import ProgressCallback, TrainerCallback
 
@@ -125,3 +127,23 @@ def test_a_user_who_removed_the_progress_gets_none(tmp_path, capsys):
     trainer.remove_callback(ProgressCallback)
     trainer.train()
     assert not [line for line in lines_of(capsys) if line.startswith("update")]
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_no_output_ends_a_run(tmp_path, monkeypatch, is_closed):
+    """Neither characters that the terminal lacks nor a pipe that nobody reads any more."""
+    reader, writer = os.pipe()
+    with open(reader, "rb") as read, open(writer, "w", encoding="ascii") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        trainer = trainer_for(tmp_path)
+        if is_closed:
+            read.close()
+        trainer.train()
+        monkeypatch.undo()
+        if is_closed:
+            with pytest.raises(BrokenPipeError):
+                stdout.close()
+        else:
+            stdout.close()
+            assert b"update 2/2: reward 0." in (text := read.read()) and b" ? " in text
+    assert trainer.state.global_step == 2
