@@ -139,6 +139,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             if self.embeds is not None:
                 self.embeds.share(self.accelerator)
             self.metrics, self.progress = Metrics(), UpdateProgress()
+            self._sampler: GroupSampler | None = None
             self._noted_settings = start.note_settings(self.args)
             self._make_collaborators(given.is_full_training)
             self.inputs.check_sources(self.policy, given.datasets, self.args.validation_prompts or [])
@@ -211,6 +212,11 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         """One weight per trained reward."""
         return self.rewards.weights
 
+    @property
+    def ref_model(self) -> nn.Module | None:
+        """The reference's copy of the network, as in TRL; None for a LoRA, whose reference is the base model."""
+        return None if self.learner.reference is None else self.learner.reference.module
+
     # Data: every batch of the dataloader is one whole rollout, repeated for each micro-batch that is trained on it
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader:
@@ -226,6 +232,11 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         return self._sampler
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if self._sampler is None:
+            raise TypeError(
+                "get_train_dataloader() must return what super().get_train_dataloader() does, whose batches are "
+                "rollouts of whole groups; pass another train_dataset for other prompts or another order of them."
+            )
         self._sampler.set_epoch(kwargs["epoch"])  # accelerate's wrappers do not pass it on after a resume
         self.metrics.start(self.state.global_step)
         super()._run_epoch(*args, **kwargs)
@@ -262,6 +273,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             held.enter_context(explain_interrupt(folder, lambda: self.state.global_step))
             held.enter_context(self._explain_out_of_memory())
             held.enter_context(avoid_cudnn_attention())
+            held.enter_context(torch.enable_grad())  # also where the caller has switched gradients off
             done = count_updates(point)
             if done > 0:  # `eval_on_start` measures the model before its first update
                 held.callback(setattr, self.args, "eval_on_start", self.args.eval_on_start)

@@ -224,6 +224,11 @@ def _check_trainer_settings(args: Sizes) -> None:
             f"optim={optim!r} uses different weights for training and for sampling, but rollouts sample between two "
             "updates; choose another optimizer, such as adamw_torch."
         )
+    if optim in ("lomo", "adalomo"):
+        raise ValueError(
+            f"optim={optim!r} changes the weights within each backward pass, so it accumulates no gradients and "
+            "ignores schedule, warm-up and clipping; choose another optimizer, such as adamw_8bit."
+        )
     if args.auto_find_batch_size and args.world_size > 1:
         raise ValueError(
             "auto_find_batch_size=True works with one process: with several, memory may run out in one while the "

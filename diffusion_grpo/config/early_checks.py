@@ -17,8 +17,8 @@ from .names import RENAMED_REWARDS, refuse_unknown, suggest
 from .source import Setting, config_fields, reward_names
 
 TRUE, FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")  # as in transformers' parser
-# Settings that transformers declares as strings. True means the newest checkpoint, or FSDP as in `fsdp_config`.
-TAKE_BOOL = ("resume_from_checkpoint", "fsdp")
+# Strings that may be true or false: the newest checkpoint, FSDP as in `fsdp_config`, TRL's names of group and none.
+TAKE_BOOL = ("resume_from_checkpoint", "fsdp", "scale_rewards")
 FILES = (".txt", ".jsonl", ".json", ".parquet", ".csv")
 MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")  # launchers that accelerate knows
 

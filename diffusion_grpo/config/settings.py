@@ -157,6 +157,11 @@ class DiffusionGRPOConfig(
             "nothing to gain."
         },
     )
+    hub_token: str | None = field(
+        default=None,
+        repr=False,  # it is secret
+        metadata={"help": "Token of the Hub. By default that of `hf auth login`, or HF_TOKEN."},
+    )
     remove_unused_columns: bool | None = field(
         default=False, metadata={"help": "Must stay False: every column is passed to the reward functions."}
     )

@@ -84,7 +84,7 @@ class UpdateSettings:
         default="group",
         metadata={
             "help": "How rewards are scaled. group or batch: divide them by the standard deviation of the group or of "
-            "the batch. none: do not divide them."
+            "the batch. none: do not divide them. true and false, as in TRL, mean group and none."
         },
     )
     reward_baseline: str = field(
@@ -224,5 +224,9 @@ class UpdateSettings:
         },
     )
     ema_update_interval: int = field(
-        default=8, metadata={"help": "Number of updates of the policy between two updates of the moving average."}
+        default=8,
+        metadata={
+            "help": "Number of updates of the policy between two updates of the moving average, which also moves "
+            "after the last update of a run."
+        },
     )

@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 class PolicyAverage(TrainerCallback):
     """Moving average of the trained parameters, with the given decay or `(1 + n) / (10 + n)` while that is smaller.
 
-    `n` counts updates, as in Flow-GRPO, not averaging steps: a decay of 0.9 is reached after 80 updates.
+    It moves every `interval` updates and after the last one, so that what is published has seen the whole run. `n`
+    counts updates, as in Flow-GRPO, not averaging steps: a decay of 0.9 is reached after 80 updates.
 
     `has_moved` tells whether the average may differ from the policy it started from.
 
@@ -34,6 +35,8 @@ class PolicyAverage(TrainerCallback):
             this process's shares of the average and of the policy, and the squared norm of the former; None to measure
             nothing.
     """
+
+    moves_at_end = True
 
     def __init__(
         self,
@@ -53,7 +56,8 @@ class PolicyAverage(TrainerCallback):
         self.average.shadow_params = [share.to(place) for share, place in zip(shares, places, strict=True)]
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step % self.interval == 0:
+        is_last = self.moves_at_end and state.global_step == state.max_steps
+        if is_last or state.global_step % self.interval == 0:
             self.average.optimization_step = state.global_step  # counts updates, and is right after a resume too
             self.average.step([value.requires_grad_() for value in self.weights.exact()])
             self.has_moved = True
@@ -115,6 +119,8 @@ class OldPolicy(PolicyAverage):
         updates_per_rollout: number of updates between two moves.
         decay: returns the decay after a given number of moves.
     """
+
+    moves_at_end = False
 
     def __init__(self, weights: TrainedWeights, updates_per_rollout: int, decay: Callable[[int], float]):
         super().__init__(weights, 0.0, updates_per_rollout)

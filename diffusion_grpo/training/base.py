@@ -18,6 +18,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import PushInProgress, hf_api
 
+from ..config.names import suggest
 from ..distributed import checkpoint_mode
 from ..distributed.backend import DistributedBackend
 from ..run import resume_point
@@ -35,6 +36,15 @@ from ..run.records import (
 from .checkpoints import Checkpointer, replace_folder
 
 logger = logging.getLogger(__name__)
+# methods of `Trainer` that are never called here, and what a subclass overrides or sets instead
+NEVER_CALLED = {
+    "compute_loss": "set loss_type to the dotted path of a loss of your own (docs/algorithms/own.md), or override "
+    "training_step",
+    "_prepare_inputs": "override training_step",
+    **dict.fromkeys(("prediction_step", "evaluation_loop", "get_eval_dataloader"), "override evaluate"),
+    "_save": "override save_model",
+}
+AFTER_ROLLOUTS = ("_kl", "_velocity/", "_rollouts/")  # metrics that the evaluation before training lacks
 OF_SETTINGS = ("initial_lr", "weight_decay", "betas", "eps")  # entries of an optimizer's groups that settings give
 
 
@@ -81,6 +91,12 @@ class DiffusersTrainer(Trainer):
     """
 
     run: dict[str, Any]
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        for name, advice in NEVER_CALLED.items():
+            if getattr(cls, name) is not getattr(Trainer, name):
+                raise TypeError(f"{cls.__name__} overrides {name}(), which is never called here; {advice} instead.")
 
     def __init__(self, *, backend: DistributedBackend, networks: list[nn.Module], **kwargs: Any):
         self._backend, self._networks = backend, networks
@@ -136,6 +152,17 @@ class DiffusersTrainer(Trainer):
             if self.accelerator.scaler is not None:  # DeepSpeed's engine restores its own
                 self._load_scaler(resume_from_checkpoint)
         return prepared
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As in `Trainer`, but looks for `metric_for_best_model` in the evaluation before training too."""
+        metrics, name = super()._evaluate(*args, **kwargs), self.args.metric_for_best_model
+        full = name if name is None or name.startswith("eval_") else f"eval_{name}"
+        if full is not None and full not in metrics and not any(part in full for part in AFTER_ROLLOUTS):
+            raise ValueError(
+                f"metric_for_best_model={name!r} is not among the metrics of the evaluation, {', '.join(metrics)}."
+                f"{suggest(full, metrics)}"
+            )
+        return metrics
 
     # Where a run starts
 
@@ -377,6 +404,17 @@ class DiffusersTrainer(Trainer):
         self._card_details = self._card_details.add(**given, **kwargs)
         if self.is_world_process_zero():
             self.write_card(self._card_details)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse to search, for which a trainer would have to load its pipeline anew for each trial.
+
+        Raises:
+            NotImplementedError: always; the message says what to do instead.
+        """
+        raise NotImplementedError(
+            "hyperparameter_search() cannot load the pipeline anew for each trial; create a trainer per trial, with "
+            "an output_dir of its own, and compare what evaluate() returns."
+        )
 
     def predict(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse to predict, which has no meaning without labels.

@@ -44,7 +44,6 @@ from ..run.card_data import find_license, strip_folders, strip_secrets
 from ..run.records import check_output_folder, make_record
 from ..run.reproduce import describe_script
 from ..tiny import default_settings
-from .best_metric import check_best_metric
 from .lora_checks import check_peft_config
 from .model import (
     check_args,
@@ -175,7 +174,6 @@ def check_run(
     if pipeline is not None:
         check_trained_networks(find_networks(model, args), pipeline, args, backend)
     watched = check_watched(args, rewards.all, eval_dataset, pipeline)
-    check_best_metric(args, rewards.all, watched, eval_dataset if isinstance(eval_dataset, dict) else ())
     if args.cache_prompt_embeds != "off" and pipeline is not None:
         check_encode_prompt(pipeline)
     quantized = plan_quantization(model, args, is_full_training)

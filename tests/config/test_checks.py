@@ -17,6 +17,7 @@ REFUSED = [
     ({"train_sampling_strategy": "sequential"}, "has no effect here: shuffle_dataset sets"),
     ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0 has no effect here: there are no token embeddings"),
     ({"bf16_full_eval": True}, "bf16_full_eval=True has no effect here: evaluations run as rollouts do"),
+    ({"optim": "lomo"}, "optim=.lomo."),
     ({"optim": "schedule_free_adamw"}, "different weights for training and for sampling.*such as adamw_torch"),
     ({"advantage_fn": "ranks"}, "'ranks' is not a dotted path; include the module, as in my_package.ranks"),
     (

@@ -23,6 +23,8 @@ def test_overrides_win_over_the_file(config_file):
     assert settings.pipeline_kwargs == {"b": 0.001}
     assert script.reward_funcs == ["text", "color"]
     assert lora.use_peft
+    assert parse_train_arguments(config_file(scale_rewards=False), [])[2].scale_rewards == "none"
+    assert parse_train_arguments(config_file(), ["--scale_rewards", "true"])[2].scale_rewards == "group"
 
 
 def test_rewards_with_options_come_from_yaml_and_from_flags(config_file):

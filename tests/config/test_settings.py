@@ -194,3 +194,15 @@ def test_where_evaluations_are_on_there_is_one_before_training():
     assert make_config(eval_strategy="epoch").eval_on_start is True
     assert make_config(eval_strategy="epoch", eval_on_start=False).eval_on_start is False
     assert make_config().eval_on_start is False and make_config(eval_on_start=True).eval_on_start is True
+
+
+def test_scale_rewards_takes_the_values_of_trl():
+    assert [make_config(scale_rewards=value).scale_rewards for value in (True, False, "batch")] == [
+        "group",
+        "none",
+        "batch",
+    ]
+
+
+def test_a_token_is_not_shown():
+    assert "hf_secret" not in repr(make_config(hub_token="hf_secret"))

@@ -37,11 +37,11 @@ def watched(folder, **settings):
 
 
 def test_the_average_moves_every_n_updates_and_warms_up_by_updates(tmp_path):
-    """As Flow-GRPO's: the share that is kept is (1 + n) / (10 + n) at update n, up to the decay."""
+    """As Flow-GRPO's: (1 + n) / (10 + n) is kept at update n, up to the decay. It also moves after the last."""
     trainer, seen = watched(tmp_path, **AVERAGED | {"ema_decay": 0.3, "ema_update_interval": 2}, max_steps=5)
     trainer.train()
     average, distances = {name: value.double() for name, value in seen[0].items()}, []
-    for update, kept in ((2, 3 / 12), (4, 0.3)):
+    for update, kept in ((2, 3 / 12), (4, 0.3), (5, 0.3)):
         for name, value in seen[update].items():
             average[name] = kept * average[name] + (1 - kept) * value.double()
         moved = sum((average[name] - value).square().sum() for name, value in seen[update].items())

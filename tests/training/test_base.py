@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from tiny_runs import brightness, trained_weights, trainer_for
 from transformers import Trainer, TrainerCallback
 
+from diffusion_grpo import DiffusionGRPOTrainer
 from diffusion_grpo.run.folder import read_run
 from diffusion_grpo.run.records import write_json
 
@@ -189,3 +190,48 @@ def test_a_resumed_run_has_its_own_learning_rate(tmp_path, rate):
     assert rates[2:] == pytest.approx([0.5 * rate, 0.25 * rate]) and max(rates[:2]) <= 1e-3
     (group,) = [group for group in resumed.optimizer.param_groups if group["weight_decay"]]
     assert group["weight_decay"] == 0.2 and group["initial_lr"] == rate
+
+
+def test_a_method_that_is_never_called_cannot_be_overridden():
+    with pytest.raises(TypeError, match="Mine overrides compute_loss.*training_step"):
+
+        class Mine(DiffusionGRPOTrainer):
+            def compute_loss(self, *args, **kwargs):
+                return 0 * super().compute_loss(*args, **kwargs)
+
+    class Allowed(DiffusionGRPOTrainer):
+        def training_step(self, *args, **kwargs):
+            return super().training_step(*args, **kwargs)
+
+
+def test_batches_of_ones_own_and_searches_are_refused(tmp_path):
+    trainer = trainer_for(tmp_path)
+    trainer.get_train_dataloader = lambda: torch.utils.data.DataLoader([{"prompt": "a cat"}] * 8)
+    with pytest.raises(TypeError, match="train_dataset"):
+        trainer.train()
+    with pytest.raises(NotImplementedError, match="evaluate"):
+        trainer.hyperparameter_search()
+
+
+@pytest.mark.parametrize("name", ["eval_own", "ovn"])
+def test_the_best_metric_may_be_one_that_an_own_evaluate_adds(tmp_path, name):
+    """A name that no evaluation has ends the run before its first update. Gradients may be off around the run."""
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 1, "metric_for_best_model": name}
+    trainer = trainer_for(tmp_path, eval_on_start=True, **settings)
+    evaluate, before = trainer.evaluate, trained_weights(trainer)
+    trainer.evaluate = lambda **kwargs: evaluate(**kwargs) | {"eval_own": 2.0}
+    with torch.no_grad():
+        if name == "ovn":
+            with pytest.raises(ValueError, match="metric_for_best_model.*'eval_own'"):
+                trainer.train()
+        else:
+            trainer.train()
+    assert trainer.state.best_metric == (2.0 if name == "eval_own" else None)
+    after = trained_weights(trainer)
+    assert all(torch.equal(before[key], after[key]) for key in before) == (name == "ovn")
+
+
+def test_the_reference_model_is_a_copy_in_full_training(tmp_path):
+    assert trainer_for(tmp_path / "lora", beta=0.1).ref_model is None
+    trainer = trainer_for(tmp_path / "full", beta=0.1, lora=False)
+    assert isinstance(trainer.ref_model, torch.nn.Module) and trainer.ref_model is not trainer.model
