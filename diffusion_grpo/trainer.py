@@ -307,10 +307,9 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         )
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create the optimizer as in `Trainer`, with a parameter group for the value model."""
+        """Create the optimizer as in `Trainer`, and let the backend change it."""
         optimizer = super().create_optimizer(model)
         self.backend.prepare_optimizer(optimizer, self.model)
-        self.learner.add_value_parameters(optimizer, self.args.value_learning_rate)
         return optimizer
 
     def on_engine_ready(self) -> None:

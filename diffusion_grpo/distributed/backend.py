@@ -23,11 +23,6 @@ from .forward_redirection import redirect
 from .sharded_checkpoints import restore_optimizer
 from .weights import TrainedWeights
 
-VALUES_BESIDE = (
-    "advantage_estimator='gae' trains a value model in addition to the policy, which DeepSpeed and FSDP would not "
-    "update; start without them."
-)
-
 
 class DistributedBackend:
     """One process, or several under DDP.
@@ -106,9 +101,7 @@ class DistributedBackend:
             ValueError: in one sentence, what to change.
         """
 
-    def check_run(
-        self, component: tuple[str, ...], *, processes: int, own_steps: bool, draws_tokens: bool, has_values: bool
-    ) -> None:
+    def check_run(self, component: tuple[str, ...], *, processes: int, own_steps: bool, draws_tokens: bool) -> None:
         """Refuse a run that these processes cannot train.
 
         Args:
@@ -116,7 +109,6 @@ class DistributedBackend:
             processes: number of processes.
             own_steps: whether samples of one rollout train different steps.
             draws_tokens: whether the policy writes tokens.
-            has_values: whether a value model is trained together with the policy.
 
         Raises:
             ValueError: the processes cannot train this run.

@@ -24,7 +24,7 @@ from trl.models.utils import add_hooks, remove_hooks
 
 from ..policy.network_gate import HOOKS, NetworkAccess, replace_attribute
 from . import late_weights, refusals
-from .backend import VALUES_BESIDE, DistributedBackend
+from .backend import DistributedBackend
 from .context_parallel import ContextGroups
 from .deepspeed_checkpoints import restore_engine
 from .forward_redirection import redirect
@@ -88,11 +88,7 @@ class DeepSpeedBackend(DistributedBackend):
     def check_optimizer(self, name: str) -> None:
         refusals.check_optimizer("zero", name)
 
-    def check_run(
-        self, component: tuple[str, ...], *, processes: int, own_steps: bool, draws_tokens: bool, has_values: bool
-    ) -> None:
-        if has_values:
-            raise ValueError(VALUES_BESIDE)
+    def check_run(self, component: tuple[str, ...], *, processes: int, own_steps: bool, draws_tokens: bool) -> None:
         if draws_tokens and self.stage == 3 and not self._gathers_whole:
             raise ValueError(LAYERED_TOKENS)
         if len(component) <= 1:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from ..policy.network_gate import NetworkAccess, replace_attribute
 from . import late_weights, refusals
-from .backend import VALUES_BESIDE, DistributedBackend
+from .backend import DistributedBackend
 from .context_parallel import ContextGroups
 from .dtensor import as_dtensor, as_shard, is_sharded
 from .sharded_checkpoints import save_shards
@@ -92,11 +92,7 @@ class FSDP2Backend(DistributedBackend):
     def check_optimizer(self, name: str) -> None:
         refusals.check_optimizer("fsdp2", name)
 
-    def check_run(
-        self, component: tuple[str, ...], *, processes: int, own_steps: bool, draws_tokens: bool, has_values: bool
-    ) -> None:
-        if has_values:
-            raise ValueError(VALUES_BESIDE)
+    def check_run(self, component: tuple[str, ...], *, processes: int, own_steps: bool, draws_tokens: bool) -> None:
         if draws_tokens:
             raise ValueError(f"FSDP does not train {', '.join(component)}: {TOKENS}")
         if len(component) > 1 and own_steps:

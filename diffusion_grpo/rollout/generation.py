@@ -198,7 +198,8 @@ class RolloutGenerator:
         divergences = self._replays.rollout_divergences(rows, trajectories) if self._measures_divergence else None
         states = None
         if observes:
-            states = reduce_calls(trajectories, conditions, self.inputs.calls(rows))
+            calls = self.inputs.calls(rows)
+            states = reduce_calls(trajectories, conditions[: len(calls)], calls)  # without repeated calls
         return scoring.samples, trajectories, divergences, states
 
     @torch.no_grad()

@@ -28,20 +28,23 @@ CONDITIONS = 64  # numbers to which the prompt and other conditions are reduced
 FREQUENCIES = 8  # cosines of the time in the denoising loop
 STATE_SIZE = 2 * STRETCHES + CONDITIONS + 1 + FREQUENCIES
 VALUE_WEIGHTS = "value_model.safetensors"
+OPTIMIZER = "optimizer."  # prefix of its state among the weights
 
 
 class ValueModel(nn.Module):
-    """Network with two hidden layers that predicts the reward from a state.
+    """Network with two hidden layers that predicts the reward from a state, with an optimizer of its own.
 
-    Inputs and output are scaled by means and standard deviations of the first rollout ([`calibrate`]), which are saved
-    with the weights. At first, the output is that rollout's mean reward for every state.
+    An engine that shards the policy (ZeRO, FSDP2) leaves it whole on every process. Inputs and output are scaled by
+    means and standard deviations of the first rollout ([`calibrate`]), which are saved with the weights. At first, the
+    output is that rollout's mean reward for every state.
 
     Args:
         seed: seed of the initial weights, the same on every process; torch's global generator is left unchanged.
         width: width of the hidden layers.
+        learning_rate: learning rate of Adam; constant.
     """
 
-    def __init__(self, seed: int = 0, width: int = 256):
+    def __init__(self, seed: int = 0, width: int = 256, learning_rate: float = 1e-3):
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -55,6 +58,7 @@ class ValueModel(nn.Module):
         self.register_buffer("reward_mean", torch.zeros(()))
         self.register_buffer("reward_std", torch.ones(()))
         self.register_buffer("is_calibrated", torch.zeros((), dtype=torch.bool))
+        self.optimizer = torch.optim.Adam(self.parameters(), learning_rate)
 
     def forward(self, states: Tensor) -> Tensor:
         """Return the values `(...)` of states `(..., STATE_SIZE)`, in units of the reward."""
@@ -85,18 +89,25 @@ class ValueModel(nn.Module):
         return value_loss(values / size, targets.values / size, targets.returns / size, clip)
 
     def save(self, folder: Path) -> None:
-        """Write weights and scales into a checkpoint."""
-        save_file({name: tensor.contiguous() for name, tensor in self.state_dict().items()}, folder / VALUE_WEIGHTS)
+        """Write weights, scales and the optimizer's state into a checkpoint."""
+        state = self.optimizer.state_dict()["state"]
+        moments = {f"{OPTIMIZER}{index}.{name}": x for index, each in state.items() for name, x in each.items()}
+        save_file({name: x.contiguous() for name, x in (self.state_dict() | moments).items()}, folder / VALUE_WEIGHTS)
 
     def load(self, folder: Path) -> None:
-        """Read weights and scales that `save` wrote, bit for bit.
+        """Read what `save` wrote, bit for bit.
 
         Raises:
             ValueError: the checkpoint holds no value model.
         """
         if not (folder / VALUE_WEIGHTS).is_file():
             raise ValueError(f"{folder} has no {VALUE_WEIGHTS}; it was not written with advantage_estimator='gae'.")
-        self.load_state_dict(load_file(folder / VALUE_WEIGHTS))
+        tensors, state = load_file(folder / VALUE_WEIGHTS), {}
+        for name in [name for name in tensors if name.startswith(OPTIMIZER)]:
+            index, moment = name.removeprefix(OPTIMIZER).split(".")
+            state.setdefault(int(index), {})[moment] = tensors.pop(name)
+        self.load_state_dict(tensors)
+        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state})
 
 
 @dataclasses.dataclass
@@ -221,7 +232,7 @@ def pool_conditions(args: tuple, kwargs: dict, count: int) -> Tensor:
 
 
 class ValueCallback(TrainerCallback):
-    """Callback that averages the value model's gradients over processes, and clears them: no engine does."""
+    """Callback that updates the value model along with the policy, with gradients averaged over processes."""
 
     def __init__(self, values: ValueModel, accelerator: Accelerator):
         self.values, self.accelerator = values, accelerator
@@ -232,6 +243,5 @@ class ValueCallback(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         for parameter in self.values.parameters():
             parameter.grad = self.accelerator.reduce(parameter.grad, "mean")
-
-    def on_optimizer_step(self, args, state, control, **kwargs):
+        self.values.optimizer.step()
         self.values.zero_grad()

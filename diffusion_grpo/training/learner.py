@@ -51,15 +51,6 @@ class Learner:
         if self.reference is not None:
             self.reference.shard()
 
-    def add_value_parameters(self, optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-        """Add a parameter group for the value model to the optimizer, if there is one and it has none yet."""
-        if self.values is None:  # an optimizer from DeepSpeed's configuration has no groups yet
-            return
-        parameters = list(self.values.parameters())
-        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if id(parameters[0]) not in known:
-            optimizer.add_param_group({"params": parameters, "lr": learning_rate, "weight_decay": 0.0})
-
     def show_policy(self) -> None:
         """Load the policy's own weights, which are trained, back into the networks if the average is shown."""
         if self.average is not None:
@@ -119,7 +110,7 @@ def make_learner(
         weights=weights,
         algorithm=algorithm,
         reference=reference,
-        values=ValueModel(args.seed).to(args.device) if has_values else None,
+        values=ValueModel(args.seed, learning_rate=args.value_learning_rate).to(args.device) if has_values else None,
         average=make_average(args, weights, backend, metrics),
         old_policy=make_old_policy(args, weights, algorithm),
         offload=offload,

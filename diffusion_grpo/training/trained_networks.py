@@ -74,13 +74,7 @@ def check_processes(
     Raises:
         ValueError: see [`~diffusion_grpo.distributed.backend.DistributedBackend.check_run`].
     """
-    backend.check_run(
-        networks,
-        processes=args.world_size,
-        own_steps=args.trains_own_steps,
-        draws_tokens=draws_tokens,
-        has_values=args.advantage_estimator == "gae",
-    )
+    backend.check_run(networks, processes=args.world_size, own_steps=args.trains_own_steps, draws_tokens=draws_tokens)
 
 
 def check_tokens(args: DiffusionGRPOConfig) -> None:

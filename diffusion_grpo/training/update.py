@@ -144,7 +144,7 @@ class PolicyUpdate:
             return
         loss = self._values.loss(targets, self._value_clip)
         self._monitor.defer(self._refuse_non_finite, loss.detach(), "value loss", place.update)
-        self._backend.backward(loss / place.count)
+        (loss / place.count).backward()  # in float32, and by no engine
         self._metrics.add("value/loss", loss.item())
 
     def check_gradient_norm(self, norm: float | Tensor, update: int) -> None:

@@ -43,6 +43,7 @@ GUARDED = {"sde_type": "precise", "step_weight": "guard", "sde_window": [0, 2], 
 GUARDED |= {"sde_window_order": "sliding", "sde_window_interval": 1, "deterministic_outside_window": True}
 # the gradients of one step are so small that AdamW makes 1.5e-6 of their rounding
 GUARDED |= {"optim": "sgd", "learning_rate": 1.0}
+VALUES = BASE | {"advantage_estimator": "gae", "num_generations": 1}
 
 
 def on_two_processes(folder: Path, runs: dict[str, dict]) -> str:
@@ -95,8 +96,10 @@ def runs(tmp_path_factory):
     again = LORA | {"stage": 3, "resume": "lora3/checkpoint-1"}
     full = FULL | {"max_steps": 1}
     together = {"lora3": LORA | {"stage": 3}, "again3": again, "guarded3": BASE | GUARDED | {"stage": 3}}
+    together |= {"values3": VALUES | {"stage": 3}}
     on_two_processes(folder, together | {"full2": full | {"stage": 2}, "turns2": TURNS | {"stage": 2}})
-    for name, settings in {"lora": LORA, "guarded": BASE | GUARDED, "full": full, "turns": TURNS}.items():
+    alone = {"lora": LORA, "guarded": BASE | GUARDED, "full": full, "turns": TURNS, "values": VALUES}
+    for name, settings in alone.items():
         zero_run.run(folder, name, dict(settings))
     return folder
 
@@ -107,6 +110,10 @@ def test_a_lora_with_zero3_trains_as_one_process_does(runs):
 
 def test_weighted_steps_in_a_sliding_window_with_zero3_train_as_in_one_process(runs):
     assert_trains_as_one(runs / "guarded3", runs / "guarded", stage=3)
+
+
+def test_a_value_model_with_zero3_trains_as_in_one_process(runs):
+    assert_trains_as_one(runs / "values3", runs / "values", stage=3)
 
 
 def test_the_whole_network_with_zero2_trains_as_one_process_does(runs):
@@ -222,7 +229,7 @@ def test_experts_that_processes_cannot_share_are_refused(stage, permute_steps, o
     config = deepspeed.HfTrainerDeepSpeedConfig({"zero_optimization": zero})
     plugin = SimpleNamespace(zero_stage=stage, hf_ds_config=config)
     backend = DeepSpeedBackend(None, ContextGroups(), plugin)
-    run = {"processes": 2, "own_steps": permute_steps, "draws_tokens": False, "has_values": False}
+    run = {"processes": 2, "own_steps": permute_steps, "draws_tokens": False}
     with pytest.raises(ValueError, match=f"transformer, transformer_2 take turns.*{message}"):
         backend.check_run(("transformer", "transformer_2"), **run)
     backend.check_run(("transformer",), **run)
@@ -234,7 +241,7 @@ def test_an_optimizer_of_the_deepspeed_configuration_is_refused_for_two_experts(
     """DeepSpeed makes it, with the weights of both experts in one group."""
     config = deepspeed.HfTrainerDeepSpeedConfig({"zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW"}})
     backend = DeepSpeedBackend(None, ContextGroups(), SimpleNamespace(zero_stage=1, hf_ds_config=config))
-    run = {"own_steps": False, "draws_tokens": False, "has_values": False}
+    run = {"own_steps": False, "draws_tokens": False}
     with pytest.raises(ValueError, match='transformer, transformer_2 are trained together.*leave "optimizer" out'):
         backend.check_run(("transformer", "transformer_2"), processes=processes, **run)
     deepspeed.hide_deepspeed()

@@ -56,6 +56,7 @@ TRAINED = CASES | {
     "dppo": SETTINGS | DPPO | SEVERAL,
     "optional": SETTINGS | OPTIONAL | {"beta": 0.1},
     "equal": SETTINGS | EQUAL,
+    "values": SETTINGS | {"advantage_estimator": "gae", "num_generations": 1, "beta": 0.1},
     "context": SETTINGS | {"name": "wan", "context_parallel_size": 2, "gradient_checkpointing": True, "beta": 0.1},
 }
 MORE = {
@@ -116,8 +117,8 @@ def test_each_of_two_processes_holds_half_of_every_weight(together, case):
 @pytest.mark.parametrize("case", TRAINED)
 def test_two_processes_train_what_one_trains(alone, together, case):
     """With a LoRA whose units hold frozen weights too; with a sharded reference, average and evaluations in full; with
-    two experts, also if all rewards are equal; where one process calls the network more often than the other; and
-    where both share each sample's sequence."""
+    two experts, also if all rewards are equal; where one process calls the network more often than the other;
+    where both share each sample's sequence; and with a value model, which is not sharded."""
     (one, weights), (two, shared) = alone[case], together[case]
     assert one["ratio"] == two["ratio"] == 0.0
     assert one["rewards"][0] == two["rewards"][0] and one["rewards"] == pytest.approx(two["rewards"], abs=1e-6)
@@ -363,13 +364,12 @@ def test_units_are_the_blocks_that_a_network_repeats():
     [
         ({"own_steps": True}, "transformer, transformer_2 take turns.*permute_steps=False"),
         ({"draws_tokens": True}, "FSDP does not train.*token by token"),
-        ({"has_values": True}, "advantage_estimator='gae'"),
     ],
 )
 def test_runs_that_sharded_weights_cannot_make_are_refused(monkeypatch, run, match):
     ask(monkeypatch)
     backend = FSDP2Backend(None, ContextGroups(), {}, keeps_gathered=False, processes=2)
-    plain = {"processes": 2, "own_steps": False, "draws_tokens": False, "has_values": False}
+    plain = {"processes": 2, "own_steps": False, "draws_tokens": False}
     with pytest.raises(ValueError, match=match):
         backend.check_run(("transformer", "transformer_2"), **plain | run)
     backend.check_run(("transformer", "transformer_2"), **plain)

@@ -21,8 +21,6 @@ from tiny_runs import (
 from transformers import TrainerCallback
 
 from diffusion_grpo.algorithms.gae import estimate_advantages
-from diffusion_grpo.distributed.deepspeed import DeepSpeedBackend
-from diffusion_grpo.distributed.fsdp import FSDP2Backend
 from diffusion_grpo.policy.denoising import DenoisingPolicy
 from diffusion_grpo.policy.rollout import replay, rollout
 from diffusion_grpo.policy.trajectory import Trajectory
@@ -173,10 +171,6 @@ def test_the_learning_rate_of_the_value_model_is_its_own(tmp_path):
     before = [parameter.clone() for parameter in trainer.learner.values.parameters()]
     trainer.train()
     assert all(torch.equal(old, new) for old, new in zip(before, trainer.learner.values.parameters(), strict=True))
-    rates = [group["lr"] for group in trainer.optimizer.param_groups if group["params"]]
-    assert rates == [1e-3, 1e-3, 0.0][-len(rates) :]
-    trainer.create_optimizer()  # a second time, as in a second train()
-    assert len([group for group in trainer.optimizer.param_groups if group["params"]]) == len(rates)
 
 
 def test_the_advantages_that_are_trained_on(tmp_path):
@@ -214,7 +208,7 @@ def test_gradients_of_policy_and_value_model_are_those_of_their_objectives(tmp_p
                     torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-7)
             compared.append(state.global_step)
 
-    trainer.add_callback(Compare)
+    trainer.callback_handler.callbacks.insert(0, Compare())  # before the value model's own
     trainer.train()
     assert compared == [0, 1]
 
@@ -243,13 +237,13 @@ def test_a_resumed_run_has_the_same_value_model(tmp_path):
 def test_gradients_are_averaged_over_processes_and_cleared():
     model = ValueModel()
     model.loss(ValueTargets(torch.randn(2, 3, STATE_SIZE), torch.zeros(2, 3), torch.ones(2, 3)), None).backward()
-    own = [parameter.grad.clone() for parameter in model.parameters()]
+    own, used = [parameter.grad.clone() for parameter in model.parameters()], []
+    model.optimizer.register_step_pre_hook(lambda *_: used.extend(p.grad for p in model.parameters()))
     callback = ValueCallback(
         model, SimpleNamespace(reduce=lambda gradient, reduction: {"mean": gradient / 2}[reduction])
     )
     callback.on_pre_optimizer_step(None, None, None)
-    assert all(torch.equal(p.grad, gradient / 2) for p, gradient in zip(model.parameters(), own, strict=True))
-    callback.on_optimizer_step(None, None, None)
+    assert all(torch.equal(mean, gradient / 2) for mean, gradient in zip(used, own, strict=True))
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -270,13 +264,6 @@ def test_two_processes_train_what_one_does(tmp_path):
         one, two = (load_file(tmp_path / name / "checkpoint-2" / file) for name in ("one", "two"))
         for name, weight in one.items():
             torch.testing.assert_close(two[name], weight, rtol=0, atol=tolerance)
-
-
-@pytest.mark.parametrize("kind", [DeepSpeedBackend, FSDP2Backend])
-def test_sharded_training_is_refused(kind):
-    backend = kind.__new__(kind)  # without a launcher; the check asks for nothing else
-    with pytest.raises(ValueError, match="DeepSpeed and FSDP would not update"):
-        backend.check_run(("transformer",), processes=2, own_steps=False, draws_tokens=False, has_values=True)
 
 
 def test_the_first_weights_depend_on_the_seed_alone():

@@ -38,7 +38,6 @@ def test_the_names_are_those_that_the_loaded_pipeline_would_have(components, tra
     ("pipeline", "networks", "settings", "expected"),
     [
         (WanPipeline, ("transformer", "transformer_2"), {"permute_steps": True}, {"own_steps": True}),
-        (WanPipeline, ("transformer",), {"advantage_estimator": "gae"}, {"has_values": True}),
         (GlmImagePipeline, ("vision_language_encoder",), {}, {"draws_tokens": True}),
         (GlmImagePipeline, ("transformer",), {}, {}),
     ],
@@ -47,7 +46,7 @@ def test_the_processes_are_asked_about_them(pipeline, networks, settings, expect
     backend = Refusing(None, ContextGroups())
     with pytest.raises(ValueError, match="not with these processes"):
         check_trained_networks(networks, pipeline, make_config(**settings), backend)
-    run = {"processes": 1, "own_steps": False, "draws_tokens": False, "has_values": False}
+    run = {"processes": 1, "own_steps": False, "draws_tokens": False}
     assert backend.asked == (networks, run | expected)
 
 
