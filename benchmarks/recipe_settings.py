@@ -4,7 +4,9 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
-from diffusion_grpo.config.source import config_fields, loss_names, process_names
+from diffusion_grpo.algorithms import ALGORITHMS
+from diffusion_grpo.config.fields import OF_TRANSFORMERS, own_fields
+from diffusion_grpo.policy.processes import PROCESSES
 
 DEMO = "examples/demo.yaml"
 LEARNING_RATES = (5.5e-4, 1.1e-3, 1.65e-3)  # the same for each recipe
@@ -298,16 +300,14 @@ RECIPES = {
 def find_unknown(recipe: Recipe) -> str | None:
     """Say in a few words what this package lacks for a recipe; None where it has everything."""
     settings = recipe.settings
-    if unknown := sorted(settings.keys() - config_fields().keys()):
+    if unknown := sorted(settings.keys() - {*own_fields(), *OF_TRANSFORMERS}):
         return f"no setting {unknown[0]}"
     loss, process = settings.get("loss_type", "grpo"), settings.get("sde_type", "auto")
-    if loss not in loss_names():
+    if loss not in ALGORITHMS:
         return f"no loss_type {loss}"
-    if process not in ("auto", *process_names()):
+    if process not in ("auto", *PROCESSES):
         return f"no sde_type {process}"
     if "loss_kwargs" in settings:
-        from diffusion_grpo.algorithms import ALGORITHMS  # imports torch
-
         if unknown := sorted(settings["loss_kwargs"].keys() - inspect.signature(ALGORITHMS[loss]).parameters.keys()):
             return f"no {unknown[0]} in the loss_kwargs of {loss}"
     return None

@@ -46,7 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     except Refusal as refusal:
         if arguments.traceback:
             raise
-        print(f"error: {refusal}", file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # the other processes of a machine refuse the same
+            print(f"error: {refusal}", file=sys.stderr)
         return 2
     except (RuntimeError, ValueError) as error:
         if arguments.traceback or not is_explained(error):

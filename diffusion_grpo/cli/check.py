@@ -5,7 +5,6 @@ import inspect
 from dataclasses import fields
 
 from ..config.early_checks import check_model_name
-from ..config.source import process_names
 from ..sampling import settings as sample_settings
 from .inputs import Refusal, call_or_refuse, hide_loading_bars
 
@@ -28,7 +27,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the replay report as a table. Return 0 if the pipeline can be trained, else 1."""
     inputs = {"prompt": arguments.prompt, **call_or_refuse(sample_settings.read_call_options, arguments)}
     call_or_refuse(check_model_name, arguments.model)
-    if arguments.sde_type not in (known := ["auto", *process_names()]):
+    from ..policy.processes import PROCESSES
+
+    if arguments.sde_type not in (known := ["auto", *PROCESSES]):
         raise Refusal(f"--sde_type {arguments.sde_type} is unknown; choose one of {', '.join(known)}.")
     import torch
     from diffusers import ModelMixin

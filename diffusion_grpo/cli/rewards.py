@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config.early_checks import check_reward_names
-from ..config.source import reward_names
 from ..sampling import settings as sample_settings
 from .inputs import Refusal, call_or_refuse
 
@@ -110,9 +108,11 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 def _read_reward(written: str) -> tuple[str, dict]:
     """Read the name and the options of one built-in reward."""
+    from ..rewards import REWARDS
+
     given = call_or_refuse(sample_settings.read_rewards, [written])
     pairs = list(given.items()) if isinstance(given, dict) else [(written, {})]
-    if len(pairs) != 1 or pairs[0][0] not in reward_names() or not isinstance(pairs[0][1], dict):
+    if len(pairs) != 1 or pairs[0][0] not in REWARDS or not isinstance(pairs[0][1], dict):
         raise Refusal(
             f"{written!r} is not the name of a single built-in reward; `diffusion-grpo rewards list` shows the names."
         )
@@ -139,7 +139,6 @@ def run_serve(arguments: argparse.Namespace) -> int:
     import socket
 
     named = call_or_refuse(sample_settings.read_rewards, arguments.rewards)
-    call_or_refuse(check_reward_names, named)
     from ..rewards import check_needs, load_rewards
 
     rewards = call_or_refuse(load_rewards, named)

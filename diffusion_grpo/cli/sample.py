@@ -2,7 +2,7 @@
 
 import argparse
 
-from ..config.early_checks import check_model_name, check_prompts_file, check_reward_names
+from ..config.early_checks import check_model_name
 from ..sampling import settings as sample_settings
 from .inputs import Refusal, call_or_refuse, hide_loading_bars, load_checked
 
@@ -16,8 +16,6 @@ def add_options(command: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write samples and a table of their scores, print the mean scores, and return the exit code."""
     settings = call_or_refuse(sample_settings.read_settings, arguments, arguments.overrides)
-    call_or_refuse(check_reward_names, settings.reward_funcs)
-    call_or_refuse(check_prompts_file, settings.prompts, "--prompts")
     call_or_refuse(check_model_name, settings.model)
 
     from ..data.columns import list_types

@@ -8,17 +8,9 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..config.early_checks import (
-    check_hub_access,
-    check_model_name,
-    check_names,
-    check_resume_folder,
-    check_values,
-    processes_here,
-    read_value,
-)
+from ..config.early_checks import check_model_name
 from .inputs import Refusal, call_or_refuse, hide_loading_bars, load_checked
 
 if TYPE_CHECKING:
@@ -66,7 +58,7 @@ def describe_settings(settings: type) -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, save, push to the Hub if requested, write the report, and return the exit code."""
-    from ..config.parse import parse_launch_arguments, parse_train_arguments, read_values
+    from ..config.parse import check_keys, parse_launch_arguments, parse_train_arguments, read_values
 
     if arguments.list_settings:
         from ..config.arguments import LaunchArguments, LoraArguments, ScriptArguments
@@ -80,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         not processes.is_empty and "LOCAL_RANK" not in os.environ
     )  # otherwise a launcher has started this process
     values = call_or_refuse(read_values, arguments.config, arguments.overrides)
-    call_or_refuse(check_before_imports, values, processes.num_processes if is_launcher else processes_here())
+    call_or_refuse(check_keys, values)
     if arguments.config and Path(arguments.config).name == "train.yaml" and values.get("output_dir"):
         from ..run.reproduce import refuse_own_settings
 
@@ -131,21 +123,6 @@ def save_command_at_start(trainer: "DiffusionGRPOTrainer", config_file: str | No
     processes = {key: values.pop(key, None) for key in LaunchArguments.__dataclass_fields__}
     values |= read_launch(processes, trainer.args.world_size)
     trainer.add_callback(StartCallback(functools.partial(save_settings, Path(trainer.args.output_dir), values)))
-
-
-def check_before_imports(values: dict[str, Any], world_size: int | None) -> None:
-    """Check names and numbers without torch, so that mistakes are reported before its slow import.
-
-    Raises:
-        ValueError: a name or a value cannot be used; see [`~diffusion_grpo.config.early_checks`].
-    """
-    check_values(values, world_size)
-    check_names(values)
-    check_model_name(str(values["model"]))
-    check_resume_folder(values.get("resume_from_checkpoint"), values.get("output_dir"))
-    pushes = read_value("push_to_hub", values.get("push_to_hub", False), "bool")
-    if pushes and os.environ.get("RANK", "0") == "0":  # the only process that pushes
-        check_hub_access(values.get("hub_token"))
 
 
 def start_processes(

@@ -1,6 +1,6 @@
 """Refuse settings that are out of range, unknown, or contradict each other.
 
-These are the messages that a user reads first. The checks need no model and import nothing heavy.
+These are the messages that a user reads first. The checks need no model.
 """
 
 import logging
@@ -11,18 +11,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..algorithms import ALGORITHMS
+from ..algorithms.advantages import AGGREGATIONS
 from ..policy.log_prob_type import NOISE_UP_TO_1, check_log_prob
+from ..policy.processes import LOG_PROBS, PROCESSES
+from ..policy.step_weights import STEP_WEIGHTS
 from .defaults import DICTIONARIES, Sizes
+from .fields import list_fields
 from .names import RENAMED_LOSSES, suggest
 from .quantization import check_quantization
-from .source import (
-    aggregation_names,
-    config_fields,
-    log_prob_names,
-    loss_names,
-    process_names,
-    step_weight_names,
-)
 from .step_checks import check_steps
 
 logger = logging.getLogger(__name__)
@@ -31,7 +28,7 @@ LIST_TYPE = re.compile(r"list\[(\w+)\]( \| None)?")  # the type of settings that
 
 TYPES = {"bool": bool, "int": numbers.Integral, "float": numbers.Real}  # annotation -> accepted type
 
-OWN_CLIPS = {"grpo_guard": "clip_range", "dppo": "threshold"}  # losses with a limit of their own -> its name
+OWN_CLIPS = ("grpo_guard", "dppo")  # losses with a limit of their own
 
 
 def check_settings(args: Sizes) -> None:
@@ -67,7 +64,7 @@ def check_types(args: Sizes) -> None:
     Raises:
         ValueError: the message names the setting, its value and the type.
     """
-    for name, setting in config_fields().items():
+    for name, setting in list_fields(type(args)).items():
         kind, value = setting.type.removesuffix(" | None"), getattr(args, name, None)
         if kind not in TYPES or value is None and (kind != setting.type or setting.default is None):
             continue
@@ -99,7 +96,7 @@ def check_folder(name: str, path: str | Path) -> None:
 
 def _check_containers(args: Sizes) -> None:
     """Refuse what is no list or mapping where one is expected; the characters of a string would be the items."""
-    for name, setting in config_fields().items():
+    for name, setting in list_fields(type(args)).items():
         value, found = getattr(args, name, None), LIST_TYPE.fullmatch(setting.type)
         if value is None:
             continue
@@ -116,11 +113,6 @@ def _check_containers(args: Sizes) -> None:
 
 
 def _check_prompt_embeds(args: Sizes) -> None:
-    if args.prompt_embeds_dir is not None and args.cache_prompt_embeds != "disk":
-        raise ValueError(
-            f"prompt_embeds_dir has no effect with cache_prompt_embeds={args.cache_prompt_embeds!r}; set it to "
-            "'disk', or leave the folder out."
-        )
     trained = str(args.train_component or "").replace(" ", "").split(",")
     if args.cache_prompt_embeds != "off" and any(name.startswith("text_encoder") for name in trained):
         raise ValueError(
@@ -131,29 +123,20 @@ def _check_prompt_embeds(args: Sizes) -> None:
 
 def _check_choices(args: Sizes) -> None:
     """Refuse names that are not among the known ones."""
-    choices = {
-        "sde_type": ["auto", *process_names()],
-        "log_prob_type": log_prob_names(),
-        "scale_rewards": ["group", "batch", "none"],
-        "reward_baseline": ["group", "batch"],
-        "advantage_estimator": ["group", "gae"],
-        "multi_objective_aggregation": aggregation_names(),
-        "old_log_prob": ["auto", "rollout", "replay"],
-        "step_weight": step_weight_names(),
-        "importance_sampling_level": ["token", "sequence"],
-        "context_parallel_type": ["ulysses", "ring"],
-        "sde_window_order": ["random", "per_prompt", "sliding"],
-        "cache_prompt_embeds": ["off", "memory", "disk"],
+    choices = {name: setting.choices for name, setting in list_fields(type(args)).items() if setting.choices}
+    choices |= {
+        "sde_type": ("auto", *PROCESSES),
+        "log_prob_type": tuple(LOG_PROBS),
+        "step_weight": tuple(STEP_WEIGHTS),
     }
-    optional = {"offload_frozen": ["cpu"], "offload_rewards": ["cpu"], "group_offload": ["block_level", "leaf_level"]}
-    choices |= {name: known for name, known in optional.items() if getattr(args, name) is not None}
+    choices |= {"multi_objective_aggregation": tuple(AGGREGATIONS)}
     for name, known in choices.items():
         value = getattr(args, name)
-        if value not in known:
+        if value not in known and not (value is None and getattr(type(args), name) is None):
             raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(known)}.{suggest(value, known)}")
     if args.sde_type != "auto":  # "auto" is resolved once the pipeline is known
-        check_log_prob(args.log_prob_type, args.sde_type, log_prob_names())
-    _check_loss(args.loss_type)
+        check_log_prob(args.log_prob_type, args.sde_type, LOG_PROBS)
+    check_loss(args.loss_type)
 
 
 def _check_combinations(args: Sizes) -> None:
@@ -176,23 +159,9 @@ def _check_combinations(args: Sizes) -> None:
             f"step_weight={args.step_weight!r} balances the gradients of Gaussian log-probabilities; leave "
             "log_prob_type='squared_error' out, or step_weight."
         )
-    if args.selective_checkpointing < 1 and not args.activation_checkpointing:
-        raise ValueError(
-            "selective_checkpointing has no effect without gradient checkpointing; set gradient_checkpointing=True."
-        )
     if args.lora_path is not None and args.lora_adapter is not None:
         raise ValueError(
             "lora_path loads a LoRA to train further and lora_adapter names a loaded one; leave one of them out."
-        )
-    if args.vae_slicing and args.decode_batch_size is not None:
-        raise ValueError(
-            f"vae_slicing=True decodes samples one by one, so decode_batch_size={args.decode_batch_size} has no "
-            "effect; leave one of them out."
-        )
-    if args.fp16 and args.use_cpu:
-        raise ValueError(
-            "fp16=True has no effect on a CPU, which would train in float32; set fp16=False (bf16=True works there), "
-            "or use_cpu=False on a machine with a GPU."
         )
 
 
@@ -202,16 +171,6 @@ def _check_trainer_settings(args: Sizes) -> None:
         raise ValueError("remove_unused_columns must stay False: every column is passed to the reward functions.")
     if args.ignore_data_skip:
         raise ValueError("ignore_data_skip=True would pair resumed rollouts with the wrong prompts; leave it False.")
-    idle = {
-        "train_sampling_strategy": "shuffle_dataset sets the order of the prompts; leave it out.",
-        "neftune_noise_alpha": "there are no token embeddings to add noise to; leave it out.",
-        "bf16_full_eval": "evaluations run as rollouts do; set bf16 or load the model in bfloat16.",
-        "fp16_full_eval": "evaluations run as rollouts do; set fp16 or load the model in float16.",
-    }
-    for name, advice in idle.items():
-        value = getattr(args, name)
-        if value != config_fields()[name].default:
-            raise ValueError(f"{name}={value!r} has no effect here: {advice}")
     saving, evaluating = (str(getattr(value, "value", value)) for value in (args.save_strategy, args.eval_strategy))
     if saving == "best" and evaluating == "no":
         raise ValueError(
@@ -236,9 +195,9 @@ def _check_trainer_settings(args: Sizes) -> None:
         )
 
 
-def _check_loss(loss: Any) -> None:
+def check_loss(loss: Any) -> None:
     """Refuse an unknown name; a dotted path or a function is checked when it is needed."""
-    known = loss_names()
+    known = list(ALGORITHMS)
     if isinstance(loss, str) and "." not in loss and loss not in known:
         if found := RENAMED_LOSSES.get(loss.lower().replace("-", "_")):
             raise ValueError(f"loss_type={loss!r} {found}.")
@@ -249,12 +208,8 @@ def _check_loss(loss: Any) -> None:
 
 
 def _check_own_clip(args: Sizes) -> None:
-    """Refuse settings without effect or meaning for losses that limit a step by something other than epsilon."""
-    name, loss, usual = OWN_CLIPS[args.loss_type], args.loss_type, config_fields()["epsilon"].default
-    if args.epsilon != usual or args.upper_epsilon != usual:
-        raise ValueError(
-            f"epsilon has no effect with loss_type={loss!r}; leave it out, or set loss_kwargs: {{{name}: ...}}."
-        )
+    """Refuse settings without meaning for losses that limit a step by something other than epsilon."""
+    loss = args.loss_type
     if args.importance_sampling_level != "token":
         raise ValueError(
             f"loss_type={loss!r} judges each step by its own ratio, so importance_sampling_level must be 'token', not "
@@ -271,20 +226,10 @@ def _check_own_clip(args: Sizes) -> None:
 
 
 def _check_advantage_fn(args: Sizes) -> None:
-    """Refuse settings that the user's own function replaces; the function itself is checked when imported."""
+    """Refuse a name without a module; the function itself is checked when imported."""
     path = args.advantage_fn
-    if path is None:
-        return
     if isinstance(path, str) and "." not in path:
         raise ValueError(f"advantage_fn={path!r} is not a dotted path; include the module, as in my_package.{path}.")
-    usual = {"scale_rewards": "group", "reward_baseline": "group", "multi_objective_aggregation": "sum_then_normalize"}
-    usual |= {"advantage_estimator": "group"}
-    for name, default in usual.items():
-        if getattr(args, name) != default:
-            raise ValueError(
-                f"{name}={getattr(args, name)!r} has no effect with advantage_fn={path!r}, which computes the "
-                "advantages in its place; leave one of them out."
-            )
 
 
 def _takes_single_samples(args: Sizes) -> bool:
@@ -365,14 +310,13 @@ def _check_shares(args: Sizes) -> None:
 
 def _check_renoised(args: Sizes) -> None:
     """Refuse settings of recorded steps for an algorithm that noises finished samples again."""
-    fields = config_fields()
     recorded = ["sde_type", "noise_level", "deterministic_outside_window", "noise_in_last_step", "log_prob_type"]
     recorded += ["epsilon", "epsilon_high", "old_log_prob", "step_weight", "importance_sampling_level", "kl_reward"]
     recorded += ["advantage_estimator", "branches"]
-    usual = {name: fields[name].default for name in recorded}
+    usual = {name: getattr(type(args), name) for name in recorded}
     usual |= {"epsilon_high": args.epsilon, "deterministic_outside_window": False}
     for name in recorded:
-        if getattr(args, name) not in (fields[name].default, usual[name]):
+        if getattr(args, name) not in (getattr(type(args), name), usual[name]):
             raise ValueError(
                 f"{name}={getattr(args, name)!r} is for recorded steps, but loss_type={args.loss_type!r} trains on "
                 "finished samples, sampled without noise in the steps; leave it out."
@@ -468,15 +412,7 @@ def _check_compile_mode(args: Sizes) -> None:
 
 def _check_group_offload(args: Sizes) -> None:
     if args.group_offload is None:
-        for name in ("group_offload_blocks", "group_offload_stream"):
-            if getattr(args, name) != config_fields()[name].default:
-                raise ValueError(f"{name} has no effect without group_offload; set that too, or leave it out.")
         return
-    if args.group_offload_blocks > 1 and args.group_offload == "leaf_level":
-        raise ValueError(
-            f"group_offload_blocks={args.group_offload_blocks} has no effect with group_offload='leaf_level', which "
-            "moves single layers; leave one of them out."
-        )
     if args.group_offload_blocks > 1 and args.group_offload_stream:
         raise ValueError(
             f"group_offload_stream=True fetches blocks one by one; leave group_offload_blocks="
@@ -506,7 +442,7 @@ def check_token_settings(args: Sizes) -> None:
     usual |= {"sde_window_size": None, "permute_steps": False, "deterministic_outside_window": None}
     usual |= {"noise_in_last_step": False, "log_prob_type": "gaussian"}
     usual |= {"step_weight": "none", "kl_reward": 0.0, "advantage_estimator": "group", "branches": None}
-    usual |= {"sde_window_order": "random", "sde_window_interval": config_fields()["sde_window_interval"].default}
+    usual |= {"sde_window_order": "random", "sde_window_interval": type(args).sde_window_interval}
     for name, default in usual.items():
         if getattr(args, name) not in (default, False):
             raise ValueError(

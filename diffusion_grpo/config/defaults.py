@@ -1,18 +1,33 @@
-"""Values derived from the settings: defaults taken from other settings, and the sizes of a rollout and an update.
-
-Nothing heavy is imported, so settings can be checked before torch is loaded.
-"""
+"""Values derived from the settings: defaults taken from other settings, and the sizes of a rollout and an update."""
 
 import json
+from dataclasses import dataclass
 
-from .algorithm_traits import AlgorithmTraits, find_traits
+from ..algorithms.choose import find_algorithm
 from .batch_sizes import BatchSizes
 
 DICTIONARIES = ("pipeline_kwargs", "scheduler_kwargs", "model_init_kwargs", "loss_kwargs", "quantization")
 
 
+@dataclass(frozen=True)
+class AlgorithmTraits:
+    """What an algorithm asks of a run.
+
+    Attributes:
+        is_renoised: whether it trains on finished samples that are noised again, instead of on recorded steps.
+        compares: whether it needs the reference even with `beta=0`.
+        whole_groups: whether all samples of a prompt must be in one micro-batch.
+        shares_noise: whether the re-noised samples of a prompt share noise and times.
+    """
+
+    is_renoised: bool = False
+    compares: bool = False
+    whole_groups: bool = False
+    shares_noise: bool = False
+
+
 class Sizes:
-    """A base of `DiffusionGRPOConfig`, and of `EarlySettings`, which the command line checks before that import."""
+    """What follows from the settings: a base of `DiffusionGRPOConfig`."""
 
     def fill_in(self) -> None:
         """Apply TRL's names, read dictionaries written as JSON, and fill in defaults taken from other settings.
@@ -67,8 +82,11 @@ class Sizes:
 
     @property
     def traits(self) -> AlgorithmTraits:
-        """What the algorithm asks of the run."""
-        return find_traits(self.loss_type)
+        """What the algorithm asks of the run; one of the user's own is imported for this."""
+        found = find_algorithm(self.loss_type)
+        if not isinstance(found, type):  # a loss of recorded steps
+            return AlgorithmTraits()
+        return AlgorithmTraits(found.needs == "clean", found.compares, found.whole_groups, found.shares_noise)
 
     @property
     def trains_any_step(self) -> bool:

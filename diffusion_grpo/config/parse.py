@@ -1,36 +1,27 @@
 """Read a YAML file of settings and `--key value` overrides into dataclasses.
 
-Typing errors are refused in one sentence before torch or a model is loaded; for a mistyped key the message names the
-nearest known one. Only the handling of defaults is taken from TRL's `TrlParser`: its own reading of files follows YAML
-1.1, suggests no key, and would import transformers before the first typing error is found.
+Keys are checked before torch is imported, and nothing of the model is loaded before all settings are. TRL's
+`TrlParser` is not used: it reads files as YAML 1.1, suggests no key, and passes every default on as if it were chosen.
 """
 
 import os
 import re
-from dataclasses import fields
+from dataclasses import MISSING
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from ..tiny import default_settings
 from .arguments import LaunchArguments, LoraArguments, ScriptArguments
-from .checks import LIST_TYPE
-from .early_checks import FALSE, TRUE, check_values, processes_here, read_value, script_fields, type_name
-from .names import ALIASES
-from .source import Setting, config_fields
+from .fields import FALSE, OF_TRANSFORMERS, REWARDS, TRUE, list_fields, own_fields, read_value, script_fields
+from .names import ALIASES, refuse_unknown
 
 if TYPE_CHECKING:
-    from trl import TrlParser
-
     from .settings import DiffusionGRPOConfig
 
 
-SEVERAL_WORDS = re.compile(
-    r"(str \| |typing\.Optional\[)?list\["
-)  # types for which transformers' parser reads several
 TEXT_TYPES = ("str", "str | None", "list[str]", "list[str] | None")
-REWARDS = ("reward_funcs", "eval_reward_funcs")  # settings whose values are names, mappings, or lists of both
 PATHS = ("model", "dataset", "eval_dataset")
 
 
@@ -89,10 +80,10 @@ def parse_launch_arguments(config_file: str | None, overrides: list[str]) -> tup
     Raises:
         ValueError: a value has the wrong type.
     """
-    hints = get_type_hints(LaunchArguments)
+    hints = list_fields(LaunchArguments)
     in_file = {key: value for key, value in (read_yaml(config_file) if config_file else {}).items() if key in hints}
     given = {key: value for key, value in read_overrides(overrides).items() if key in hints}
-    read = {key: read_value(key, value, type_name(hints[key])) for key, value in (in_file | given).items()}
+    read = {key: read_value(key, value, hints[key].type) for key, value in (in_file | given).items()}
     launch = LaunchArguments(**read)
     kept = [word for key, words in _group_by_key(overrides) if key not in hints for word in words]
     return launch, kept + [word for key in in_file for word in (f"--{key}", "null")]
@@ -101,7 +92,7 @@ def parse_launch_arguments(config_file: str | None, overrides: list[str]) -> tup
 def read_values(config_file: str | None, overrides: list[str]) -> dict[str, Any]:
     """Read a YAML file and `--key value` overrides, which win, without converting any value.
 
-    If a setting is a list, a single value becomes a list. In paths, `~` becomes the home folder.
+    In paths, `~` becomes the home folder.
 
     Raises:
         ValueError: the file is missing or is not a mapping, or a word does not belong to a key.
@@ -114,11 +105,7 @@ def read_values(config_file: str | None, overrides: list[str]) -> dict[str, Any]
     for key, value in values.items():
         if key in PATHS and isinstance(value, str):
             values[key] = os.path.expanduser(value)
-        setting = config_fields().get(key)
-        is_single = isinstance(value, (str, int, float)) and not isinstance(value, bool)
-        if is_single and setting is not None and LIST_TYPE.fullmatch(setting.type):
-            values[key] = [value]
-    if str(values.get("fsdp")).lower() in (*TRUE, *FALSE):  # argparse would pass it on as a string
+    if str(values.get("fsdp")).lower() in (*TRUE, *FALSE):  # transformers would take words for its former options
         values["fsdp"] = True if str(values["fsdp"]).lower() in TRUE else None
     if values.get("model") == "tiny":
         values = default_settings(values) | values
@@ -127,8 +114,9 @@ def read_values(config_file: str | None, overrides: list[str]) -> dict[str, Any]
 
 def resolve_values(config_file: str | None, overrides: list[str]) -> dict[str, Any]:
     """Read a YAML file and overrides like [`read_values`], and convert values to the types of their settings."""
-    known = script_fields() | config_fields()
-    values = read_values(config_file, overrides)
+    from .settings import DiffusionGRPOConfig
+
+    known, values = script_fields() | list_fields(DiffusionGRPOConfig), read_values(config_file, overrides)
     return {key: read_value(key, value, known[key].type) if key in known else value for key, value in values.items()}
 
 
@@ -147,51 +135,36 @@ def parse_train_arguments(
             or settings contradict each other.
     """
     values = read_values(config_file, overrides)
-    own = {} if config_class is None else {f.name: Setting(type_name(f.type), f.default) for f in fields(config_class)}
-    world_size = getattr(config_class, "world_size", None)
-    check_values(values, world_size if isinstance(world_size, int) else processes_here(), own)
-
-    from trl import TrlParser
-
+    check_keys(values, config_class)
     from .settings import DiffusionGRPOConfig
 
-    classes = [ScriptArguments, LoraArguments, config_class or DiffusionGRPOConfig]
-    values = {key: value for key, value in values.items() if key not in LaunchArguments.__dataclass_fields__}
-    parser = TrlParser(classes, allow_abbrev=False)
-    parser.error = _raise_argparse_error
-    flags = _as_flags(values, parser, script_fields() | config_fields() | own)
-    script, lora, settings = parser.parse_args_into_dataclasses(flags, look_for_args_file=False)
-    settings.given = frozenset(values)  # the parser passes defaults too
+    config_class = config_class or DiffusionGRPOConfig
+    known = script_fields() | list_fields(config_class)
+    values = {key: read_value(key, value, known[key].type) for key, value in values.items()}
+    script, lora, _ = (
+        cls(**{name: values.pop(name) for name in list_fields(cls) if name in values})
+        for cls in (ScriptArguments, LoraArguments, LaunchArguments)
+    )
+    settings = config_class(**values)
+    settings.given = frozenset(values)  # a class that inherits from ours does not note them
     return script, lora, settings
 
 
-def _as_flags(values: dict[str, Any], parser: "TrlParser", known: dict[str, Setting]) -> list[str]:
-    """Return flags for values that argparse can check; set the others (null, mappings) as defaults."""
-    flags = []
-    for key, value in values.items():
-        is_rewards = key in REWARDS and _holds_mapping(value)  # `load_rewards` checks it
-        takes_words = SEVERAL_WORDS.match(known[key].type)
-        is_switch = key == "fsdp" and isinstance(value, bool)
-        if value is None or value == [] or isinstance(value, dict) or is_rewards or is_switch:
-            parser.set_defaults_with_config(**{key: value})
-        elif isinstance(value, list) and not takes_words:
-            parser.set_defaults_with_config(**{key: value})
-        elif isinstance(value, list) and len(value) > 1:
-            flags += [f"--{key}", *map(str, value)]
-        elif isinstance(value, list):
-            flags.append(f"--{key}={value[0]}")
-        else:
-            flags.append(f"--{key}={value}")
-    return flags
+def check_keys(values: dict[str, Any], config_class: type | None = None) -> None:
+    """Refuse settings that do not exist or are missing, without the seconds that importing torch takes.
 
+    Args:
+        values: settings by name.
+        config_class: as in [`parse_train_arguments`].
 
-def _holds_mapping(value: Any) -> bool:
-    return isinstance(value, dict) or isinstance(value, list) and any(not isinstance(entry, str) for entry in value)
-
-
-def _raise_argparse_error(message: str) -> None:
-    names = re.sub(r"(?:argument )?--(\w+)(?:/--[\w-]+)*", r"`\1`", message)
-    raise ValueError(f"{names}.")
+    Raises:
+        ValueError: the message names the setting that is meant, or those that are missing.
+    """
+    own = [] if config_class is None else list_fields(config_class)
+    refuse_unknown(values, [*own_fields(), *OF_TRANSFORMERS, *own])
+    missing = [name for name, setting in list_fields(ScriptArguments).items() if setting.default is MISSING]
+    if missing := [f"`{name}`" for name in missing if name not in values]:
+        raise ValueError(f"the following arguments are required: {', '.join(missing)}.")
 
 
 def read_yaml(config_file: str) -> dict[str, Any]:
@@ -252,7 +225,7 @@ def _read_override(key: str, tokens: list[str]) -> Any:
         try:
             return yaml.load(tokens[0], Yaml12Loader)
         except yaml.YAMLError as error:
-            known = script_fields() | config_fields()
-            if key in REWARDS or key not in known or known[key].type not in TEXT_TYPES:
+            own = own_fields()
+            if key in REWARDS or key not in OF_TRANSFORMERS and (key not in own or own[key].type not in TEXT_TYPES):
                 raise ValueError(f"`{key}`: {tokens[0]} is not YAML: {' '.join(str(error).split())}") from error
     return tokens[0]

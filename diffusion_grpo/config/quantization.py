@@ -4,7 +4,7 @@ import dataclasses
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from .names import suggest
 
@@ -19,7 +19,6 @@ BACKENDS = {
 PACKAGES = {"optimum.quanto": "optimum-quanto"}  # import name: name on PyPI, where they differ
 # torchao types whose layers pass on gradients: rounded activations block them, and PEFT has no LoRA for int4
 TORCHAO_TRAINABLE = ("Int8WeightOnlyConfig", "Float8WeightOnlyConfig")
-COMPANIONS = ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage")  # only used with load_in_4bit
 
 
 @dataclass
@@ -41,7 +40,7 @@ class QuantizationSettings:
             "layers to fp16. Requires a GPU."
         },
     )
-    bnb_4bit_quant_type: str = field(
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = field(
         default="nf4", metadata={"help": "Data type of the weights with load_in_4bit: nf4 or fp4."}
     )
     use_bnb_nested_quant: bool = field(
@@ -96,12 +95,6 @@ def check_quantization(args: Any) -> None:
     """
     if args.load_in_4bit and args.load_in_8bit:
         raise ValueError("load_in_4bit and load_in_8bit are both set; choose one of them.")
-    if args.bnb_4bit_quant_type not in ("nf4", "fp4"):
-        raise ValueError(f"bnb_4bit_quant_type={args.bnb_4bit_quant_type!r} is unknown; choose one of nf4, fp4.")
-    usual = {setting.name: setting.default for setting in dataclasses.fields(QuantizationSettings)}
-    for name in COMPANIONS if not args.load_in_4bit else ():
-        if getattr(args, name) != usual[name]:
-            raise ValueError(f"{name}={getattr(args, name)!r} has no effect without load_in_4bit; leave it out.")
     for name, given in (args.quantization or {}).items():
         read_spec(name, given)
     _check_storage(args)

@@ -1,7 +1,7 @@
 """Settings of the model, the data and what is written: a base of `DiffusionGRPOConfig`."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass
@@ -9,21 +9,21 @@ class RunSettings:
     """What is loaded, where it is kept, and what a run leaves on disk."""
 
     # Model, data, log
-    offload_frozen: str | None = field(
+    offload_frozen: Literal["cpu"] | None = field(
         default=None,
         metadata={
             "help": "Where to keep frozen components. cpu: text encoders, image encoders and the VAE stay in CPU "
             "memory; each is moved to the accelerator only while it is used, and never while the trained network runs."
         },
     )
-    offload_rewards: str | None = field(
+    offload_rewards: Literal["cpu"] | None = field(
         default=None,
         metadata={
             "help": "Where to keep the networks of rewards. cpu: all of them stay in CPU memory except while they "
             "score, as `offload: true` does for a single reward. They then score after each rollout, not during it."
         },
     )
-    group_offload: str | None = field(
+    group_offload: Literal["block_level", "leaf_level"] | None = field(
         default=None,
         metadata={
             "help": "Keep the trained network's frozen weights in CPU memory, and move them to the accelerator only "
@@ -43,7 +43,7 @@ class RunSettings:
             "then not copied back to CPU memory."
         },
     )
-    cache_prompt_embeds: str = field(
+    cache_prompt_embeds: Literal["off", "memory", "disk"] = field(
         default="off",
         metadata={
             "help": "Encode all prompts of the run (train, eval and validation) and the negative prompt once, before "
@@ -65,7 +65,7 @@ class RunSettings:
             "Must divide the number of processes. For samples and batches, each such group counts as one process."
         },
     )
-    context_parallel_type: str = field(
+    context_parallel_type: Literal["ulysses", "ring"] = field(
         default="ulysses",
         metadata={
             "help": "How processes share a sequence (context_parallel_size). ulysses: each process computes some of "

@@ -1,7 +1,7 @@
 """Settings of the samples and of the process that draws them: a base of `DiffusionGRPOConfig`."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass
@@ -146,7 +146,7 @@ class SamplingSettings:
             "the whole window."
         },
     )
-    sde_window_order: str = field(
+    sde_window_order: Literal["random", "per_prompt", "sliding"] = field(
         default="random",
         metadata={
             "help": "How sde_window_size steps are selected from sde_window. random: at random for each rollout "

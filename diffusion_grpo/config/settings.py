@@ -17,9 +17,8 @@ import torch
 from transformers import SchedulerType, TrainingArguments
 
 from ..algorithms.advantage_fn import load_advantage_fn
-from ..algorithms.choose import check_loss_kwargs, check_run_settings, find_algorithm
-from .algorithm_traits import AlgorithmTraits, find_traits
-from .checks import check_settings, check_types
+from ..algorithms.choose import check_loss_kwargs, check_run_settings
+from .checks import check_loss, check_settings, check_types
 from .defaults import Sizes
 from .names import explain_unknown
 from .quantization import QuantizationSettings
@@ -170,6 +169,7 @@ class DiffusionGRPOConfig(
         if "given" not in vars(self):  # a dataclass that inherits from this one has an __init__ of its own
             self.given = find_changed(self)
         check_types(self)
+        check_loss(self.loss_type)
         self.fill_in()
         if self.max_steps == 0:  # transformers would run all epochs
             self.num_train_epochs = 0.0
@@ -231,21 +231,15 @@ class DiffusionGRPOConfig(
         """Samples generated together in an evaluation."""
         return self.per_device_eval_batch_size or self.rollout_call_size
 
-    @property
-    def traits(self) -> AlgorithmTraits:
-        """What the algorithm asks of the run; an algorithm of the user's own is imported for this."""
-        return find_traits(self.loss_type, find_algorithm(self.loss_type) if "." in str(self.loss_type) else None)
-
     def check_machine(self) -> None:
         """Refuse settings that would silently have no effect on this machine.
 
         Raises:
             ValueError: `fp16` is set without a GPU; accelerate would record the setting but not use it.
         """
-        if self.fp16 and not torch.accelerator.is_available():
+        if self.fp16 and (self.use_cpu or not torch.accelerator.is_available()):
             raise ValueError(
-                "fp16=True needs a GPU, and there is none here: training would run in float32; set fp16=False "
-                "(bf16=True works on a CPU)."
+                "fp16=True needs a GPU: a CPU would train in float32; set fp16=False (bf16=True works there)."
             )
 
     def fill(self, defaults: dict[str, Any]) -> None:

@@ -4,7 +4,6 @@ import numbers
 
 from .call_arguments import check_pipeline_kwargs
 from .defaults import Sizes
-from .source import config_fields, silent_last_step
 
 
 def check_steps(args: Sizes) -> None:
@@ -44,12 +43,6 @@ def check_steps(args: Sizes) -> None:
         raise ValueError(
             f"{chooses} which part of the window is trained, but all {args.window_size} steps of the window are "
             "trained; set sde_window_size to a smaller number."
-        )
-    usual = config_fields()["sde_window_interval"].default
-    if args.sde_window_order != "sliding" and args.sde_window_interval != usual:
-        raise ValueError(
-            f"sde_window_interval={args.sde_window_interval} has an effect only on a sliding window; set "
-            "sde_window_order='sliding', or leave sde_window_interval out."
         )
     _check_branches(args)
 
@@ -110,9 +103,4 @@ def _check_last_step(args: Sizes) -> None:
         raise ValueError(
             "noise_in_last_step=True and deterministic_outside_window=True contradict each other: the last step is "
             "outside every window; set one of them to False."
-        )
-    if args.noise_in_last_step and args.sde_type in silent_last_step():
-        raise ValueError(
-            f"noise_in_last_step=True changes nothing with sde_type={args.sde_type!r}, which never has noise in the "
-            "last step; leave it out."
         )

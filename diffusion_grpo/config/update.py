@@ -1,7 +1,7 @@
 """Settings of the update (loss, advantages, value model, reference): a base of `DiffusionGRPOConfig`."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass
@@ -53,7 +53,8 @@ class UpdateSettings:
         default=1e-4,
         metadata={
             "help": "Lower end of the clip range: the ratio is clipped to at least 1 - epsilon. The default is for "
-            "denoising steps; for tokens (a language model in train_component) use about 0.2."
+            "denoising steps; for tokens (a language model in train_component) use about 0.2. grpo_guard and dppo "
+            "have limits of their own in loss_kwargs."
         },
     )
     epsilon_high: float | None = field(
@@ -63,7 +64,7 @@ class UpdateSettings:
             "to epsilon."
         },
     )
-    importance_sampling_level: str = field(
+    importance_sampling_level: Literal["token", "sequence"] = field(
         default="token",
         metadata={
             "help": "Level at which ratios are computed. token: each denoising step or token has its own ratio. "
@@ -80,14 +81,14 @@ class UpdateSettings:
             "default equal to it, which gives one update per rollout."
         },
     )
-    scale_rewards: str = field(
+    scale_rewards: Literal["group", "batch", "none"] = field(
         default="group",
         metadata={
             "help": "How rewards are scaled. group or batch: divide them by the standard deviation of the group or of "
             "the batch. none: do not divide them. true and false, as in TRL, mean group and none."
         },
     )
-    reward_baseline: str = field(
+    reward_baseline: Literal["group", "batch"] = field(
         default="group",
         metadata={
             "help": "Mean that rewards are compared with: that of the group, or of the batch. With batch, "
@@ -142,7 +143,7 @@ class UpdateSettings:
             "loss of 0."
         },
     )
-    old_log_prob: str = field(
+    old_log_prob: Literal["auto", "rollout", "replay"] = field(
         default="auto",
         metadata={
             "help": "Where the denominator of the ratio comes from. rollout: from the rollout itself. replay: from a "
@@ -163,7 +164,7 @@ class UpdateSettings:
     )
 
     # Value model
-    advantage_estimator: str = field(
+    advantage_estimator: Literal["group", "gae"] = field(
         default="group",
         metadata={
             "help": "How advantages are estimated. group: compare rewards within the group (GRPO). gae: generalized "

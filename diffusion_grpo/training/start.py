@@ -15,7 +15,6 @@ from peft import PeftConfig
 
 from ..config.checks import check_settings
 from ..config.early_checks import check_hub_access, check_model_name, check_resume_folder
-from ..config.idle import list_idle
 from ..config.optimizers import check_optimizer
 from ..config.sampling import SamplingSettings
 from ..config.settings import DiffusionGRPOConfig, describe
@@ -150,8 +149,6 @@ def check_run(
         if args.push_to_hub and args.process_index == 0:  # a given pipeline is loaded already
             check_hub_access(args.hub_token)
     check_resume_folder(args.resume_from_checkpoint, args.output_dir)
-    if (idle := list_idle(args)) and args.should_log:
-        logger.warning("Settings without effect: %s.", ", ".join(idle))
     if args.world_size > 1 and args.device.type == "cpu" and "use_cpu" not in args.given and args.should_log:
         logger.warning("There is no GPU here, so the %d processes share the CPU.", args.world_size)
     check_trackers(args.report_to)

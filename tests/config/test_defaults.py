@@ -5,8 +5,6 @@ import dataclasses
 import pytest
 from command_line import make_config
 
-from diffusion_grpo.config.early_checks import EarlySettings
-
 
 def test_a_reference_is_needed_for_a_divergence_in_loss_or_reward():
     assert [make_config(**given).needs_reference for given in ({}, {"beta": 0.1}, {"kl_reward": 0.1})] == [
@@ -60,6 +58,6 @@ def test_json_for_dictionaries_as_the_command_line_gives_them():
 def test_one_step_of_the_first_half_is_trained_unless_something_asks_for_more(
     given, window, size, is_silent, is_shared
 ):
-    for args in (make_config(**given), EarlySettings(given, 1)):
-        assert (args.window, args.window_size) == (window, size)
-        assert (args.silent_outside_window, args.shares_initial_noise) == (is_silent, is_shared)
+    args = make_config(**given)
+    assert (args.window, args.window_size) == (window, size)
+    assert (args.silent_outside_window, args.shares_initial_noise) == (is_silent, is_shared)

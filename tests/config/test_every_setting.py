@@ -342,10 +342,6 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "auto_find_batch_size": Elsewhere(
         "training/test_out_of_memory.py::test_the_size_that_fits_is_found_and_trains_what_it_would_have_trained"
     ),
-    "neftune_noise_alpha": Refused(5.0, "no token embeddings"),
-    "train_sampling_strategy": Refused("sequential", "shuffle_dataset sets"),
-    "bf16_full_eval": Refused(True, "has no effect here"),
-    "fp16_full_eval": Refused(True, "has no effect here"),
     "torch_empty_cache_steps": Elsewhere("training/test_callbacks.py::test_the_cache_is_emptied_as_often_as_asked"),
     "data_seed": Turned(7, "prompts@1 samples@1", NO_NOISE),
     "ddp_backend": Elsewhere("config/test_settings.py::test_the_backend_for_the_cpu_is_set_before_the_processes_meet"),
@@ -354,7 +350,7 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "accelerator_config": Refused({"split_batches": True}, "split_batches=True would redistribute"),
     "eval_strategy": Turned("steps", "evaluation files", "weights@2 samples@2", {"eval_steps": 2}),
     "disable_tqdm": Elsewhere("training/test_progress.py::test_a_terminal_shows_a_bar_and_the_lines"),
-    "fp16": Refused(True, "has no effect on a CPU"),
+    "fp16": Refused(True, "needs a GPU"),
     "fsdp": Elsewhere("distributed/test_fsdp.py::test_settings_ask_as_a_launcher_does"),
     "fsdp_config": Elsewhere("distributed/test_sharding.py::test_fsdp_in_the_settings_goes_before_the_launchers"),
     "gradient_checkpointing": Turned(True, "block_calls", "gradient@2 weights@2 passes"),

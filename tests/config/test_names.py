@@ -2,9 +2,10 @@
 
 import pytest
 
-from diffusion_grpo.config.early_checks import script_fields
+from diffusion_grpo.config.fields import OF_TRANSFORMERS, own_fields
 from diffusion_grpo.config.names import ADVICE, LONGEST, OURS, check_name, refuse_unknown
-from diffusion_grpo.config.source import config_fields
+
+KNOWN = [*own_fields(), *OF_TRANSFORMERS]
 
 
 @pytest.mark.parametrize("name", ["text", "two words", "好", "a.b", "x" * LONGEST])
@@ -56,18 +57,16 @@ def test_names_that_do_not(name, message):
     ],
 )
 def test_an_unknown_setting_is_answered_with_the_one_that_is_meant(name, expected):
-    known = list(config_fields())
-    refuse_unknown({"beta": 1}, known)
+    refuse_unknown({"beta": 1}, KNOWN)
     with pytest.raises(ValueError, match=f"`{name}`; .*{expected}"):
-        refuse_unknown({"beta": 1, name: 2}, known)
+        refuse_unknown({"beta": 1, name: 2}, KNOWN)
 
 
 def test_a_section_of_another_file_is_answered_by_its_settings():
     with pytest.raises(ValueError, match="`sample.num_steps`; use `num_inference_steps`"):
-        refuse_unknown({"sample": {"num_steps": 10}}, list(config_fields()))
+        refuse_unknown({"sample": {"num_steps": 10}}, KNOWN)
 
 
 def test_the_tables_name_settings_that_there_are():
-    settings = script_fields().keys() | config_fields().keys()
-    assert set(OURS.values()) <= settings
-    assert not settings & (OURS.keys() | ADVICE.keys())
+    assert set(OURS.values()) <= set(KNOWN)
+    assert not set(KNOWN) & (OURS.keys() | ADVICE.keys())

@@ -148,3 +148,23 @@ def test_names_of_trl_are_read(tmp_path):
     assert read_values(str(tmp_path / "a.yaml"), words[:2]) == {"model": "a/b", "dataset": "c/d"}
     with pytest.raises(ValueError, match="`model_name_or_path` is another name of `model`"):
         read_values(None, [*words, "--model", "a/b"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--learning_rat", "1"], "unknown setting `learning_rat`; did you mean `learning_rate`"),
+        (["--num_generations", "many"], "`num_generations`: invalid int value: 'many'"),
+        (["--beta", "[]"], r"`beta` is \\[\\], expected one float"),
+        (["--lora_dropout", "0.5"], "lora_dropout is 0.5; set it to 0"),
+        (["--num_generations", "7"], "num_generations=7 does not divide"),
+    ],
+)
+def test_names_types_and_values(config_file, words, message):
+    with pytest.raises(ValueError, match=message):
+        parse_train_arguments(config_file(), words)
+
+
+def test_what_is_missing_is_named():
+    with pytest.raises(ValueError, match="required: `model`, `reward_funcs`"):
+        parse_train_arguments(None, ["--dataset", "tiny"])

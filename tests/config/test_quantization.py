@@ -8,7 +8,6 @@ from command_line import make_config
 
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.config import quantization
-from diffusion_grpo.config.early_checks import check_values
 from diffusion_grpo.config.quantization import QuantizationSettings, QuantizationSpec, check_specs, choose_specs
 
 FLUX = {
@@ -23,8 +22,6 @@ FLUX = {
 REFUSED = [
     ({"load_in_4bit": True, "load_in_8bit": True}, "load_in_4bit and load_in_8bit are both set; choose one"),
     ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf8"}, "'nf8' is unknown; choose one of nf4, fp4"),
-    ({"use_bnb_nested_quant": True}, "use_bnb_nested_quant=True has no effect without load_in_4bit"),
-    ({"bnb_4bit_quant_storage": "float32"}, "has no effect without load_in_4bit"),
     ({"quantization": {"transformer": "torcha"}}, "'torcha'.*Did you mean 'torchao'"),
     ({"quantization": {"transformer": 8}}, "transformer is 8; write the name of a backend"),
     ({"quantization": {"transformer": {"quant_type": "x"}}}, "a mapping with `backend`"),
@@ -46,12 +43,6 @@ REFUSED = [
 def test_contradictions_are_refused_in_one_sentence(settings, match):
     with pytest.raises(ValueError, match=match):
         make_config(**settings)
-
-
-def test_the_command_line_refuses_them_before_torch_is_imported():
-    values = {"model": "a/b", "dataset": "x", "reward_funcs": ["y"], "quantization": {"transformer": "nf4"}}
-    with pytest.raises(ValueError, match="names the backend 'nf4'; choose one of bitsandbytes_4bit"):
-        check_values(values, 1)
 
 
 def settings(**given):

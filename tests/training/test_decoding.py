@@ -7,7 +7,7 @@ import pytest
 import tiny_pipelines
 import torch
 from diffusers.models.autoencoders.vae import DecoderOutput
-from tiny_runs import brightness, first_frame_brightness, logged, trained_weights, trainer_for
+from tiny_runs import first_frame_brightness, logged, trained_weights, trainer_for
 
 from diffusion_grpo.policy.rollout import rollout
 from diffusion_grpo.training.decoding import DecodeInPieces, set_decoding
@@ -133,5 +133,3 @@ def test_what_no_part_can_do_is_refused(tmp_path):
     frames.decode = lambda latents, num_frames=1: latents
     with pytest.raises(ValueError, match="frames of all samples as one sequence.*set decode_chunk_size"):
         set_decoding(SimpleNamespace(components={"vae": frames}), batch_size=1)
-    with pytest.raises(ValueError, match="decode_batch_size=2 has no effect"):
-        trainer_for(tmp_path, rewards=brightness, vae_slicing=True, decode_batch_size=2)

@@ -6,8 +6,7 @@ from command_line import make_config
 from tiny_runs import logged, trained_weights, trainer_for
 from transformers import TrainerState
 
-from diffusion_grpo.config.checks import check_settings
-from diffusion_grpo.config.early_checks import EarlySettings
+from diffusion_grpo.planning.plan import make_planned_config
 from diffusion_grpo.training.memory import format_size
 from diffusion_grpo.training.out_of_memory import (
     NotEnoughMemoryError,
@@ -185,8 +184,8 @@ def test_other_errors_pass(tmp_path):
 
 def test_several_processes_do_not_search():
     with pytest.raises(ValueError, match="auto_find_batch_size=True works with one process"):
-        check_settings(EarlySettings({"output_dir": "run", "auto_find_batch_size": True}, 2))
-    check_settings(EarlySettings({"output_dir": "run", "auto_find_batch_size": True}, 1))
+        make_planned_config(2)("run", auto_find_batch_size=True)
+    make_planned_config(1)("run", auto_find_batch_size=True)
 
 
 def test_sizes_shrink_to_divisors():

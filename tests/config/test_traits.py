@@ -1,7 +1,6 @@
 """What the settings know of an algorithm: which others fit it, and which are refused before a model is loaded."""
 
 import inspect
-import sys
 
 import pytest
 import torch
@@ -10,10 +9,8 @@ from tiny_runs import logged, trained_weights, trainer_for
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.algorithms import ALGORITHMS
 from diffusion_grpo.algorithms.base import Algorithm, PassOutput
-from diffusion_grpo.config.algorithm_traits import TRAITS, AlgorithmTraits, find_traits
 from diffusion_grpo.config.checks import check_token_settings
-from diffusion_grpo.config.early_checks import check_values
-from diffusion_grpo.config.source import config_fields, loss_names
+from diffusion_grpo.config.defaults import AlgorithmTraits
 
 CLASSES = {name: found for name, found in ALGORITHMS.items() if isinstance(found, type)}  # others are losses of steps
 RENOISED = [name for name, cls in CLASSES.items() if cls.needs == "clean"]
@@ -64,24 +61,13 @@ def test_an_algorithm_of_ones_own_trains(tmp_path):
 # Traits
 
 
-def traits_of(cls):
-    return AlgorithmTraits(cls.needs == "clean", cls.compares, cls.whole_groups, cls.shares_noise)
-
-
-def test_traits_say_what_the_classes_say():
-    assert {name: TRAITS.get(name, AlgorithmTraits()) for name in ALGORITHMS} == {
-        name: traits_of(cls) if isinstance(cls, type) else AlgorithmTraits() for name, cls in ALGORITHMS.items()
-    }
-    assert TRAITS.keys() <= ALGORITHMS.keys() == set(loss_names())
-
-
 class Comparing(BestOnly):
     compares = whole_groups = shares_noise = True
 
 
 def test_a_class_of_ones_own_says_what_it_asks_for():
-    assert find_traits("mine.Own", BestOnly) == AlgorithmTraits(is_renoised=True)
-    assert find_traits("mine.own", len) == find_traits("mine.Own") == AlgorithmTraits()
+    assert config(loss_type="dppo").traits == AlgorithmTraits()
+    assert config(loss_type="dpo").traits == AlgorithmTraits(True, True, True, True)
     args = config(loss_type=f"{__name__}.BestOnly", num_inference_steps=6)
     assert args.traits == AlgorithmTraits(is_renoised=True)
     assert args.window == (1, 6) and not args.needs_reference
@@ -118,7 +104,7 @@ RECORDED = {
 @pytest.mark.parametrize("name", RENOISED)
 @pytest.mark.parametrize("setting", RECORDED)
 def test_settings_of_recorded_steps_are_refused(name, setting):
-    assert RECORDED[setting] != config_fields()[setting].default
+    assert RECORDED[setting] != getattr(DiffusionGRPOConfig, setting)
     config(loss_type="grpo", **{setting: RECORDED[setting]})
     with pytest.raises(ValueError, match=f"{setting}=.* is for recorded steps, but loss_type='{name}' trains on fini"):
         config(loss_type=name, **{setting: RECORDED[setting]})
@@ -192,13 +178,3 @@ def test_tokens_are_not_noised(name):
     args = config(loss_type=name)
     with pytest.raises(ValueError, match=f"loss_type='{name}' is for denoising steps; set loss_type='grpo' to"):
         check_token_settings(args)
-
-
-def test_words_on_the_command_line_are_checked_before_torch_is_loaded():
-    known = {"model": "tiny", "reward_funcs": "brightness", "dataset": "tiny", "output_dir": "out"}
-    for setting, value in (("noise_level", "0.5"), ("epsilon_high", "0.1"), ("sde_window", [0, 3])):
-        with pytest.raises(ValueError, match=setting):
-            check_values(known | {"loss_type": "nft", setting: value}, world_size=1)
-    # what a class of the user's own takes is known once it is imported, and it is not imported here
-    check_values(known | {"loss_type": "no_such.Algorithm", "sde_window": [1, 10]}, world_size=1)
-    assert "no_such" not in sys.modules
