@@ -6,7 +6,6 @@ These are the messages that a user reads first. The checks need no model.
 import logging
 import math
 import numbers
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,19 @@ from .step_checks import check_steps
 
 logger = logging.getLogger(__name__)
 
-LIST_TYPE = re.compile(r"list\[(\w+)\]( \| None)?")  # the type of settings that can only be lists
-
 TYPES = {"bool": bool, "int": numbers.Integral, "float": numbers.Real}  # annotation -> accepted type
+
+AT_LEAST = {
+    0: "seed learning_rate value_learning_rate kl_reward beta epsilon epsilon_high top_k num_completions_to_log",
+    1: "num_generations num_generations_eval height width num_frames eval_num_inference_steps num_batches_per_step "
+    "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps steps_per_generation "
+    "rollout_batch_size decode_batch_size num_iterations sde_window_size sde_window_interval context_parallel_size "
+    "group_offload_blocks ema_update_interval ref_model_sync_steps save_samples_steps log_samples_steps "
+    "validation_steps",
+    2: "num_inference_steps branches",
+}
+ABOVE_0 = ("noise_level", "advantage_clip", "value_clip", "max_ratio_error", "fps", "temperature")
+SHARES = ("timestep_fraction", "selective_checkpointing", "top_p")
 
 OWN_CLIPS = ("grpo_guard", "dppo")  # losses with a limit of their own
 
@@ -40,13 +49,10 @@ def check_settings(args: Sizes) -> None:
     check_types(args)
     if args.output_dir is not None:
         check_folder("output_dir", args.output_dir)
-    _check_containers(args)
     _check_choices(args)
     _check_combinations(args)
     _check_trainer_settings(args)
     _check_numbers(args)
-    _check_ranges(args)
-    _check_shares(args)
     if args.traits.is_renoised:
         _check_renoised(args)
     check_steps(args)
@@ -59,18 +65,25 @@ def check_settings(args: Sizes) -> None:
 
 
 def check_types(args: Sizes) -> None:
-    """Refuse numbers and switches of the wrong type; the string `"False"` would count as true.
+    """Refuse values of the wrong type: the string `"False"` would count as true, and a string as a list of letters.
 
     Raises:
         ValueError: the message names the setting, its value and the type.
     """
     for name, setting in list_fields(type(args)).items():
         kind, value = setting.type.removesuffix(" | None"), getattr(args, name, None)
-        if kind not in TYPES or value is None and (kind != setting.type or setting.default is None):
+        if value is None and (kind != setting.type or setting.default is None):
             continue
-        if not _is_of(value, kind):
+        if kind.startswith("list[") and name != "sigmas":  # of which `check_steps` says more
+            of = kind[len("list[") : -1]
+            is_list = isinstance(value, Sequence) and not isinstance(value, str)
+            if not is_list or of in TYPES and not all(_is_of(item, of) for item in value):
+                raise ValueError(f"{name}={value!r} must be a list of {of}.")
+        elif name in DICTIONARIES and not isinstance(value, (Mapping, str)):
+            raise ValueError(f"{name}={value!r} is of type {type(value).__name__} where a mapping is expected.")
+        elif kind in TYPES and not _is_of(value, kind):
             raise ValueError(f"{name}={value!r} is of type {type(value).__name__}, but must be of type {kind}.")
-        if kind == "float" and math.isnan(value):
+        elif kind == "float" and math.isnan(value):
             raise ValueError(f"{name} is not a number; give a finite one.")
 
 
@@ -94,24 +107,6 @@ def check_folder(name: str, path: str | Path) -> None:
             raise ValueError(f"{name}: {part} is a file; give the path of a folder.")
 
 
-def _check_containers(args: Sizes) -> None:
-    """Refuse what is no list or mapping where one is expected; the characters of a string would be the items."""
-    for name, setting in list_fields(type(args)).items():
-        value, found = getattr(args, name, None), LIST_TYPE.fullmatch(setting.type)
-        if value is None:
-            continue
-        if found and isinstance(value, str):
-            raise ValueError(f"{name}={value!r} is a string where a list is expected; write [{value!r}].")
-        if name == "sigmas":  # `check_steps` says more
-            continue
-        if found and not isinstance(value, Sequence):
-            raise ValueError(f"{name}={value!r} is of type {type(value).__name__} where a list is expected.")
-        if found and found[1] in TYPES and not all(_is_of(item, found[1]) for item in value):
-            raise ValueError(f"{name}={value!r} must be a list of {found[1]}.")
-        if name in DICTIONARIES and name != "quantization" and not isinstance(value, (Mapping, str)):
-            raise ValueError(f"{name}={value!r} is of type {type(value).__name__} where a mapping is expected.")
-
-
 def _check_prompt_embeds(args: Sizes) -> None:
     trained = str(args.train_component or "").replace(" ", "").split(",")
     if args.cache_prompt_embeds != "off" and any(name.startswith("text_encoder") for name in trained):
@@ -124,12 +119,8 @@ def _check_prompt_embeds(args: Sizes) -> None:
 def _check_choices(args: Sizes) -> None:
     """Refuse names that are not among the known ones."""
     choices = {name: setting.choices for name, setting in list_fields(type(args)).items() if setting.choices}
-    choices |= {
-        "sde_type": ("auto", *PROCESSES),
-        "log_prob_type": tuple(LOG_PROBS),
-        "step_weight": tuple(STEP_WEIGHTS),
-    }
-    choices |= {"multi_objective_aggregation": tuple(AGGREGATIONS)}
+    choices |= {"sde_type": ("auto", *PROCESSES), "log_prob_type": LOG_PROBS, "step_weight": STEP_WEIGHTS}
+    choices |= {"multi_objective_aggregation": AGGREGATIONS}
     for name, known in choices.items():
         value = getattr(args, name)
         if value not in known and not (value is None and getattr(type(args), name) is None):
@@ -226,10 +217,12 @@ def _check_own_clip(args: Sizes) -> None:
 
 
 def _check_advantage_fn(args: Sizes) -> None:
-    """Refuse a name without a module; the function itself is checked when imported."""
+    """Refuse a name without a module, and a second estimator; the function itself is checked when imported."""
     path = args.advantage_fn
     if isinstance(path, str) and "." not in path:
         raise ValueError(f"advantage_fn={path!r} is not a dotted path; include the module, as in my_package.{path}.")
+    if path is not None and args.advantage_estimator == "gae":
+        raise ValueError("advantage_estimator='gae' estimates advantages as advantage_fn does; leave one of them out.")
 
 
 def _takes_single_samples(args: Sizes) -> bool:
@@ -239,56 +232,25 @@ def _takes_single_samples(args: Sizes) -> bool:
 
 
 def _check_numbers(args: Sizes) -> None:
-    at_least = {
-        "num_generations": 1 if _takes_single_samples(args) else 2,
-        "seed": 0,
-        "height": 1,
-        "width": 1,
-        "num_frames": 1,
-        "num_batches_per_step": 1,
-        "context_parallel_size": 1,
-        "group_offload_blocks": 1,
-        "value_learning_rate": 0,
-        "kl_reward": 0,
-        "num_generations_eval": 1,
-        "per_device_train_batch_size": 1,
-        "per_device_eval_batch_size": 1,
-        "gradient_accumulation_steps": 1,
-        "learning_rate": 0,
-        "num_inference_steps": 2,
-        "eval_num_inference_steps": 1,
-        "rollout_batch_size": 1,
-        "decode_batch_size": 1,
-        "sde_window_size": 1,
-        "sde_window_interval": 1,
-        "branches": 2,
-        "num_iterations": 1,
-        "steps_per_generation": 1,
-        "ema_update_interval": 1,
-        "ref_model_sync_steps": 1,
-        "num_completions_to_log": 0,
-        "save_samples_steps": 1,
-        "log_samples_steps": 1,
-        "validation_steps": 1,
-        "top_k": 0,
-        "beta": 0,
-        "epsilon": 0,
-        "epsilon_high": 0,
-    }
-    for name, least in at_least.items():
-        value = getattr(args, name)
-        if value is not None and value < least:
-            reason = "; a single sample has no group to be compared with" if name == "num_generations" else ""
-            raise ValueError(f"{name} must be at least {least}, got {value}{reason}.")
-    for name in ("noise_level", "advantage_clip", "value_clip", "max_ratio_error", "fps", "temperature"):
-        value = getattr(args, name)
-        if value is not None and value <= 0:
-            raise ValueError(f"{name} must be above 0, got {value}.")
-
-
-def _check_ranges(args: Sizes) -> None:
-    if args.top_p is not None and not 0 < args.top_p <= 1:
-        raise ValueError(f"top_p must lie in (0, 1], got {args.top_p}.")
+    values = {name: value for name in list_fields(type(args)) if (value := getattr(args, name, None)) is not None}
+    if args.num_generations < 2 and not _takes_single_samples(args):
+        raise ValueError(
+            f"num_generations must be at least 2, got {args.num_generations}; a single sample has no group to be "
+            "compared with."
+        )
+    for least, names in AT_LEAST.items():
+        for name in names.split():
+            if values.get(name, least) < least:
+                raise ValueError(f"{name} must be at least {least}, got {values[name]}.")
+    for name in ABOVE_0:
+        if values.get(name, 1) <= 0:
+            raise ValueError(f"{name} must be above 0, got {values[name]}.")
+    for name in SHARES:
+        if not 0 < values.get(name, 1) <= 1:
+            raise ValueError(f"{name} must lie in (0, 1], got {values[name]}.")
+    for name in ("gamma", "gae_lambda"):
+        if not 0 <= values[name] <= 1:
+            raise ValueError(f"{name} must lie in [0, 1], got {values[name]}.")
     if args.seed >= 2**32:  # NumPy's limit
         raise ValueError(f"seed must be below 2**32, got {args.seed}.")
     if not all(math.isfinite(weight) for weight in args.reward_weights or []):
@@ -297,15 +259,6 @@ def _check_ranges(args: Sizes) -> None:
         raise ValueError(f"ema_decay must lie between 0 and 1, got {args.ema_decay}.")
     if args.sde_type in NOISE_UP_TO_1 and args.noise_level is not None and args.noise_level > 1:
         raise ValueError(f"noise_level must lie in (0, 1] for sde_type={args.sde_type!r}, got {args.noise_level}.")
-
-
-def _check_shares(args: Sizes) -> None:
-    for name in ("timestep_fraction", "selective_checkpointing"):
-        if not 0 < getattr(args, name) <= 1:
-            raise ValueError(f"{name} must lie in (0, 1], got {getattr(args, name)}.")
-    for name in ("gamma", "gae_lambda"):
-        if not 0 <= getattr(args, name) <= 1:
-            raise ValueError(f"{name} must lie in [0, 1], got {getattr(args, name)}.")
 
 
 def _check_renoised(args: Sizes) -> None:

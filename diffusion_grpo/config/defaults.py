@@ -45,7 +45,7 @@ class Sizes:
             if isinstance(getattr(self, name), str):
                 setattr(self, name, _json(name, getattr(self, name)))
         if self.traits.whole_groups and "per_device_train_batch_size" not in self.given:
-            group, batch = self.best_of_n or self.num_generations, self.per_device_train_batch_size
+            group, batch = max(1, self.best_of_n or self.num_generations), self.per_device_train_batch_size
             if batch % group and "gradient_accumulation_steps" not in self.given:
                 self.gradient_accumulation_steps = max(1, self.gradient_accumulation_steps * batch // group)
             self.per_device_train_batch_size = batch if batch % group == 0 else group

@@ -15,6 +15,7 @@ REFUSED = [
     ({"best_of_n": 32}, "at most num_generations=16"),
     ({"optim": "lomo"}, "optim=.lomo."),
     ({"optim": "schedule_free_adamw"}, "different weights for training and for sampling.*such as adamw_torch"),
+    ({"advantage_fn": "my.own", "advantage_estimator": "gae"}, "advantage_estimator='gae'.*leave one of them out"),
     ({"advantage_fn": "ranks"}, "'ranks' is not a dotted path; include the module, as in my_package.ranks"),
     (
         {"loss_type": "dpo", "drop_zero_advantages": True},
@@ -112,7 +113,7 @@ REFUSED = [
     ({"fp16": True, "use_cpu": True}, "fp16=True needs a GPU.*set fp16=False .bf16=True works"),
     ({"save_strategy": "best"}, "save_strategy='best' saves after evaluations.*set eval_strategy='steps'"),
     ({"validation_prompts": "a cat"}, r"validation_prompts='a cat' is a string .* write \['a cat'\]"),
-    ({"watch_rewards": "sharpness"}, "watch_rewards='sharpness' is a string where a list is expected"),
+    ({"watch_rewards": "sharpness"}, "watch_rewards='sharpness' must be a list of str"),
 ]
 
 
@@ -131,8 +132,8 @@ WRONG_TYPES = [
     ({"beta": True}, "beta=True is of type bool, but must be of type float"),
     ({"max_steps": None}, "max_steps=None is of type NoneType, but must be of type int"),
     ({"beta": float("nan")}, "beta is not a number; give a finite one"),
-    ({"reward_weights": 0.5}, "reward_weights=0.5 is of type float where a list is expected"),
-    ({"sde_window": 3}, "sde_window=3 is of type int where a list is expected"),
+    ({"reward_weights": 0.5}, "reward_weights=0.5 must be a list of float"),
+    ({"sde_window": 3}, "sde_window=3 must be a list of int"),
     ({"sde_window": [0.0, 2.0]}, r"sde_window=\[0.0, 2.0\] must be a list of int"),
     ({"pipeline_kwargs": [1]}, r"pipeline_kwargs=\[1\] is of type list where a mapping is expected"),
     ({"seed": -1}, "seed must be at least 0, got -1"),
