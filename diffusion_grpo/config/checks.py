@@ -7,7 +7,6 @@ import logging
 import math
 import numbers
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from ..algorithms import ALGORITHMS
@@ -16,6 +15,7 @@ from ..policy.log_prob_type import NOISE_UP_TO_1, check_log_prob
 from ..policy.processes import LOG_PROBS, PROCESSES
 from ..policy.step_weights import STEP_WEIGHTS
 from .defaults import DICTIONARIES, Sizes
+from .early_checks import check_folder
 from .fields import list_fields
 from .names import RENAMED_LOSSES, suggest
 from .quantization import check_quantization
@@ -89,22 +89,6 @@ def check_types(args: Sizes) -> None:
 
 def _is_of(value: Any, kind: str) -> bool:
     return isinstance(value, TYPES[kind]) and (kind == "bool" or not isinstance(value, bool))
-
-
-def check_folder(name: str, path: str | Path) -> None:
-    """Refuse a path that cannot become a folder, because it, or a part of it, is a file.
-
-    Args:
-        name: name of the setting, for the message.
-        path: path of the folder, which need not exist.
-
-    Raises:
-        ValueError: the path leads to or through a file.
-    """
-    folder = Path(path).expanduser()
-    for part in (folder, *folder.parents):
-        if part.is_file():
-            raise ValueError(f"{name}: {part} is a file; give the path of a folder.")
 
 
 def _check_prompt_embeds(args: Sizes) -> None:

@@ -1,7 +1,23 @@
-"""Refuse a model, a checkpoint or a push that cannot work, before prompts and rewards are loaded."""
+"""Refuse a folder, a model, a checkpoint or a push that cannot work, without torch."""
 
 from pathlib import Path
 from typing import Any
+
+
+def check_folder(name: str, path: str | Path) -> None:
+    """Refuse a path that cannot become a folder, because it, or a part of it, is a file.
+
+    Args:
+        name: name of the setting, for the message.
+        path: path of the folder, which need not exist.
+
+    Raises:
+        ValueError: the path leads to or through a file.
+    """
+    folder = Path(path).expanduser()
+    for part in (folder, *folder.parents):
+        if part.is_file():
+            raise ValueError(f"{name}: {part} is a file; give the path of a folder.")
 
 
 def check_model_name(model: str) -> None:

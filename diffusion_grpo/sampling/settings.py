@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config.checks import check_folder
+from ..config.early_checks import check_folder
 
 if TYPE_CHECKING:
     from ..config.settings import DiffusionGRPOConfig
