@@ -83,10 +83,11 @@ class Sizes:
     @property
     def traits(self) -> AlgorithmTraits:
         """What the algorithm asks of the run; one of the user's own is imported for this."""
-        found = find_algorithm(self.loss_type)
-        if not isinstance(found, type):  # a loss of recorded steps
+        algorithm = find_algorithm(self.loss_type)
+        if not isinstance(algorithm, type):  # a loss of recorded steps
             return AlgorithmTraits()
-        return AlgorithmTraits(found.needs == "clean", found.compares, found.whole_groups, found.shares_noise)
+        is_renoised = algorithm.needs == "clean"
+        return AlgorithmTraits(is_renoised, algorithm.compares, algorithm.whole_groups, algorithm.shares_noise)
 
     @property
     def trains_any_step(self) -> bool:

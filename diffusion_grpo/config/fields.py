@@ -50,8 +50,8 @@ class Setting:
 
 def list_fields(*classes: type) -> dict[str, Setting]:
     """Return the fields of dataclasses by name; `dataclasses.MISSING` is the default of those that have none."""
-    found = {f.name: f for cls in classes for f in dataclasses.fields(cls) if f.init}
-    return {f.name: Setting(_type_name(f.type), f.default, _list_choices(f.type)) for f in found.values()}
+    by_name = {f.name: f for cls in classes for f in dataclasses.fields(cls) if f.init}
+    return {f.name: Setting(_type_name(f.type), f.default, _list_choices(f.type)) for f in by_name.values()}
 
 
 def _type_name(hint: Any) -> str:
