@@ -16,30 +16,17 @@ def test_help_does_not_wait_for_torch():
 
 TYPING_ERRORS = [  # what is changed in a good file, and the words
     ({"learning_rat": 1e-3}, "train FILE"),
-    ({"num_generations": 3}, "train FILE"),
-    ({"num_generations": "many"}, "train FILE"),
-    ({"use_peft": "maybe"}, "train FILE"),
-    ({"loss_type": "grop"}, "train FILE"),
-    ({"dataset": "missing.txt"}, "train FILE"),
-    ({"reward_funcs": ["brigthness"]}, "train FILE"),
-    ({"model": "./nothing"}, "train FILE"),
-    ({"lora_dropout": 0.1}, "train FILE"),
     ({"accelerate_config": "zero33"}, "train FILE"),
-    ({"num_processes": 2, "num_generations": 3}, "train FILE"),
+    ({"num_processes": "two"}, "train FILE"),
+    ({}, "train"),
     ({}, "train missing.yaml"),
     ({}, "train FILE --bta 0.1"),
-    ({"num_generations": 3}, "plan FILE"),
+    ({"learning_rat": 1e-3}, "plan FILE"),
     ({}, "plan FILE --accelerate_config zero33"),
-    ({}, "sample tiny --prompts missing.txt"),
-    ({}, "sample tiny --prompts tiny --reward_funcs nothing"),
-    ({"sde_type": "flow"}, "sample FILE"),
-    ({}, "check tiny --sde_type flow"),
-    ({}, "rewards verify nothing"),
-    ({}, "rewards serve nothing"),
 ]
 
 
-def test_typing_errors_are_refused_before_anything_heavy_is_imported(config_file, tmp_path):
+def test_mistyped_keys_are_refused_before_anything_heavy_is_imported(config_file, tmp_path):
     cases = []
     for number, (changes, words) in enumerate(TYPING_ERRORS):
         path = tmp_path / f"{number}.yaml"

@@ -155,7 +155,7 @@ def test_names_of_trl_are_read(tmp_path):
     [
         (["--learning_rat", "1"], "unknown setting `learning_rat`; did you mean `learning_rate`"),
         (["--num_generations", "many"], "`num_generations`: invalid int value: 'many'"),
-        (["--beta", "[]"], r"`beta` is \\[\\], expected one float"),
+        (["--beta", "[]"], r"`beta` is \[\], expected one float"),
         (["--lora_dropout", "0.5"], "lora_dropout is 0.5; set it to 0"),
         (["--num_generations", "7"], "num_generations=7 does not divide"),
     ],
