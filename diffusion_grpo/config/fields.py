@@ -1,6 +1,7 @@
 """The settings by name and type, without importing torch or transformers, and how words become values of a type."""
 
 import dataclasses
+import inspect
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -50,8 +51,14 @@ class Setting:
 
 def list_fields(*classes: type) -> dict[str, Setting]:
     """Return the fields of dataclasses by name; `dataclasses.MISSING` is the default of those that have none."""
-    by_name = {f.name: f for cls in classes for f in dataclasses.fields(cls) if f.init}
-    return {f.name: Setting(_type_name(f.type), f.default, _list_choices(f.type)) for f in by_name.values()}
+    by_name = {f.name: f.default for cls in classes for f in dataclasses.fields(cls) if f.init}
+    bases = [base for cls in classes for base in reversed(cls.__mro__)]
+    # not the fields' own types, which transformers' `HfArgumentParser` replaces
+    hints = {name: hint for base in bases for name, hint in inspect.get_annotations(base).items()}
+    return {
+        name: Setting(_type_name(hints[name]), default, _list_choices(hints[name]))
+        for name, default in by_name.items()
+    }
 
 
 def _type_name(hint: Any) -> str:
