@@ -100,7 +100,6 @@ REFUSED = [
         "batch of one sample.*lower num_batches_per_step",
     ),
     ({"selective_checkpointing": 0.0}, r"selective_checkpointing must lie in \(0, 1\]"),
-    ({"selective_checkpointing": 0.5, "gradient_checkpointing": False}, "set gradient_checkpointing=True"),
     ({"remove_unused_columns": True}, "must stay False"),
     (
         {"warmup_steps": 5, "lr_scheduler_type": "greedy", "eval_strategy": "epoch"},
@@ -112,7 +111,7 @@ REFUSED = [
     ),
     ({"fp16": True, "use_cpu": True}, "fp16=True needs a GPU.*set fp16=False .bf16=True works"),
     ({"save_strategy": "best"}, "save_strategy='best' saves after evaluations.*set eval_strategy='steps'"),
-    ({"validation_prompts": "a cat"}, r"validation_prompts='a cat' is a string .* write \['a cat'\]"),
+    ({"validation_prompts": "a cat"}, "validation_prompts='a cat' must be a list of str"),
     ({"watch_rewards": "sharpness"}, "watch_rewards='sharpness' must be a list of str"),
 ]
 
@@ -168,7 +167,7 @@ def test_fp16_needs_a_gpu(monkeypatch, has_gpu):
     if has_gpu:
         assert DiffusionGRPOConfig("out", fp16=True).fp16
         return
-    with pytest.raises(ValueError, match="fp16=True needs a GPU, and there is none here.*set fp16=False"):
+    with pytest.raises(ValueError, match="fp16=True needs a GPU.*set fp16=False"):
         DiffusionGRPOConfig("out", fp16=True)
 
 
