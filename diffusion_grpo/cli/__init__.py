@@ -105,7 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
         (check, "check", "check in seconds whether a pipeline can be trained, and how exactly it replays"),
         (sample, "sample", "generate images, videos or sound and score them, without training"),
         (report, "report", "rewrite report.html and summary.json of a run"),
-        (rewards, "rewards", "list rewards, verify their weights, or serve them to other machines"),
+        (rewards, "rewards", "list rewards, or serve them to other machines"),
     ):
         description = f"{purpose[0].upper()}{purpose[1:]}."
         formatter = argparse.RawDescriptionHelpFormatter
