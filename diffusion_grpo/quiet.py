@@ -3,6 +3,7 @@
 import io
 import logging
 import sys
+import warnings
 
 # Logger and text in the message. diffusers uses these processors in ways that do not need torchvision. A denoiser's
 # LoRA has no keys for text encoders. DeepSpeed logs the missing GPU although it is only looked up. torchao lacks the
@@ -16,6 +17,8 @@ MESSAGES = (
     ("diffusers.quantizers.torchao.torchao_quantizer", "Unable to import `torchao` Tensor objects"),
     ("diffusers.quantizers.torchao.torchao_quantizer", "for integer quantization, but only bfloat16 is supported"),
 )
+# DeepSpeed gathers weights by functions that torch has renamed, and is told so each time.
+DEPRECATION = r"`torch.distributed.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
 
 
 class _DropText(logging.Filter):
@@ -30,9 +33,10 @@ class _DropText(logging.Filter):
 
 
 def quiet_imports() -> None:
-    """Drop `MESSAGES`. Call this before importing the libraries that log them."""
+    """Drop `MESSAGES` and `DEPRECATION`. Call this before importing the libraries that log them."""
     for name, text in MESSAGES:
         logging.getLogger(name).addFilter(_DropText(text))
+    warnings.filterwarnings("ignore", DEPRECATION, FutureWarning)
 
 
 def replace_unprintable() -> None:
