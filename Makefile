@@ -18,7 +18,7 @@ ON_DEVICE := tests/test_breadth.py tests/rollout tests/rewards/models $(addprefi
 ON_DEVICE += $(addprefix tests/distributed/test_, fsdp.py generation.py processes.py prompt_embeds.py push.py reference.py renoised.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-device test-gpu gpu-check lint format bench bench-distributed bench-rewards bench-recipes sweep docs tiny-model clean
+.PHONY: help setup demo test test-all test-oldest test-device test-gpu gpu-check lint format bench bench-distributed bench-rewards bench-recipes sweep docs tiny-model clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -36,6 +36,19 @@ demo: setup ## teach the embedded model to spell and colour on the CPU, and writ
 
 test: setup ## run the tests (ARGS="-k losses" selects some)
 	@$(PYTEST) -n 3 $(ARGS)
+
+# The lower bounds of setup.cfg but torch's: its old builds bring gigabytes of CUDA.
+OLDEST := tests/test_trainer.py tests/cli/test_train.py tests/config/test_settings.py tests/policy/test_check.py
+OLDEST += tests/run/test_adapters.py tests/training/test_resume.py tests/training/test_update.py
+
+$(VENV)-oldest/.installed: setup.cfg pyproject.toml
+	$(PYTHON) -m venv $(VENV)-oldest
+	sed -n '/^install_requires/,/^\[/ { /torch/d; s/^ *\([a-z_]*\)>=\([0-9.]*\).*/\1==\2/p }' setup.cfg > $(VENV)-oldest/oldest.txt
+	$(VENV)-oldest/bin/python -m pip install --quiet -c $(VENV)-oldest/oldest.txt -e ".[report]" pytest pytest-xdist
+	@touch $@
+
+test-oldest: $(VENV)-oldest/.installed ## run some tests under the oldest versions that setup.cfg allows
+	@$(PYTEST:$(VENV)/%=$(VENV)-oldest/%) -n 3 $(ARGS) $(OLDEST)
 
 test-all: setup ## run every test, including slow, demo and distributed ones
 	@$(PYTEST) -m "" $(ARGS)
@@ -83,5 +96,5 @@ tiny-model: setup ## train the embedded model again (up to half an hour on two c
 	@$(OFFLINE) $(BIN)/python -m benchmarks.tiny_model.train $(ARGS)
 
 clean: ## remove the environment, caches and build products (outputs/ is kept)
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-oldest build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,6 +3,8 @@
 import ast
 from pathlib import Path
 
+import diffusion_grpo
+
 ROOT = Path(__file__).parent.parent / "diffusion_grpo"
 # lowest first: a package imports only those before it
 ORDER = ["tiny", "media", "pipelines", "policy", "algorithms", "config", "distributed", "rewards", "data", "run"]
@@ -68,3 +70,7 @@ def test_no_module_imports_itself_round_a_circle():
 
 def test_every_package_is_in_the_order():
     assert {name.split(".")[0] for name, _ in modules()} - ALIASES == set(ORDER)
+
+
+def test_the_root_lists_its_names_though_it_imports_them_late():
+    assert {"DiffusionGRPOTrainer", "__version__"} <= {*dir(diffusion_grpo)}

@@ -1,43 +1,35 @@
 """The wheel is the whole library: built, installed into a fresh environment, and used outside the repository."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import venv
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import diffusion_grpo
 
 ROOT = Path(__file__).parent.parent
-SETTINGS = {
-    "model": "tiny",
-    "dataset": "tiny",
-    "output_dir": "run",
-    "reward_funcs": ["color"],
-    "use_peft": True,
-    "lora_r": 4,
-    "num_generations": 2,
-    "per_device_train_batch_size": 2,
-    "num_inference_steps": 2,
-    "max_steps": 1,
-    "height": 32,
-    "width": 96,
-    "pipeline_kwargs": {"max_sequence_length": 1},
-    "eval_dataset": "tiny",
-    "eval_max_prompts": 1,
-    "eval_strategy": "steps",
-    "eval_steps": 1,
-    "eval_on_start": True,
-    "save_strategy": "no",
-    "report_to": "none",
-    "use_cpu": True,
-}
+# modules that only an extra's packages can import
+WITH_EXTRAS = {"diffusion_grpo.rewards.server.serve", "diffusion_grpo.run.plots"}
+IMPORT_ALL = """
+import importlib, pkgutil, diffusion_grpo
+failed = []
+for module in pkgutil.walk_packages(diffusion_grpo.__path__, "diffusion_grpo."):
+    try:
+        module.name.endswith("__main__") or importlib.import_module(module.name)
+    except ImportError:
+        failed.append(module.name)
+print(*failed)
+"""
 
 
 def call(*words, **options):
@@ -79,17 +71,34 @@ def test_the_wheel_says_what_it_is(wheel):
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
-    """Return the folder of a fresh environment with the wheel, and how to run its programs elsewhere."""
+    """Return the folder of an environment with the wheel and what it requires, and how to run programs elsewhere."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, symlinks=True)
-    python = folder / "bin" / "python"
-    call(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel)
-    # what it depends on comes from this environment, whose own copy of the package lies after the fresh one
+    call(sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", "-q", "--no-deps", wheel)
     [site] = folder.glob("lib/python*/site-packages")
-    (site / "parent.pth").write_text(sysconfig.get_paths()["purelib"])
+    for distribution in required({Requirement("diffusion-grpo")}, metadata.distributions(path=[str(site)])):
+        for name in {file.parts[0] for file in distribution.files} - {".."}:
+            if not (site / name).exists():
+                (site / name).symlink_to(distribution.locate_file(name))
     variables = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     variables |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     return folder, {"cwd": tmp_path_factory.mktemp("work"), "env": variables}
+
+
+def required(requirements, wheels):
+    """Distributions of this environment that the wheel requires, without its extras."""
+    own, distributions = {each.name: each for each in wheels}, {}
+    while requirements:
+        requirement = requirements.pop()
+        name, extras = canonicalize_name(requirement.name), {"", *requirement.extras}
+        if extras <= distributions.get(name, (None, set()))[1]:
+            continue
+        distribution = own.get(name) or metadata.distribution(name)
+        distributions[name] = distribution, extras
+        for needed in map(Requirement, distribution.requires or ()):
+            if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in extras):
+                requirements.add(needed)
+    return [distribution for name, (distribution, _) in distributions.items() if name not in own]
 
 
 def test_the_installed_wheel_is_what_runs(installed):
@@ -99,10 +108,12 @@ def test_the_installed_wheel_is_what_runs(installed):
     assert "sde_window_size" in call(folder / "bin" / "diffusion-grpo", "train", "--list-settings", **options)
 
 
-@pytest.mark.slow
-def test_the_installed_wheel_trains(installed):
+def test_without_an_extra_every_module_imports_and_the_first_script_trains(installed):
     folder, options = installed
-    (options["cwd"] / "settings.yaml").write_text(yaml.safe_dump(SETTINGS))
-    call(folder / "bin" / "diffusion-grpo", "train", "settings.yaml", **options)
-    made = {path.name for path in (options["cwd"] / "run").iterdir()}
-    assert {"pytorch_lora_weights.safetensors", "report.html", "README.md", "train.yaml", "summary.json"} <= made
+    script = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    script = re.sub(r"\b((max|eval)_steps=|n=)\d+", r"\g<1>1", script)
+    assert "max_steps=1," in script and "n=1)" in script
+    (options["cwd"] / "script.py").write_text(IMPORT_ALL + script)
+    printed = call(folder / "bin" / "python", "script.py", **options)
+    assert set(printed.splitlines()[0].split()) == WITH_EXTRAS
+    assert (options["cwd"] / "bold" / "pytorch_lora_weights.safetensors").is_file()
