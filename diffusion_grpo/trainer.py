@@ -22,9 +22,10 @@ from transformers import TrainerCallback
 from .algorithms.base import RatioError
 from .algorithms.batch import MicroBatch
 from .config.settings import DiffusionGRPOConfig
+from .data.call_form import check_sources
 from .data.columns import RowError, list_given, list_types
 from .data.held_out import warn_of_trained_prompts
-from .data.prompts import choose_evaluated
+from .data.prompts import choose_evaluated, load_given
 from .data.sampler import GroupSampler
 from .distributed.failure import ProcessGroupMonitor
 from .policy.attention import avoid_cudnn_attention
@@ -48,6 +49,7 @@ from .training.update import Place
 
 logger = logging.getLogger(__name__)
 Scores = Sequence[float | None] | torch.Tensor
+Prompts = Dataset | list[str] | str | Path
 RewardFunc = str | Callable[..., Scores | Awaitable[Scores]] | dict[Any, Any]
 
 
@@ -62,9 +64,10 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             arguments `prompts`, `completions` (also as `images` or `videos`), every dataset column, `trainer_state`,
             `log_metric` and `log_extra`. It returns one `float | None` per sample and may be async.
         args: configuration of the run, which the trainer copies; `DiffusionGRPOConfig("<model>-GRPO")` by default.
-        train_dataset: dataset with a column `prompt`. Columns named like parameters of the pipeline's `__call__` are
-            passed to it; all columns are passed to the rewards.
-        eval_dataset: dataset of held-out prompts, or a dict of such datasets.
+        train_dataset: dataset with a column `prompt`, a list of prompts, or a path or Hub id as in `load_prompts`.
+            Columns named like parameters of the pipeline's `__call__` are passed to it; all columns are passed to the
+            rewards.
+        eval_dataset: held-out prompts in any such form, or a dict of several; of a path, the split `test`.
         peft_config: configuration of the LoRA to train; without it, all weights of the network are trained.
         eval_reward_funcs: evaluation-only rewards, in the same forms as `reward_funcs`.
         callbacks, optimizers: as in `Trainer`.
@@ -102,13 +105,16 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         model: str | Path | DiffusionPipeline,
         reward_funcs: RewardFunc | list[RewardFunc],
         args: DiffusionGRPOConfig | None = None,
-        train_dataset: Dataset | None = None,
-        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        train_dataset: Prompts | None = None,
+        eval_dataset: Prompts | dict[str, Prompts] | None = None,
         peft_config: PeftConfig | None = None,
         eval_reward_funcs: RewardFunc | list[RewardFunc] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
     ):
+        prompt_column = getattr(args, "prompt_column", None)
+        train_dataset = load_given(train_dataset, "train", prompt_column)
+        eval_dataset = load_given(eval_dataset, "test", prompt_column)
         given = start.check_run(
             str(model) if isinstance(model, Path) else model,
             reward_funcs,
@@ -142,7 +148,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             self._sampler: GroupSampler | None = None
             self._noted_settings = start.note_settings(self.args)
             self._make_collaborators(given.is_full_training)
-            self.inputs.check_sources(self.policy, given.datasets, self.args.validation_prompts or [])
+            check_sources(self.inputs, self.policy, given.datasets, self.args.validation_prompts or [])
 
     def _make_collaborators(self, is_full_training: bool) -> None:
         """Create the objects that train, then those that sample and score, then those that save the run."""
@@ -405,6 +411,8 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         is_other = eval_dataset is not None and self.eval_dataset is not None and eval_dataset is not self.eval_dataset
         is_earlier = self.run.get("published_after", self.state.global_step) != self.state.global_step
         is_kept = not (is_other or is_earlier or pipeline_kwargs)
+        if not isinstance(eval_dataset, str):  # the name of one of several
+            eval_dataset = load_given(eval_dataset, "test", self.args.prompt_column)
         datasets = choose_evaluated(eval_dataset, self.eval_dataset)
         for name, part in datasets.items():
             check_columns(self.rewards.all, list_given(part), name, list_types(part))

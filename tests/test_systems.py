@@ -295,8 +295,9 @@ def test_the_python_form_says_and_does_the_same(script, tmp_path, at_root, monke
         given["trainer"] = DiffusionGRPOTrainer(**arguments | {"model": pipe, "peft_config": _small_lora(arguments)})
         return given["trainer"]
 
-    def load_small(source, split="train"):
-        return load_prompts(shrunk(tmp_path / "data", source, 32), split)
+    def load_small(source, split="train", prompt_column=None):
+        source = shrunk(tmp_path / "data", source, 32) if isinstance(source, str) else source
+        return load_prompts(source, split, prompt_column)
 
     monkeypatch.setattr("diffusion_grpo.data.prompts.load_prompts", load_small)
     monkeypatch.setattr(diffusion_grpo, "DiffusionGRPOConfig", config)

@@ -23,7 +23,7 @@ def call_or_refuse(function: Callable, *args: Any, **kwargs: Any) -> Any:
         raise Refusal(" ".join(str(error).split())) from error
 
 
-def load_checked(source: str, split: str, name: str) -> "Dataset":
+def load_checked(source: str, split: str, name: str, prompt_column: str | None = None) -> "Dataset":
     """Load and check the prompts of a file, a folder, a Hub id or `tiny`.
 
     Raises:
@@ -31,7 +31,7 @@ def load_checked(source: str, split: str, name: str) -> "Dataset":
     """
     from ..data.prompts import check_dataset, load_prompts
 
-    dataset = load_prompts(source, split=split)
+    dataset = load_prompts(source, split, prompt_column)
     check_dataset(dataset, name=name)
     return dataset
 

@@ -24,7 +24,8 @@ def run(arguments: argparse.Namespace) -> int:
     rewards = call_or_refuse(load_rewards, settings.reward_funcs)
     eval_rewards = call_or_refuse(load_rewards, settings.eval_reward_funcs, "eval_reward_funcs")
     eval_rewards = [reward for reward in eval_rewards if reward.name not in {trained.name for trained in rewards}]
-    dataset = call_or_refuse(load_checked, settings.prompts, settings.split, "--prompts")
+    prompt_column = getattr(settings.train, "prompt_column", None)
+    dataset = call_or_refuse(load_checked, settings.prompts, settings.split, "--prompts", prompt_column)
     call_or_refuse(check_columns, rewards + eval_rewards, dataset.column_names, "--prompts", list_types(dataset))
     call_or_refuse(check_needs, rewards + eval_rewards)
     dataset = dataset.select(range(min(settings.max_prompts or len(dataset), len(dataset))))

@@ -153,10 +153,12 @@ def build_trainer(
         from ..run.records import refuse_used_folder
 
         call_or_refuse(refuse_used_folder, config.output_dir, "add --resume_from_checkpoint true")
-    train_dataset = call_or_refuse(load_checked, script.dataset, script.dataset_train_split, "dataset")
+    prompts = config.prompt_column
+    train_dataset = call_or_refuse(load_checked, script.dataset, script.dataset_train_split, "dataset", prompts)
     eval_dataset = None
     if script.eval_dataset is not None:
-        eval_dataset = call_or_refuse(load_checked, script.eval_dataset, script.dataset_test_split, "eval_dataset")
+        split = script.dataset_test_split
+        eval_dataset = call_or_refuse(load_checked, script.eval_dataset, split, "eval_dataset", prompts)
         if script.eval_max_prompts is not None:
             eval_dataset = eval_dataset.select(range(min(script.eval_max_prompts, len(eval_dataset))))
     reward_funcs = call_or_refuse(load_rewards, script.reward_funcs)

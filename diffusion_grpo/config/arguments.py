@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .files import read_text
+
 if TYPE_CHECKING:
     from peft import LoraConfig
 
@@ -86,7 +88,7 @@ def read_experiment(path: str | Path) -> dict[str, Any]:
     if not Path(path).is_file():
         raise ValueError(f"there is no file {path}.")
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        found = json.loads(read_text(path))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}.") from error
     lists = ("columns", "rows")

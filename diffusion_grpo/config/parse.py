@@ -4,7 +4,6 @@ Keys are checked before torch is imported, and nothing of the model is loaded be
 `TrlParser` is not used: it reads files as YAML 1.1, suggests no key, and passes every default on as if it were chosen.
 """
 
-import os
 import re
 from dataclasses import MISSING
 from pathlib import Path
@@ -15,6 +14,7 @@ import yaml
 from ..tiny import default_settings
 from .arguments import LaunchArguments, LoraArguments, ScriptArguments
 from .fields import FALSE, OF_TRANSFORMERS, REWARDS, TRUE, list_fields, own_fields, read_value, script_fields
+from .files import expand_home, read_text
 from .names import ALIASES, refuse_unknown
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 
 TEXT_TYPES = ("str", "str | None", "list[str]", "list[str] | None")
-PATHS = ("model", "dataset", "eval_dataset")
 
 
 class Yaml12Loader(yaml.SafeLoader):
@@ -102,9 +101,6 @@ def read_values(config_file: str | None, overrides: list[str]) -> dict[str, Any]
     if isinstance(experiment, str):  # its path is relative to the file that names it
         values["report_experiment"] = str(Path(config_file).parent / experiment)
     values |= read_overrides(overrides)
-    for key, value in values.items():
-        if key in PATHS and isinstance(value, str):
-            values[key] = os.path.expanduser(value)
     if str(values.get("fsdp")).lower() in (*TRUE, *FALSE):  # transformers would take words for its former options
         values["fsdp"] = True if str(values["fsdp"]).lower() in TRUE else None
     if values.get("model") == "tiny":
@@ -175,7 +171,7 @@ def read_yaml(config_file: str) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"there is no file {config_file}.")
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Yaml12Loader)
+        values = yaml.load(read_text(path), Yaml12Loader)
     except yaml.YAMLError as error:
         raise ValueError(f"{config_file} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
@@ -187,7 +183,7 @@ def _rename_aliases(values: dict[str, Any]) -> dict[str, Any]:
     for alias, name in ALIASES.items():
         if alias in values and name in values:
             raise ValueError(f"`{alias}` is another name of `{name}`; keep one of them.")
-    return {ALIASES.get(key, key): value for key, value in values.items()}
+    return expand_home({ALIASES.get(key, key): value for key, value in values.items()})
 
 
 def read_overrides(overrides: list[str]) -> dict[str, Any]:

@@ -109,6 +109,13 @@ class RunSettings:
             "recomputes every other block, which takes more memory and less time than 1.0."
         },
     )
+    prompt_column: str | None = field(
+        default=None,
+        metadata={
+            "help": "Column of the dataset that holds the prompts. By default prompt; without such a column, caption "
+            "or the only column of texts."
+        },
+    )
     shuffle_dataset: bool = field(default=True, metadata={"help": "Shuffle the prompts in each epoch."})
     log_completions: bool = field(
         default=True, metadata={"help": "Write the prompts, rewards and advantages of each rollout to a parquet file."}

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +19,7 @@ from ..algorithms.advantage_fn import load_advantage_fn
 from ..algorithms.choose import check_loss_kwargs, check_run_settings
 from .checks import check_loss, check_settings, check_types
 from .defaults import Sizes
+from .files import expand_home, read_text
 from .names import explain_unknown
 from .quantization import QuantizationSettings
 from .run import RunSettings
@@ -168,6 +168,7 @@ class DiffusionGRPOConfig(
     def __post_init__(self):
         if "given" not in vars(self):  # a dataclass that inherits from this one has an __init__ of its own
             self.given = find_changed(self)
+        vars(self).update(expand_home(vars(self)))
         check_types(self)
         check_loss(self.loss_type)
         self.fill_in()
@@ -301,7 +302,7 @@ def offloads_shards(fsdp: bool | str | list[str], fsdp_config: dict[str, Any] | 
     settings = fsdp_config or {}
     if isinstance(settings, str):
         is_file = not settings.lstrip().startswith("{")
-        settings = json.loads(Path(settings).read_text(encoding="utf-8") if is_file else settings)
+        settings = json.loads(read_text(settings) if is_file else settings)
     words = fsdp.split() if isinstance(fsdp, str) else fsdp if isinstance(fsdp, list) else []
     return "offload" in words or bool(settings.get("cpu_offload", settings.get("fsdp_cpu_offload", False)))
 

@@ -1,5 +1,6 @@
-"""Which dataset rows may share a pipeline call, and the keyword arguments of such a call."""
+"""Which dataset rows may share a pipeline call, the forms of such a call, and its keyword arguments."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,22 @@ from PIL import Image
 
 from .embeddings import find_replaced_texts
 
+BATCHED, SINGLE, LISTED = "batched", "single", "listed"
 NUMBERS_OF_SAMPLES = ("class_labels",)  # one per sample, like prompts; other numbers are one per call
+
+
+@dataclasses.dataclass
+class Form:
+    """The form in which the inputs of a call are given.
+
+    Attributes:
+        name: `batched` for lists with one value per sample; `single` for one sample with its values as they are;
+            `listed` for one sample with each value in a list.
+        reason: why several samples cannot share a call; None if they can.
+    """
+
+    name: str
+    reason: str | None = None
 
 
 def build_arguments(rows: list[dict[str, Any]], accepted: set[str], is_bare: bool = False) -> dict[str, Any]:
@@ -24,9 +40,6 @@ def build_arguments(rows: list[dict[str, Any]], accepted: set[str], is_bare: boo
         a value for each accepted column: a scalar for numbers (`height`, `guidance_scale`; not `class_labels`), which
         a pipeline takes once per call; one tensor (batch, ...) for tensors or arrays; otherwise a list with one value
         per sample (`prompt`, `image`). Columns that are None in all rows are left out.
-
-    Raises:
-        ValueError: the numbers of one call differ, or a column is None in some rows only.
     """
     inputs = {}
     replaced = find_replaced_texts(rows[0], accepted)

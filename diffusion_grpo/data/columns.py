@@ -10,6 +10,7 @@ is loaded.
 import dataclasses
 import inspect
 import io
+import os
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ SOUNDS = {".wav", ".flac", ".mp3", ".ogg", ".opus", ".m4a", ".aac"}
 KINDS: dict[str, Media] = {"image": datasets.Image(), "video": datasets.Video(), "audio": datasets.Audio()}
 BY_EXTENSION = "by extension"  # how to read the files of a column without a media type
 ARRAYS = ("numpy", "torch", "tensorflow", "jax")  # dataset formats that turn lists into arrays
+LONGEST_NAME = 255  # of a file
 NOT_TEXT = ("Image", "Tensor", "ndarray", "Any")  # parameters annotated with one of these take files
 
 
@@ -83,14 +85,7 @@ class Columns:
         self.dataset = dataset
 
     def check(self, name: str) -> None:
-        """Refuse files that cannot be read without the network.
-
-        Args:
-            name: the argument that the user passed the dataset as, for the message.
-
-        Raises:
-            ValueError: a file does not exist, is a network address, or is of an unknown kind; the message says where.
-        """
+        """Refuse files that cannot be read without the network."""
         for column, feature in self.files.items():
             for row, path in self._paths(column):
                 problem = _find_problem(path, feature)
@@ -122,11 +117,7 @@ class Columns:
         return dict(zip(chosen, first.tolist(), strict=True))
 
     def rows(self, indices: list[int]) -> list[dict[str, Any]]:
-        """Return the rows at `indices`; equal indices give one and the same dict.
-
-        Raises:
-            RowError: a file cannot be decoded, or the dataset's transform failed.
-        """
+        """Return the rows at `indices`; equal indices give one and the same dict."""
         found = {index: self._row(index) for index in dict.fromkeys(indices)}
         return [found[index] for index in indices]
 
@@ -171,12 +162,7 @@ class Columns:
 
 
 def fit_images(value: Any, mode: str | None) -> Any:
-    """Convert an image, or each one in a list, to what a pipeline takes; return anything else as it is.
-
-    Args:
-        value: value of a column, or of an argument of the pipeline's call.
-        mode: the mode (of Pillow) that it takes; None keeps each image's own, with 8 bits per channel.
-    """
+    """Convert an image, or each one in a list, to what a pipeline takes; return anything else as it is."""
     if isinstance(value, list):
         return [fit_images(item, mode) for item in value]
     return convert_image(value, mode) if isinstance(value, Image.Image) else value
@@ -219,11 +205,15 @@ def make_paths_absolute(dataset: datasets.Dataset, folder: Path) -> datasets.Dat
     return dataset.select_columns(order)
 
 
+def is_string(feature: Any) -> bool:
+    """Return whether a column holds strings."""
+    return isinstance(feature, datasets.Value) and feature.dtype in ("string", "large_string")
+
+
 def _is_text(feature: Any) -> bool:
     """Return whether a column holds strings or lists of them."""
-    if isinstance(feature, (datasets.List, datasets.LargeList)):
-        return _is_text(feature.feature)
-    return isinstance(feature, datasets.Value) and feature.dtype in ("string", "large_string")
+    is_list = isinstance(feature, (datasets.List, datasets.LargeList))
+    return _is_text(feature.feature) if is_list else is_string(feature)
 
 
 def _names_files(column: str, value: Any) -> bool:
@@ -292,10 +282,9 @@ def _file_type(feature: Any, parameter: inspect.Parameter) -> Media | str | None
         return _file_type(feature.feature, parameter)
     if isinstance(feature, dict) and set(feature) == {"bytes", "path"}:
         return datasets.Image()
-    is_string = isinstance(feature, datasets.Value) and feature.dtype in ("string", "large_string")
     annotation = str(parameter.annotation)
     takes_files = "str" not in annotation and any(word in annotation for word in NOT_TEXT)
-    return BY_EXTENSION if is_string and takes_files else None
+    return BY_EXTENSION if is_string(feature) and takes_files else None
 
 
 def _skip_decoding(feature: Any) -> Any:
@@ -329,7 +318,9 @@ def _find_problem(path: str, feature: Media | str) -> str | None:
     source = path.split("::")[-1]
     if is_remote_url(source):
         return f"{path} is a network address, and nothing is downloaded; fetch the files first and give their paths."
-    if not Path(source).is_file():
+    if not os.path.isfile(source):
+        if len(path) > LONGEST_NAME:
+            return f"{path[:40]}... is no path; write a picture that is given as base64 to a file, and give its path."
         start = "" if Path(source).is_absolute() else " (paths are relative to the working directory)"
         return f"there is no file {source}{start}."
     if feature == BY_EXTENSION and _kind(path) is None:

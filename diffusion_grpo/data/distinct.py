@@ -17,10 +17,6 @@ def find_distinct(dataset: Dataset, inputs: PipelineInputs) -> dict[Key, int]:
 
     Rows are of the same kind if they have equal texts and numbers, and files in the same columns. Every row with
     embeddings of prompts is a kind of its own.
-
-    Args:
-        dataset: the user's dataset.
-        inputs: the inputs of the pipeline, which know the columns that it takes.
     """
     columns = inputs.columns(dataset)
     if has_transform(dataset):  # the transform decides what a row holds

@@ -54,18 +54,7 @@ def list_companions(accepted: set[str], prefix: str) -> list[str]:
 
 
 def check_embeddings(dataset: datasets.Dataset, accepted: set[str], name: str, pipeline: str) -> None:
-    """Refuse embeddings that are incomplete, or that do not have the shape of a single sample.
-
-    Args:
-        dataset: the user's dataset.
-        accepted: names of the parameters of the pipeline's `__call__`.
-        name: the argument that the dataset was passed as, for the message.
-        pipeline: name of the pipeline's class, for the message.
-
-    Raises:
-        ValueError: one of several embeddings that belong together is missing in the dataset or in a row, or a shape
-            does not fit.
-    """
+    """Refuse embeddings that are incomplete, or that do not have the shape of a single sample."""
     columns = [column for column in dataset.column_names if column in accepted and is_embedding(column)]
     is_stored = dataset.format["type"] != "custom"  # a transform (set_transform) decides what a row holds
     for prefix in PREFIXES:

@@ -1,7 +1,7 @@
 """From dataset rows to pipeline calls: which samples share a call, and its keyword arguments.
 
 Equal rows give equal arguments in rollout, replay and evaluation. The signature of the pipeline says which columns it
-takes, and a trial call shows whether it takes several samples at once (`policy/batching.py`). Samples of different
+takes, and a trial call shows whether it takes several samples at once (`call_form.py`). Samples of different
 shapes never share a call.
 """
 
@@ -10,27 +10,20 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-import torch
-from accelerate import Accelerator
 from datasets import Dataset
 from diffusers import DiffusionPipeline
 from PIL import Image
 
 from ..config.call_arguments import RESERVED, SAMPLE_COUNTS, check_pipeline_kwargs, explain_reserved
 from ..config.settings import DiffusionGRPOConfig
-from ..distributed.collectives import broadcast_bytes, gather_json
-from ..media.serialize import pack_samples, unpack_samples
-from ..policy.base import UntrainedStepError
-from ..policy.batching import BATCHED, LISTED, SINGLE, Form, find_form
-from ..policy.rollout import Policy, UnsupportedPipeline
+from ..policy.rollout import UnsupportedPipeline
 from ..rewards.contract import PROVIDED, VARIADIC, Reward, list_columns
-from .calls import build_arguments, group_by_shape
-from .columns import Columns, RowError, fit_images, list_given
+from .calls import BATCHED, SINGLE, Form, build_arguments, group_by_shape
+from .columns import Columns, fit_images, list_given
 from .embeddings import check_embeddings, find_replaced_texts, is_embedding
 
 FROM_CONFIG = ("guidance_scale", "height", "width", "num_frames")
 logger = logging.getLogger(__name__)
-SOURCES = ("image", "images", "video", "mask_image", "control_image", "control_video")  # what samples are made from
 RATES = ("frame_rate", "fps")  # names in diffusers for the frames per second of the videos
 FPS = 16.0  # of pipelines without such a parameter
 
@@ -46,11 +39,6 @@ class PipelineInputs:
 
     Attributes:
         fps: frames per second of videos.
-
-    Raises:
-        ValueError: the pipeline's `__call__` does not take a setting (the message lists what it takes), an argument in
-            `pipeline_kwargs` must not be given, or `fps` contradicts the frame rate with which the pipeline makes
-            videos.
     """
 
     def __init__(
@@ -71,8 +59,9 @@ class PipelineInputs:
         self._image_mode = find_image_mode(pipe)
         for name, value in (args.pipeline_kwargs or {}).items():
             self.fixed[name] = fit_images(value, None if "mask" in name else self._image_mode)
-        self._spacing = {} if args.sigmas is None else {"sigmas": list(args.sigmas)}
-        if self._spacing and "sigmas" not in parameters:
+        self.repeated = {k: v for k, v in self.fixed.items() if _is_per_sample(k, v)}
+        self.spacing = {} if args.sigmas is None else {"sigmas": list(args.sigmas)}
+        if self.spacing and "sigmas" not in parameters:
             raise ValueError(
                 f"sigmas: {self.pipeline.__name__} spaces its steps itself and takes no sigmas; leave them out."
             )
@@ -112,25 +101,20 @@ class PipelineInputs:
 
     def of_evaluation(self, rows: list[dict[str, Any]], **overrides: Any) -> dict[str, Any]:
         """Return the keyword arguments of an evaluation's call, which keeps the pipeline's own spacing of steps."""
-        return {name: value for name, value in self(rows, **overrides).items() if name not in self._spacing}
+        return {name: value for name, value in self(rows, **overrides).items() if name not in self.spacing}
 
     def arguments(self, rows: list[dict[str, Any]], form: str) -> dict[str, Any]:
-        """Return the keyword arguments for these rows in one form; see [`~diffusion_grpo.policy.batching.Form`]."""
+        """Return the keyword arguments for these rows in one form; see [`~diffusion_grpo.data.calls.Form`]."""
         replaced = find_replaced_texts(rows[0], self.accepted)
-        fixed = {name: value for name, value in self.fixed.items() if name not in replaced}
-        if form != SINGLE:  # not every pipeline repeats a single negative prompt
-            texts = {name: value for name, value in fixed.items() if isinstance(value, str) and "prompt" in name}
-            fixed = fixed | {name: [value] * len(rows) for name, value in texts.items()}
+        fixed = {name: value for name, value in self.fixed.items() if name not in replaced | self.repeated.keys()}
+        # not every pipeline repeats a single text, and some draw noise for a single image once for the whole call
+        rows = [row | {k: v for k, v in self.repeated.items() if row.get(k) is None} for row in rows]
         # a text that is not None by default would be passed together with the embeddings
         unset = {name: None for name in replaced & self.accepted if self.parameters[name].default is not None}
-        return {**fixed, **self._spacing, **unset, **build_arguments(rows, self.accepted, is_bare=form == SINGLE)}
+        return {**fixed, **self.spacing, **unset, **build_arguments(rows, self.accepted, is_bare=form == SINGLE)}
 
     def check_overrides(self, overrides: dict[str, Any]) -> None:
-        """Refuse arguments of a single call that the trainer sets, or that the pipeline does not take.
-
-        Raises:
-            ValueError: there is such an argument.
-        """
+        """Refuse arguments of a single call that the trainer sets, or that the pipeline does not take."""
         check_pipeline_kwargs(overrides)
         if unknown := sorted(overrides.keys() - self.accepted):
             raise ValueError(
@@ -163,16 +147,7 @@ class PipelineInputs:
         return found
 
     def check_samples(self, samples: Any, count: int, arguments: Mapping[str, Any]) -> None:
-        """Refuse the wrong number of samples of a call; warn once if they do not have the size that was asked for.
-
-        Args:
-            samples: output of the call.
-            count: number of samples that were asked for.
-            arguments: keyword arguments of the call.
-
-        Raises:
-            UnsupportedPipeline: the number of samples is wrong.
-        """
+        """Refuse the wrong number of samples of a call; warn once if they do not have the size that was asked for."""
         name = self.pipeline.__name__
         if len(samples) != count:
             raise UnsupportedPipeline(
@@ -193,16 +168,7 @@ class PipelineInputs:
             )
 
     def check(self, dataset: Dataset, name: str) -> None:
-        """Refuse a dataset whose files cannot be read; warn of images, videos and sound that nothing takes.
-
-        Args:
-            dataset: the user's dataset.
-            name: the argument that it was passed as, for the message.
-
-        Raises:
-            ValueError: there are neither prompts nor embeddings, or a column is missing that the pipeline needs; or as
-                in `check_columns`.
-        """
+        """Refuse a dataset whose files cannot be read; warn of images, videos and sound that nothing takes."""
         if "prompt" not in dataset.column_names and not any(map(is_embedding, self.accepted)):
             raise ValueError(
                 f"{name} has no column 'prompt', and {self.pipeline.__name__} takes no prompt_embeds; add the prompts."
@@ -215,6 +181,8 @@ class PipelineInputs:
                 f"the column, or rename the one that holds it (there are {', '.join(given)})."
             )
         self.check_columns(dataset, name)
+        for column in sorted(self._reserved.intersection(given) - self._asked):
+            logger.warning("%s: the pipeline does not get the column %r: %s.", name, column, explain_reserved(column))
         media = self.columns(dataset).list_media()
         videos = [column for column in media if column in self.accepted and "video" in column]
         if videos and self.args.fps is None and not any(rate in self.parameters for rate in RATES):
@@ -240,51 +208,8 @@ class PipelineInputs:
         """Return the arguments without a default that neither the settings nor the `given` columns set."""
         return find_missing(self.parameters, {*given, *self.fixed})
 
-    def check_sources(self, policy: Policy, named: list[tuple[str, Dataset]], prompts: list[str]) -> None:
-        """Refuse rows without an image, a mask or a video that the pipeline cannot be called without.
-
-        Many pipelines need an image although its parameter has a default. A run would fail only when it draws such a
-        row. So the pipeline is called, up to its network, with a row of each kind that lacks an input of this sort.
-
-        Args:
-            policy: policy of the pipeline.
-            named: the datasets, with the names that messages use for them.
-            prompts: prompts that are sampled without a dataset (`validation_prompts`).
-
-        Raises:
-            ValueError: there is such a row.
-        """
-        sources = {name for name in SOURCES if name in self.accepted and name not in self.fixed}
-        if not sources or policy.draws_tokens or policy.writer is not None:  # whose tokens would be written for this
-            return
-        kinds: dict[frozenset[str], tuple[str, dict[str, Any]]] = {}  # by what is absent: where, and the row
-        for name, dataset in named:
-            for filled, index in self.columns(dataset).find_filled(sources).items():
-                if (absent := frozenset(sources - filled)) and absent not in kinds:
-                    kinds[absent] = f"{name}, row {index} (the first is row 0)", self.rows(dataset, [index])[0]
-        if prompts and frozenset(sources) not in kinds:
-            kinds[frozenset(sources)] = "validation_prompts", {"prompt": prompts[0]}
-        for absent, (place, row) in kinds.items():
-            refusal = self._find_refusal(policy, row, BATCHED, 1)
-            if refusal is None or any(self._find_refusal(policy, row, form, 1) is None for form in (SINGLE, LISTED)):
-                continue
-            raise ValueError(
-                f"{place}: {self.pipeline.__name__} fails without {' and '.join(sorted(absent))}, with "
-                f"{type(refusal).__name__}: {' '.join(str(refusal).split())}"
-            )
-
     def check_columns(self, dataset: Dataset, name: str) -> None:
-        """Refuse columns that the pipeline could take and never gets, and files that cannot be read.
-
-        A column with the name of an argument that the trainer sets itself is accepted if a reward reads it.
-
-        Args:
-            dataset: the user's dataset.
-            name: the argument that it was passed as, for the message.
-
-        Raises:
-            ValueError: there is such a column, or as in [`~diffusion_grpo.data.columns.Columns.check`].
-        """
+        """Refuse columns that the pipeline could take and never gets, and files that cannot be read."""
         for column in list_given(dataset):
             if column.startswith("callback") and column in self.accepted:
                 raise ValueError(
@@ -296,209 +221,7 @@ class PipelineInputs:
                     f"{name}, column {column!r}: all videos of a run have the same frames per second; set "
                     f"pipeline_kwargs: {{{column}: ...}}, and remove or rename the column."
                 )
-            if column in self._reserved - self._asked:
-                advice = "" if column in PROVIDED else ", or name it as a parameter of the reward that reads it"
-                raise ValueError(f"{name}, column {column!r}: {explain_reserved(column)}; rename the column{advice}.")
         self.columns(dataset).check(name)
-
-    def learn(
-        self,
-        policy: Policy,
-        rows: list[dict[str, Any]],
-        noise_level: float | None,
-        args: DiffusionGRPOConfig | None = None,
-        accelerator: Accelerator | None = None,
-    ) -> None:
-        """Find out, once per set of columns, whether samples can share a call; `parts` and `__call__` depend on it.
-
-        Args:
-            policy: policy of the pipeline.
-            rows: decoded rows of the dataset.
-            noise_level: noise level of the policy's process; None for tokens.
-            args: settings with the sizes and steps to use if the pipeline is only sampled from; by default those of
-                the constructor.
-            accelerator: given if all processes must call the network together. They then try the same rows: for each
-                set of columns that is new to some process, the row of the first such process. A collective.
-
-        Raises:
-            RowError: the pipeline takes the rows in no form; its error is chained.
-        """
-        if policy.draws_tokens:  # such pipelines take a list of prompts
-            return
-        is_trained, args = args is None, args or self.args
-        asked: dict[frozenset[str], dict[str, Any]] = {}
-        for row in rows:
-            given = self.find_given(row)
-            if given not in self.forms:
-                asked.setdefault(given, {name: row[name] for name in row if name in given})
-        for given, row in (asked if accelerator is None else _gather_asked(asked, accelerator)).items():
-            try:
-                self.forms[given] = self._find_form(policy, row, noise_level, args, is_trained)
-            except (UnsupportedPipeline, UntrainedStepError, torch.OutOfMemoryError, torch.AcceleratorError):
-                raise
-            except Exception as error:  # any error of the pipeline, or of its network
-                if any(self._find_refusal(policy, row, name, 1) is None for name in (BATCHED, SINGLE, LISTED)):
-                    raise  # the network failed
-                own = f" (prompt {row['prompt']!r})" if isinstance(row.get("prompt"), str) else ""
-                raise RowError(
-                    f"{self.pipeline.__name__} fails on a row with {', '.join(sorted(given))}{own}: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
-
-    def _find_form(
-        self,
-        policy: Policy,
-        row: dict[str, Any],
-        noise_level: float | None,
-        args: DiffusionGRPOConfig,
-        is_trained: bool,
-    ) -> Form:
-        """Find the form by calling the pipeline with one row; warn if it takes samples only one by one."""
-        count = args.rollout_call_size
-        if count == 1:  # evaluations and updates may have larger calls
-            count = min(2, max(args.per_device_train_batch_size, args.eval_batch_size))
-        start, stop = args.window
-        last = args.num_inference_steps - 1  # has no noise; only re-noised samples train it
-        start = min(start, last - 1)
-        drew, policy.draws_globally = policy.draws_globally, False  # draws of rewards and decoders do not count
-        try:
-            form = find_form(
-                policy,
-                row,
-                self.arguments,
-                count,
-                num_inference_steps=args.num_inference_steps,
-                steps=list(range(start, min(start + 2, stop, last))),
-                noise_level=noise_level,
-            )
-        finally:
-            self.draws_globally |= policy.draws_globally
-            policy.draws_globally |= drew
-        if self._spacing:
-            self._check_times(policy)
-        if "strength" not in row:  # another row may take more steps
-            self._check_window(policy, args)
-            self._check_networks(policy, row, form, args, is_trained)
-        if form.reason is not None and count > 1:
-            logger.warning(
-                "%s does not take several samples in one call (%s); they are rolled out and replayed one by one.",
-                self.pipeline.__name__,
-                form.reason,
-            )
-        return form
-
-    def _check_times(self, policy: Policy) -> None:
-        """Refuse `sigmas` if the timesteps that the last call gave the network do not match them.
-
-        GLM-Image and CogView4 set timesteps of their own in addition to the sigmas.
-
-        Raises:
-            UnsupportedPipeline: the timesteps do not match.
-        """
-        scheduler = policy.scheduler
-        times = scheduler.timesteps.cpu().float() / scheduler.config.num_train_timesteps
-        if not torch.allclose(times, scheduler.sigmas[: len(times)].cpu().float(), atol=1e-3):
-            raise UnsupportedPipeline(
-                f"sigmas: {self.pipeline.__name__} passes its network times that it computes itself, which would not "
-                "match those of the steps; leave sigmas out."
-            )
-
-    def _check_window(self, policy: Policy, args: DiffusionGRPOConfig) -> None:
-        """Refuse a window that reaches beyond the steps of the last call; a later rollout would draw such a step.
-
-        Raises:
-            UnsupportedPipeline: the window reaches too far.
-        """
-        steps, length = args.trainable_steps, policy.loop_length
-        if length is not None and steps.stop > (length if args.traits.is_renoised else length - 1):
-            raise UnsupportedPipeline(
-                f"{self.pipeline.__name__} takes {length} of {args.num_inference_steps} steps with these inputs (as "
-                f"with a strength below 1), but steps {steps.start} to {steps.stop - 1} may be trained, and the last "
-                "one has no noise; set sde_window, or raise num_inference_steps."
-            )
-
-    def _check_networks(
-        self, policy: Policy, row: dict[str, Any], form: Form, args: DiffusionGRPOConfig, is_trained: bool
-    ) -> None:
-        """Refuse networks that no step calls, and a window with a step of an expert that is not trained.
-
-        A later rollout would draw such a step. Warn of an expert that is to be trained but that no trained step calls.
-
-        Raises:
-            UntrainedStepError: there is such a network or step.
-        """
-        others = [name for name in policy.component if name not in policy.experts]  # such as a text encoder
-        experts = [name for name in policy.component if name in policy.experts] if is_trained else []
-        if not (policy.frozen_experts or others or len(experts) > 1):
-            return
-        passing = policy.find_passing_steps(self.arguments([row], form.name), args.num_inference_steps)
-        for name in others:
-            if not passing[name] - {0}:  # encoding prompts before the loop counts as step 0
-                alone = " and ".join(policy.experts) or "another network"
-                raise UntrainedStepError(
-                    f"{name} (train_component) runs in no step of {self.pipeline.__name__}'s loop, so it cannot be "
-                    f"trained; train {alone} alone."
-                )
-        found = set().union(*passing.values())
-        for step in args.trainable_steps:
-            if step not in found:
-                policy.refuse_step(step, found)
-        for name in experts:
-            if passing[name].isdisjoint(args.trainable_steps):
-                logger.warning(
-                    "%s will not be trained: it runs in %s, and only %s may be trained. Set sde_window to train it "
-                    "too, or train_component=%r to spare its memory.",
-                    name,
-                    _describe_steps(passing[name]),
-                    _describe_steps(args.trainable_steps),
-                    ", ".join(other for other in policy.component if other != name),
-                )
-
-    def check_shared_calls(self, policy: Policy, row: dict[str, Any], loss_type: str) -> None:
-        """Refuse a pipeline that takes one sample per call, if this shows before its network runs.
-
-        Args:
-            policy: policy of the pipeline.
-            row: decoded row of the dataset.
-            loss_type: name of a loss that compares the samples of a prompt.
-
-        Raises:
-            UnsupportedPipeline: the pipeline takes the row once but not twice.
-        """
-        if (reason := self._find_refusal(policy, row, BATCHED, 2)) is None:
-            return
-        if all(self._find_refusal(policy, row, form, 1) is not None for form in (SINGLE, LISTED)):
-            return  # the first rollout reports what is wrong
-        self.forms[self.find_given(row)] = Form(SINGLE, " ".join(str(reason).split()).rstrip("."))
-        self.refuse_single([row], loss_type)
-
-    def _find_refusal(self, policy: Policy, row: dict[str, Any], form: str, count: int) -> Exception | None:
-        """Return the error with which the pipeline refuses copies of a row before its network runs; None if none."""
-        drew = policy.draws_globally
-        try:
-            policy.reach_network(self.arguments([row] * count, form), self.args.num_inference_steps, count)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # whatever goes wrong inside the pipeline is an answer to the question
-            return error
-        finally:
-            policy.prompts.clear()
-            policy.draws_globally = drew  # a rollout may leave out what drew here
-        return None
-
-    def refuse_single(self, rows: list[dict[str, Any]], loss_type: str) -> None:
-        """Refuse rows that cannot share a call with others, for a loss that compares the samples of a prompt.
-
-        Raises:
-            UnsupportedPipeline: `learn` has found that there is such a row.
-        """
-        forms = (self.forms.get(self.find_given(row), Form(BATCHED)) for row in rows)
-        single = next((form for form in forms if form.name != BATCHED), None)
-        if single is not None:
-            raise UnsupportedPipeline(
-                f"loss_type={loss_type!r} compares the samples of a prompt within one pipeline call, but "
-                f"{self.pipeline.__name__} takes one sample per call ({single.reason}); use loss_type='nft' or 'awm'."
-            )
 
     def parts(self, rows: list[dict[str, Any]]) -> list[list[int]]:
         """Return the indices of the rows of each call: rows with equal numbers and shapes, or single rows."""
@@ -509,14 +232,17 @@ class PipelineInputs:
         return parts
 
     def calls(self, rows: list[dict[str, Any]]) -> list[list[int]]:
-        """Return the indices of the samples of each pipeline call of a rollout, at most `rollout_call_size` per call.
-
-        Args:
-            rows: one row per sample.
-        """
+        """Return the indices of the samples of each call of a rollout, at most `rollout_call_size` in each."""
         size = self.args.rollout_call_size
         starts = range(0, len(rows), size)
         return [[start + i for i in indices] for start in starts for indices in self.parts(rows[start : start + size])]
+
+
+def _is_per_sample(name: str, value: Any) -> bool:
+    """Return whether each sample gets its own copy of an argument that is set for all: a prompt, or images."""
+    images = value if isinstance(value, list) and value else [value]
+    is_text = isinstance(value, str) and "prompt" in name
+    return is_text or all(isinstance(image, Image.Image) for image in images)
 
 
 def find_missing(parameters: Mapping[str, inspect.Parameter], given: Collection[str]) -> list[str]:
@@ -526,29 +252,6 @@ def find_missing(parameters: Mapping[str, inspect.Parameter], given: Collection[
     """
     needed = [name for name, it in parameters.items() if it.default is it.empty and it.kind not in VARIADIC]
     return [name for name in needed if name not in {"self", "prompt", *given}]
-
-
-def _describe_steps(steps: Collection[int]) -> str:
-    if not steps:
-        return "no step"
-    first, last = min(steps), max(steps)
-    return f"step {first}" if first == last else f"steps {first} to {last}"
-
-
-def _gather_asked(
-    own: dict[frozenset[str], dict[str, Any]], accelerator: Accelerator
-) -> dict[frozenset[str], dict[str, Any]]:
-    """Return a row for each set of columns that some process asks about, in the same order everywhere; a collective.
-
-    The row is the decoded row of the first such process.
-    """
-    found: dict[frozenset[str], dict[str, Any]] = {}
-    for process, asked in enumerate(gather_json(accelerator, [sorted(given) for given in own])):
-        for given in map(frozenset, asked):
-            if given not in found:
-                packet = pack_samples([own[given]], None) if process == accelerator.process_index else None
-                (found[given],), _ = unpack_samples(broadcast_bytes(accelerator, packet, process), torch.device("cpu"))
-    return found
 
 
 def find_image_mode(pipe: DiffusionPipeline | type[DiffusionPipeline]) -> str:

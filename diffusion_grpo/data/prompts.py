@@ -1,145 +1,127 @@
 """Datasets of prompts: loaded from a file, a folder or the Hub, and checked before any model is loaded."""
 
-import contextlib
-import csv
 import hashlib
-import itertools
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pyarrow as pa
-import pyarrow.compute
+import pyarrow.csv
 
+from ..config.files import read_text
 from ..config.names import check_name
-from .columns import drop_format, has_transform, make_paths_absolute
+from .columns import drop_format, has_transform, is_string, make_paths_absolute
 from .embeddings import EMBEDDED, is_embedding
 
 TO_DATASET = {  # what to do about other types
-    "str": "read it with diffusion_grpo.data.prompts.load_prompts",
     "IterableDataset": "load it without streaming=True, or make one with Dataset.from_generator",
     "DatasetDict": "choose one of its splits",
-    "list": "make one with Dataset.from_list",
 }
-PLAIN = [  # patterns of a table's fields, and their types
-    (r"^\s*[+-]?(0|[1-9]\d*)\s*$", pa.int64()),
-    (r"^\s*[+-]?((0|[1-9]\d*)\.?|(0|[1-9]\d*)?\.\d+|inf)([eE][+-]?\d+)?\s*$", pa.float64()),
-    (r"^\s*(True|TRUE|true|False|FALSE|false)\s*$", pa.bool_()),
-]
-BLANK = re.compile(r"\s*")
 UNNAMED = "eval_dataset"  # name of an evaluation dataset that is not in a dict
-
-
-def read_csv(path: Path) -> datasets.Dataset:
-    """Read a table; only empty fields and `nan` count as missing, so that a text may say None or NA.
-
-    A column becomes numbers or truth values if all its fields are such. Digits after a leading zero, as in `007`, are
-    text. Lines without any text are skipped, and so are columns without a name and without any text.
-
-    Raises:
-        ValueError: a line has more fields than the header, the header has a name twice, or quotation marks are not in
-            pairs.
-    """
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        lines = csv.reader(file, strict=True)
-        rows = _explain_quotes(lines)
-        header = [name or f"Unnamed: {place}" for place, name in enumerate(next(rows, []))]  # as in pandas
-        columns: dict[str, list[str | None]] = {name: [] for name in header}
-        if len(columns) < len(header):
-            raise ValueError("the header names a column twice; rename one of them.")
-        for fields in rows:
-            if not any(map(str.strip, fields)):
-                continue
-            if len(fields) > len(header):
-                raise ValueError(
-                    f"line {lines.line_num} has {len(fields)} fields, but the header has {len(header)}; put text that "
-                    "contains a comma in double quotation marks."
-                )
-            for column, field in itertools.zip_longest(columns.values(), fields):
-                column.append(None if field in (None, "", "nan", "NaN") else field)
-    kept = {name: texts for name, texts in columns.items() if any(texts) or not name.startswith("Unnamed: ")}
-    return datasets.Dataset(
-        pa.table({name: _read_plain(pa.array(texts, pa.string())) for name, texts in kept.items()})
-    )
-
-
-def _explain_quotes(lines: Any) -> Iterator[list[str]]:
-    """Yield the lines of a `csv.reader`; say what to do about quotation marks that are not in pairs."""
-    try:
-        yield from lines
-    except csv.Error as error:
-        is_quote = "expected after" in str(error) or "unexpected end" in str(error)
-        advice = "; in a text within quotation marks, write each of its own marks twice." if is_quote else ""
-        raise ValueError(f"line {lines.line_num}: {error}{advice}") from None
-
-
-def _read_plain(texts: pa.Array) -> pa.Array:
-    """Return texts as whole numbers, numbers or truth values if all are such."""
-    for pattern, kind in PLAIN:
-        if texts.null_count < len(texts) and pa.compute.all(pa.compute.match_substring_regex(texts, pattern)).as_py():
-            plain = pa.compute.replace_substring_regex(pa.compute.utf8_trim_whitespace(texts), r"^\+", "")
-            with contextlib.suppress(pa.ArrowInvalid):  # a number that is too large
-                return plain.cast(kind)
-    return texts
-
-
-def read_json(path: Path) -> datasets.Dataset:
-    """Read rows of JSON; texts that look like dates stay texts.
-
-    Arrow takes them for dates. Such columns are read again; one of values that only Arrow can combine stays as it is.
-    """
-    found = datasets.Dataset.from_json(str(path))
-    dates = [name for name, kind in found.features.items() if "timestamp" in str(kind)]
-    rows = list(_decode_values(path.read_text(encoding="utf-8-sig"))) if dates else []
-    for name in dates if len(rows) == len(found) else []:
-        with contextlib.suppress(pa.ArrowException, TypeError):
-            texts = datasets.Dataset.from_dict({name: [row.get(name) for row in rows]})
-            others = found.remove_columns(name)
-            found = datasets.concatenate_datasets([others, texts], axis=1).select_columns(found.column_names)
-    return found
-
-
-def _decode_values(text: str) -> Iterator[Any]:
-    """Yield the values of a JSON text one after the other: rows, or the rows of a list."""
-    decoder, place = json.JSONDecoder(), 0
-    while (start := BLANK.match(text, place).end()) < len(text):
-        value, place = decoder.raw_decode(text, start)
-        yield from value if isinstance(value, list) else [value]
-
-
-READERS = {
-    ".txt": lambda path: datasets.Dataset.from_dict({"prompt": read_lines(path)}),
-    ".jsonl": read_json,
-    ".json": read_json,
-    ".parquet": lambda path: datasets.Dataset.from_parquet(str(path)),
-    ".csv": read_csv,
-}
 SPLITS = ("train", "validation", "val", "test")  # names of files that hold a split
 
 
 def read_lines(path: Path) -> list[str]:
     """Read the lines of a text file that are not blank, without the white space around them."""
-    return [line.strip() for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
+    return [line.strip() for line in read_text(path).split("\n") if line.strip()]
 
 
-def load_prompts(source: str, split: str = "train") -> datasets.Dataset:
+def _read_csv(path: Path) -> datasets.Dataset:
+    """Read a table, and refuse lines with too many fields, as of a comma that is not in quotation marks."""
+    prompts = pyarrow.csv.ConvertOptions(column_types={"prompt": pa.string()})
+    parsing = pyarrow.csv.ParseOptions(newlines_in_values=True)
+    reading = pyarrow.csv.ReadOptions(block_size=path.stat().st_size + 1)  # types are those of all rows
+    return datasets.Dataset(pyarrow.csv.read_csv(path, reading, parsing, prompts))
+
+
+def _read_json(path: Path) -> datasets.Dataset:
+    """Read rows of JSON, or the rows in the only field of an object, as in FastVideo's `{"data": [...]}`."""
+    dataset = datasets.Dataset.from_json(str(path))
+    if len(dataset) == 1 and len(dataset.column_names) == 1:
+        (value,) = dataset[0].values()
+        if isinstance(value, list) and value and isinstance(value[0], dict) and "role" not in value[0]:
+            return datasets.Dataset.from_list(value)
+    return dataset
+
+
+READERS = {
+    ".txt": lambda path: datasets.Dataset.from_dict({"prompt": read_lines(path)}),
+    ".jsonl": _read_json,
+    ".json": _read_json,
+    ".parquet": lambda path: datasets.Dataset.from_parquet(str(path)),
+    ".csv": _read_csv,
+}
+
+
+def load_prompts(source: Any, split: str = "train", prompt_column: str | None = None) -> Any:
     """Load a dataset of prompts; [`check_dataset`] says whether it is one.
 
     Args:
-        source: a file (`.txt`, one prompt per line; `.jsonl`, `.json`, `.parquet`, `.csv`, with a column `prompt`), a
-            folder with a file for each split (`train.txt` or `train_metadata.jsonl`, as in Flow-GRPO), a folder
-            written by `save_to_disk`, any other folder or Hub id that `datasets.load_dataset` knows, or `"tiny"`, the
-            prompts of the embedded model. Paths of images, videos and sound in a file are relative to its folder.
+        source: a file (`.txt`, one prompt per line; `.jsonl`, `.json`, `.parquet`, `.csv`), a folder with a file for
+            each split (`train.txt` or `train_metadata.jsonl`, as in Flow-GRPO), a folder written by `save_to_disk`,
+            any other folder or Hub id that `datasets.load_dataset` knows, or `"tiny"`, the prompts of the embedded
+            model; or a list of prompts or of rows, or a dataset. Paths of images, videos and sound in a file are
+            relative to its folder.
         split: which split of the dataset; a single file has none and is returned whole.
+        prompt_column: the column that holds the prompts. By default `prompt`, or else a column `caption`, one called
+            `prompt` in other capitals, or the only column of texts.
 
-    Raises:
-        ValueError: the file does not exist, is of another kind, is empty or cannot be read, or the folder has no such
-            split.
+    Returns:
+        a dataset whose column `prompt` holds the prompts, if there are any; or the source, if it is of another type.
     """
+    if isinstance(source, (str, Path)):
+        source = _load(str(source), split)
+    elif isinstance(source, (list, tuple)) and all(isinstance(item, str) for item in source):
+        source = datasets.Dataset.from_dict({"prompt": list(source)})
+    elif isinstance(source, list) and all(isinstance(item, dict) for item in source):
+        source = datasets.Dataset.from_list(source)
+    if not isinstance(source, datasets.Dataset) or has_transform(source):
+        return source
+    return _take_messages(_fill_prompts(source, prompt_column))
+
+
+def load_given(source: Any, split: str, prompt_column: str | None) -> Any:
+    """Load what a trainer was given for one or, in a dict, for several datasets; see [`load_prompts`]."""
+    if isinstance(source, dict) and not isinstance(source, datasets.DatasetDict):
+        return {name: load_prompts(each, split, prompt_column) for name, each in source.items()}
+    return load_prompts(source, split, prompt_column)
+
+
+def _fill_prompts(dataset: datasets.Dataset, prompt_column: str | None) -> datasets.Dataset:
+    """Return the dataset with the column `prompt`, copied from the one that holds the prompts."""
+    names = dataset.column_names
+    if prompt_column is not None and prompt_column not in names:
+        raise ValueError(f"prompt_column: there is no column {prompt_column!r}; there are {', '.join(names)}.")
+    texts = [name for name in names if is_string(dataset.features[name])]
+    if prompt_column is None:
+        if "prompt" in names or any(is_embedding(name) for name in names if name not in texts):
+            return dataset
+        known = [name for name in texts if name.lower() == "prompt"] + [name for name in texts if name == "caption"]
+        prompt_column = known[0] if known else texts[0] if len(texts) == 1 else "prompt"
+    if prompt_column == "prompt" or prompt_column not in names:
+        return dataset
+    files = [name for name in texts if is_embedding(name)]  # DanceGRPO's embeddings, which are encoded anew
+    others = dataset.remove_columns([*files, *({"prompt"} & set(names))])
+    return others.add_column("prompt", drop_format(dataset)[prompt_column][:])
+
+
+def _take_messages(dataset: datasets.Dataset) -> datasets.Dataset:
+    """Return the dataset with prompts of one chat message each, as in verl's files, as texts."""
+    feature = dataset.features.get("prompt")
+    message = feature.feature if isinstance(feature, (datasets.List, datasets.LargeList)) else None
+    if not isinstance(message, dict) or "content" not in message:
+        return dataset
+    prompts = drop_format(dataset)["prompt"][:]
+    if any(prompt is None or len(prompt) != 1 for prompt in prompts):
+        return dataset  # `check_dataset` names the row
+    return dataset.remove_columns("prompt").add_column("prompt", [prompt[0]["content"] for prompt in prompts])
+
+
+def _load(source: str, split: str) -> datasets.Dataset:
+    """Load the prompts of a file, a folder or a Hub id."""
     source = os.path.expanduser(source)
     path = Path(source)
     if source == "tiny":
@@ -165,25 +147,24 @@ def load_prompts(source: str, split: str = "train") -> datasets.Dataset:
     if files := find_splits(path):
         if split not in files:
             raise ValueError(f"{source} has no split '{split}'; it has {', '.join(files)}.")
-        return load_prompts(str(files[split]))
+        return _load(str(files[split]), split)
     try:
-        loaded = datasets.load_dataset(source, split=split)
+        return datasets.load_dataset(source, split=split)
     except datasets.exceptions.DatasetGenerationError as error:
         for file in sorted(path.rglob("*")) if path.is_dir() else []:
             if file.suffix in READERS:
                 _read_file(file)  # raises an error with the name of the broken file
         raise ValueError(f"{source} cannot be read: {_find_reason(error)}") from error
-    if path.is_dir() and "prompt" not in loaded.column_names and "text" in loaded.column_names:
-        loaded = loaded.rename_column("text", "prompt")
-    return loaded
 
 
 def _read_file(path: Path) -> datasets.Dataset:
     if not path.stat().st_size:
         raise ValueError(f"{path} is empty; write prompts into it.")
+    if path.suffix != ".parquet":
+        read_text(path)  # refuses other encodings
     try:
         return READERS[path.suffix](path)
-    except (datasets.exceptions.DatasetsError, pa.ArrowException, StopIteration, ValueError, csv.Error) as error:
+    except (datasets.exceptions.DatasetsError, pa.ArrowException, StopIteration, ValueError) as error:
         raise ValueError(f"{path} cannot be read as {path.suffix[1:]}: {_find_reason(error)}") from error
 
 
@@ -192,11 +173,7 @@ def _find_reason(error: Exception) -> str:
 
 
 def find_splits(folder: Path) -> dict[str, Path]:
-    """Find the files of a folder in Flow-GRPO's layout: `train.txt` or `train_metadata.jsonl`, and likewise `test`.
-
-    Raises:
-        ValueError: there are two files of one split.
-    """
+    """Find the files of a folder in Flow-GRPO's layout: `train.txt` or `train_metadata.jsonl`, and likewise `test`."""
     found: dict[str, Path] = {}
     for file in sorted(folder.iterdir()) if folder.is_dir() else []:
         split = file.stem.removesuffix("_metadata")
@@ -254,11 +231,7 @@ def get_prompt_column(dataset: datasets.Dataset) -> Iterable[str]:
 
 
 def name_datasets(train: Any, evaluation: Any) -> list[tuple[str, datasets.Dataset]]:
-    """Return the datasets that a user gave, one or several for evaluation, with the names used in messages.
-
-    Raises:
-        ValueError: the name of an evaluation dataset cannot be part of a file name.
-    """
+    """Return the datasets that a user gave, one or several for evaluation, with the names used in messages."""
     evaluations = evaluation if isinstance(evaluation, dict) else {UNNAMED: evaluation}
     for name in evaluations:
         check_name(name, "The evaluation dataset's name", "give the dataset another name")
@@ -267,15 +240,7 @@ def name_datasets(train: Any, evaluation: Any) -> list[tuple[str, datasets.Datas
 
 
 def choose_evaluated(given: Any, own: Any) -> dict[str, datasets.Dataset]:
-    """Return the datasets of one evaluation by name, checked.
-
-    Args:
-        given: what this evaluation was given: a dataset, several by name, the name of one of `own`, or None for `own`.
-        own: the trainer's dataset, or several by name.
-
-    Raises:
-        ValueError: there is no such dataset, or as in `check_dataset`.
-    """
+    """Return the datasets of one evaluation by name, checked."""
     if isinstance(given, str):
         names = list(own) if isinstance(own, dict) else []
         if given not in names:
@@ -292,26 +257,17 @@ def choose_evaluated(given: Any, own: Any) -> dict[str, datasets.Dataset]:
 
 
 def check_dataset(dataset: datasets.Dataset, name: str = "train_dataset") -> None:
-    """Refuse a dataset that has neither prompts nor embeddings of them.
-
-    Args:
-        dataset: what the user gave.
-        name: the argument that it was passed as, for the message.
-
-    Raises:
-        ValueError: the dataset is not a `datasets.Dataset`, has neither a column `prompt` nor `prompt_embeds`, has no
-            rows, has a prompt that is not a string, or has a format or transform that hides columns.
-    """
+    """Refuse a dataset that has neither prompts nor embeddings of them."""
     if not isinstance(dataset, datasets.Dataset):
         found = type(dataset).__name__
         raise ValueError(
             f"{name} is of type {found}, but must be a datasets.Dataset with a column 'prompt'; "
-            f"{TO_DATASET.get(found, 'make one with Dataset.from_dict')}."
+            f"{TO_DATASET.get(found, 'or a path, or a list of prompts')}."
         )
     if "prompt" not in dataset.column_names and not any(map(is_embedding, dataset.column_names)):
         raise ValueError(
-            f"{name} has no column 'prompt', only {dataset.column_names}; rename the one that holds the prompts "
-            f"with rename_column, give embeddings as '{EMBEDDED}', or add empty prompts if the pipeline takes none."
+            f"{name} has no column 'prompt', only {dataset.column_names}; set prompt_column to the one that holds "
+            f"the prompts, give embeddings as '{EMBEDDED}', or add empty prompts if the pipeline takes none."
         )
     if len(dataset) == 0:
         raise ValueError(f"{name} is empty; give it at least one row with a prompt.")

@@ -25,9 +25,6 @@ class GroupSampler(torch.utils.data.Sampler[int]):
         seed: seed of the permutations, not negative.
         processes: number of equal, consecutive shares in each chunk.
         copies: number of processes that get the same share.
-
-    Raises:
-        ValueError: a number that must be positive is not.
     """
 
     def __init__(
@@ -84,12 +81,6 @@ def check_accelerator_config(config: AcceleratorConfig) -> None:
     """Refuse settings of accelerate's data loader that would break up the groups.
 
     The sampler itself gives each process its share of a rollout, and the data loader yields row numbers, not tensors.
-
-    Args:
-        config: the setting `accelerator_config` of the run.
-
-    Raises:
-        ValueError: `split_batches`, `dispatch_batches` or accelerate's own number of accumulation steps is set.
     """
     for name in ("split_batches", "dispatch_batches"):
         if getattr(config, name):

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from ..config.arguments import LaunchArguments
+from ..config.files import read_text
 
 CONFIGS = resources.files("diffusion_grpo.distributed").joinpath("accelerate_configs")
 
@@ -76,7 +77,7 @@ def read_settings(arguments: LaunchArguments) -> dict[str, Any]:
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     has_many = max(given.get("num_processes", 0), given.get("num_machines", 0)) > 1
     path = find_accelerate_config(given.pop("accelerate_config", "multi_gpu" if has_many else "single_gpu"))
-    settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    settings = yaml.safe_load(read_text(path))
     if not isinstance(settings, dict) or "distributed_type" not in settings:
         raise ValueError(f"accelerate_config: {path} has no distributed_type; make one with `accelerate config`.")
     return {"num_machines": 1, **settings, **given, "config_file": str(path)}

@@ -3,10 +3,11 @@
 import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from transformers import TrainingArguments
+
+from ..config.files import read_text
 
 LIVE_WEIGHTS = 10**9
 
@@ -116,7 +117,7 @@ def _read_deepspeed_config(config: str | dict[str, Any]) -> dict[str, Any]:
     """
     if isinstance(config, str):
         try:
-            config = json.loads(Path(config).read_text(encoding="utf-8"))
+            config = json.loads(read_text(config))
         except (OSError, ValueError) as error:
             raise ValueError(f"DeepSpeed's configuration {config} cannot be read: {error}") from error
     zero = config.get("zero_optimization", {})

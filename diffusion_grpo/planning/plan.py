@@ -23,12 +23,12 @@ from ..config.arguments import LaunchArguments, LoraArguments, ScriptArguments
 from ..config.parse import parse_train_arguments
 from ..config.quantization import choose_specs
 from ..config.settings import DiffusionGRPOConfig
+from ..data.calls import BATCHED, LISTED, SINGLE, Form
 from ..data.inputs import PipelineInputs
 from ..distributed.launch import check_processes, read_settings
 from ..distributed.refusals import check_optimizer, check_quantization
 from ..distributed.sharding import Sharding, override_launch_settings
 from ..policy.base import Policy
-from ..policy.batching import BATCHED, LISTED, SINGLE, Form
 from ..policy.network_gate import NetworkAccess
 from ..policy.token import make_policy
 from ..policy.unguided import switch_guidance_off
@@ -204,7 +204,7 @@ def plan(
             f"context_parallel_size={args.context_parallel_size} divides the activations of a sample among processes; "
             "they are planned whole."
         )
-    rows = _load_rows(script, made.notes)
+    rows = _load_rows(script, args.prompt_column, made.notes)
     made.batches = Batches.of(args, None if rows is None else len(rows))
     try:
         folder = tiny.PATH if script.model == "tiny" else find_configuration(script.model)
@@ -221,11 +221,11 @@ def plan(
     return made
 
 
-def _load_rows(script: ScriptArguments, notes: list[str]) -> "Dataset | None":
+def _load_rows(script: ScriptArguments, prompt_column: str | None, notes: list[str]) -> "Dataset | None":
     from ..data.prompts import load_prompts
 
     try:
-        return load_prompts(script.dataset, split=script.dataset_train_split)
+        return load_prompts(script.dataset, script.dataset_train_split, prompt_column)
     except (ValueError, OSError) as error:
         notes.append(f"The dataset {script.dataset} cannot be read here: {' '.join(str(error).split())}")
         return None
@@ -355,7 +355,7 @@ def _measure_or_note(
 def _measure_in_some_form(
     policy: Policy, mode: FakeTensorMode, inputs: PipelineInputs, row: dict[str, Any], args: DiffusionGRPOConfig
 ) -> Measurement:
-    """Measure a micro-batch in the first form in which the pipeline takes it; see `PipelineInputs.learn`.
+    """Measure a micro-batch in the first form in which the pipeline takes it; see `learn_forms`.
 
     The form cannot be probed as in training, because tensors without values do not change.
     """

@@ -8,6 +8,7 @@ families: arguments are compared by value, tensors by content.
 import contextlib
 import hashlib
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,6 +31,7 @@ class PromptCache:
     keeps_prompts = False
 
     def __init__(self):
+        say_cuts_once()
         self.calls: dict[Any, Any] = {}  # results of whole calls, by all arguments
         # by the arguments that are not prompts, then by the prompts of an encoder call
         self.encoded: dict[Any, dict[tuple[Prompts, ...], Any]] = {}
@@ -121,6 +123,27 @@ def _find_prompts(arguments: dict[str, Any]) -> list[str] | None:
     if not all(_is_setting(value) for value in others) or any(_has_length(value, len(prompts)) for value in others):
         return None
     return names
+
+
+class _CutsOnce(logging.Filter):
+    """Drops diffusers' message that prompts are cut for CLIP if all of them were named before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        _, is_cut, texts = record.getMessage().partition("was truncated because CLIP can only handle")
+        new = {text.strip("[]'\"") for text in texts.partition(": ")[2].split("', '")} - self.said
+        self.said |= new if is_cut else set()
+        return not is_cut or bool(new)
+
+
+def say_cuts_once() -> None:
+    """Let diffusers say once per prompt that it is cut for CLIP, not in each rollout."""
+    for handler in logging.getLogger("diffusers").handlers:
+        if not any(isinstance(each, _CutsOnce) for each in handler.filters):
+            handler.addFilter(_CutsOnce())
 
 
 class _DoNotFit(Exception):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..algorithms.batch import Rows
 from ..algorithms.zero_advantages import sample_weights
+from ..data.call_form import learn_forms, refuse_single
 from ..data.inputs import PipelineInputs
 from ..distributed.backend import DistributedBackend
 from ..distributed.failure import ProcessGroupMonitor
@@ -179,9 +180,9 @@ class RolloutGenerator:
     def learn_inputs(self, rows: Rows) -> None:
         """Do the same as `learn`, when called by `run_passes`."""
         all_ask = self._backend.accelerator if self._backend.passes_together else None
-        self.inputs.learn(self._policy, rows, self._noise_level, accelerator=all_ask)
+        learn_forms(self.inputs, self._policy, rows, self._noise_level, accelerator=all_ask)
         if self._whole_groups is not None:
-            self.inputs.refuse_single(rows, self._whole_groups)
+            refuse_single(self.inputs, rows, self._whole_groups)
 
     def _roll_out(
         self, rows: Rows, order: RolloutOrder, step: int, scoring: RolloutScoring

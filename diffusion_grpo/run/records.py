@@ -75,7 +75,7 @@ def _trains_by(args: DiffusionGRPOConfig, peft_config: PeftConfig | None) -> str
     if args.lora_adapter is not None:
         return f"LoRA {args.lora_adapter}, trained further"
     if args.lora_path is not None:  # a Hub id, or a folder's name without its path
-        path = Path(args.lora_path).expanduser()
+        path = Path(args.lora_path)
         return f"LoRA {path.resolve().name if path.exists() else args.lora_path}, trained further"
     return "full" if peft_config is None else f"LoRA rank {getattr(peft_config, 'r', '?')}"
 

@@ -8,7 +8,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +18,14 @@ from tqdm import tqdm
 
 from ..algorithms.advantage_fn import load_advantage_fn
 from ..algorithms.advantages import combine, compute_advantages
+from ..data.call_form import learn_forms
+from ..data.calls import LISTED, SINGLE, Form
 from ..data.columns import Columns, drop_format
 from ..data.inputs import RATES, PipelineInputs, prepare_inputs
 from ..data.prompts import get_prompt_column, get_prompts
 from ..media.files import extract_samples, find_sampling_rate
 from ..pipelines import family_of
 from ..policy.base import call_arguments, policy_component
-from ..policy.batching import LISTED, SINGLE, Form
 from ..policy.rollout import rollout, sample_seed
 from ..policy.token import make_policy
 from ..rewards import Reward, reward_weights, score
@@ -155,7 +155,7 @@ def place(pipe: "DiffusionPipeline", settings: SampleSettings, device: torch.dev
 def load_adapter(pipe: "DiffusionPipeline", settings: SampleSettings) -> None:
     """Load the LoRA or the trained weights of a job; if a run starts from them, load them as the run does."""
     train = settings.train
-    if train is not None and train.lora_path and settings.lora == os.path.expanduser(train.lora_path):
+    if train is not None and train.lora_path and settings.lora == train.lora_path:
         load_lora(pipe, policy_component(pipe, train.train_component), settings.lora, train.keep_adapters)
     else:
         load_weights(pipe, settings.lora)
@@ -262,7 +262,7 @@ class Sampler:
         make = self._sample_with_noise if is_drawn else self._sample_plainly
         if settings.train is not None:
             level = settings.train.noise_level or self.policy.default_noise_level
-            self.inputs.learn(self.policy, rows, level, settings.train)
+            learn_forms(self.inputs, self.policy, rows, level, settings.train)
         for first in range(0, len(rows), settings.batch_size):
             for part in self._split(rows[first : first + settings.batch_size]):
                 chosen = [first + number for number in part]

@@ -265,7 +265,7 @@ def _read_yaml(arguments: argparse.Namespace, overrides: list[str], given: dict[
     settings |= {
         "model": script.model,
         "prompts": script.dataset,
-        "lora": train.lora_path and os.path.expanduser(train.lora_path),  # the rollouts of the run start from it
+        "lora": train.lora_path,  # the rollouts of the run start from it
         "split": script.dataset_train_split,
         "reward_funcs": script.reward_funcs,
         "eval_reward_funcs": script.eval_reward_funcs,

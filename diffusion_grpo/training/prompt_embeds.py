@@ -20,13 +20,13 @@ from torch import nn
 from tqdm import tqdm
 
 from ..config.settings import DiffusionGRPOConfig
+from ..data.calls import BATCHED, LISTED, SINGLE
 from ..data.distinct import Key, describe_text, find_distinct
 from ..data.inputs import PipelineInputs
 from ..distributed.collectives import broadcast_bytes, gather_json
 from ..distributed.failure import ProcessGroupMonitor
 from ..media.serialize import pack_samples, unpack_samples
 from ..policy.base import Policy
-from ..policy.batching import BATCHED, LISTED, SINGLE
 from ..policy.denoising import DenoisingPolicy
 from ..policy.drivers import UnsupportedPipeline
 from ..policy.prompt_calls import check_encode_prompt

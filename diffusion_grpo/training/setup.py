@@ -16,6 +16,7 @@ from ..algorithms.advantage_fn import load_advantage_fn
 from ..algorithms.base import Algorithm
 from ..algorithms.batch import Rows
 from ..config.settings import DiffusionGRPOConfig
+from ..data.call_form import check_shared_calls
 from ..data.columns import list_given
 from ..data.held_out import count_prompts
 from ..data.inputs import PipelineInputs
@@ -286,7 +287,7 @@ class RunBuilder:
         """
         if self._args.traits.whole_groups and dataset is not None:
             (row,) = self._inputs.rows(dataset, [0])
-            self._inputs.check_shared_calls(self._policy, row, self._args.loss_type)
+            check_shared_calls(self._inputs, self._policy, row, self._args.loss_type)
 
     def warn_of_guidance(self, dataset: Dataset | None) -> None:
         """Warn if the rollout is guided by a default of the pipeline, and the loss trains without guidance.

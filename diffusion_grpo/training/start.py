@@ -151,7 +151,7 @@ def check_run(
     check_resume_folder(args.resume_from_checkpoint, args.output_dir)
     if args.world_size > 1 and args.device.type == "cpu" and "use_cpu" not in args.given and args.should_log:
         logger.warning("There is no GPU here, so the %d processes share the CPU.", args.world_size)
-    check_trackers(args.report_to)
+    check_trackers(args.report_to, args.process_index == 0)
     check_given_parts(model, args, name_networks(args))
     check_gradient_range(model, args)
     rewards = load_run_rewards(reward_funcs, eval_reward_funcs, args)

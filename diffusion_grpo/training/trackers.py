@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib.util
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,14 +34,15 @@ TRACKERS = {name: (name,) for name in ("clearml", "comet_ml", "dvclive", "mlflow
 TRACKERS["tensorboard"] = ("tensorboard", "tensorboardX")
 
 
-def check_trackers(names: list[str]) -> None:
-    """Refuse trackers that are unknown or not installed; transformers would do so only after loading the model.
+def check_trackers(names: list[str], logs: bool) -> None:
+    """Refuse trackers that cannot be used; transformers would do so only after loading the model.
 
     Args:
         names: names in `report_to`.
+        logs: whether this process is the one that logs.
 
     Raises:
-        ValueError: transformers does not know a name.
+        ValueError: transformers does not know a name, or wandb has no login.
         ImportError: a tracker is not installed; the message says how to install it.
     """
     get_reporting_integration_callbacks(names)
@@ -48,6 +50,20 @@ def check_trackers(names: list[str]) -> None:
         if name in TRACKERS and not any(importlib.util.find_spec(module) for module in TRACKERS[name]):
             package = name.replace("_", "-")
             raise ImportError(f"report_to={name!r} needs a package: pip install {package}, or set report_to='none'.")
+    if "wandb" in names and logs and os.environ.get("WANDB_MODE", "online") == "online":
+        _check_wandb_login()
+
+
+def _check_wandb_login() -> None:
+    """Log in to wandb, which asks for the key in a terminal; without one, refuse to start without a key."""
+    import wandb
+
+    try:
+        wandb.login(verify=False)
+    except wandb.errors.UsageError as error:
+        raise ValueError(
+            "report_to='wandb': there is no login; run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline."
+        ) from error
 
 
 def patch_trackers(handler: CallbackHandler) -> None:

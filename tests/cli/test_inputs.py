@@ -40,6 +40,6 @@ def test_prompts_are_checked_when_they_are_read(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "good.jsonl").write_text('{"prompt": "a cat"}\n')
     assert load_checked(str(tmp_path / "good.jsonl"), "train", "dataset")["prompt"] == ["a cat"]
-    (tmp_path / "bad.jsonl").write_text('{"text": "a cat"}\n')
+    (tmp_path / "bad.jsonl").write_text('{"number": 3}\n')
     with pytest.raises(ValueError, match="eval_dataset.*prompt"):
         load_checked(str(tmp_path / "bad.jsonl"), "train", "eval_dataset")

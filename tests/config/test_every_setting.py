@@ -30,9 +30,9 @@ from transformers import TrainerCallback, TrainingArguments
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.algorithms.losses import LossInputs, LossOutput, grpo
-from diffusion_grpo.data import inputs
+from diffusion_grpo.data import call_form
+from diffusion_grpo.data.calls import BATCHED, Form
 from diffusion_grpo.pipelines import FAMILIES
-from diffusion_grpo.policy import batching
 from diffusion_grpo.rollout import generation
 from diffusion_grpo.trainer import RatioError
 from diffusion_grpo.training.callbacks import ReportCallback
@@ -298,6 +298,7 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "selective_checkpointing": Turned(
         0.5, "block_calls", "gradient@2 weights@2 passes", {"gradient_checkpointing": True}
     ),
+    "prompt_column": Elsewhere("data/test_prompts.py::test_the_column_of_prompts_is_chosen"),
     "shuffle_dataset": Turned(False, "prompts@1 samples@1", NO_NOISE),
     "log_completions": Turned(False, "files", "weights@2 samples@2"),
     "num_completions_to_log": Turned(1, "files", "weights@2 evaluation", EVALUATED),
@@ -462,7 +463,7 @@ def observe(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
         patch.setattr(gc, "collect", lambda *args: 0)  # accelerate's, which takes as long as an update
         spy_on_rollouts(patch, seen)
         # Known; the trainer would find it out by two more rollouts.
-        patch.setattr(inputs, "find_form", lambda *args, **kwargs: batching.Form(batching.BATCHED))
+        patch.setattr(call_form, "find_form", lambda *args, **kwargs: Form(BATCHED))
         drift = settings.pop("drift", False)
         rewards = [noted(reward, seen) for reward in REWARDS[settings.pop("rewards", "one")]]
         trainer = build(folder, rewards, settings, patch)

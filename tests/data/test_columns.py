@@ -291,3 +291,11 @@ def test_the_first_row_of_each_set_of_filled_columns(folder):
     assert Columns(moved, taken).find_filled(names) == {frozenset({"image"}): 0}
     made = plain.select_columns(["prompt"]).with_transform(lambda batch: batch | {"image": [1] * len(batch["prompt"])})
     assert Columns(made, taken).find_filled(names) == {frozenset({"image"}): 0}  # no column of this name is stored
+
+
+def test_a_picture_as_base64_is_named_and_not_printed():
+    data = datasets.Dataset.from_dict({"prompt": ["a cat"], "image": ["iVBORw0KGgo" * 100]})
+    columns = Columns(data, {"image": inspect.Parameter("image", inspect.Parameter.KEYWORD_ONLY, annotation="Image")})
+    with pytest.raises(ValueError, match="column .image.: iVBOR.*base64") as refusal:
+        columns.check("train_dataset")
+    assert len(str(refusal.value)) < 300

@@ -34,12 +34,13 @@ from tiny_runs import (
 )
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
+from diffusion_grpo.data import call_form
 from diffusion_grpo.data import inputs as module
-from diffusion_grpo.data.calls import group_by_shape
+from diffusion_grpo.data.call_form import check_sources, learn_forms
+from diffusion_grpo.data.calls import Form, group_by_shape
 from diffusion_grpo.data.columns import RowError
 from diffusion_grpo.data.inputs import PipelineInputs, prepare_inputs
 from diffusion_grpo.media.serialize import pack_samples
-from diffusion_grpo.policy.batching import Form
 from diffusion_grpo.policy.rollout import DenoisingPolicy, UnsupportedPipeline
 from diffusion_grpo.rewards import load_rewards
 
@@ -108,7 +109,7 @@ def learned(cls, folder, row=None, **changes):
     pipe.vae.decode = None  # a few steps say enough: nothing is decoded
     inputs = PipelineInputs(pipe, settings(folder, pipeline_kwargs=fixed, **changes))
     row = row or {"prompt": "a red cat", "image": make_image(), "color": "red"}
-    inputs.learn(DenoisingPolicy(pipe), [row, dict(row)], noise_level=0.7)
+    learn_forms(inputs, DenoisingPolicy(pipe), [row, dict(row)], noise_level=0.7)
     return inputs, row
 
 
@@ -124,14 +125,28 @@ def learned(cls, folder, row=None, **changes):
 def test_the_pipeline_is_asked_once(tmp_path, caplog, cls, form):
     with caplog.at_level(logging.WARNING, "diffusion_grpo"):
         inputs, row = learned(cls, tmp_path)
-        inputs.learn(UNUSED, [row], noise_level=0.7)  # known: the pipeline is not called again
+        learn_forms(inputs, UNUSED, [row], noise_level=0.7)  # known: the pipeline is not called again
     assert inputs.forms == {frozenset({"prompt", "image"}): form}
-    warned = [record.message for record in caplog.records if record.name == "diffusion_grpo.data.inputs"]
+    warned = [record.message for record in caplog.records if record.name == "diffusion_grpo.data.call_form"]
     assert len(warned) == (form.reason is not None) and all(cls.__name__ in x and form.reason in x for x in warned)
     rows = [row, row | {"image": make_image(1)}]
     assert inputs.parts(rows) == ([[0, 1]] if form.name == "batched" else [[0], [1]])
     expected = row["image"] if form.name == "single" else [row["image"]]
     assert inputs([row])["image"] == expected and inputs([row])["prompt"] in ("a red cat", ["a red cat"])
+
+
+@pytest.mark.parametrize("cls", [FluxKontextPipeline, Blend])
+def test_a_picture_for_all_prompts_is_given_as_a_column_would_be(tmp_path, cls):
+    pipe, fixed = kontext(cls)
+    pipe.vae.decode = None
+    picture = make_image()
+    inputs = PipelineInputs(pipe, settings(tmp_path, pipeline_kwargs=fixed | {"image": picture}))
+    rows = [{"prompt": "a red cat"}, {"prompt": "a dog", "image": make_image(1)}]
+    learn_forms(inputs, DenoisingPolicy(pipe), rows[:1], noise_level=0.7)
+    if cls is Blend:  # takes a list of pictures for one sample
+        assert inputs(rows[:1])["image"] is picture and inputs.parts([rows[0]] * 2) == [[0], [1]]
+    else:
+        assert inputs(rows)["image"] == [picture, rows[1]["image"]]
 
 
 @pytest.mark.parametrize(
@@ -206,36 +221,30 @@ def test_paths_of_images_that_nothing_takes_are_warned_of(tmp_path, caplog):
     assert warned.startswith("train_dataset: WanPipeline does not take image, and no reward names it")
 
 
-def check_column(folder, name, rewards=(), pipeline="sd3"):
+def check_column(folder, name, rewards=()):
     data = Dataset.from_dict({"prompt": ["a"], name: [4]})
-    prepare_inputs(type(tiny_pipelines.build(pipeline)[0]), settings(folder), [("train_dataset", data)], rewards)
+    prepare_inputs(type(tiny_pipelines.build("sd3")[0]), settings(folder), [("train_dataset", data)], rewards)
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("num_inference_steps", r"is set by the trainer \(num_inference_steps, eval_num_inference_steps\); rename"),
-        ("generator", "generator is set by the trainer; rename the column, or name it as a parameter of the reward"),
-        ("output_type", "output_type is set by the trainer; rename"),
-        ("latents", r"latents is set by the trainer; rename the column\.$"),
-        ("num_images_per_prompt", "would hide samples from the groups, whose size is num_generations; rename"),
-        ("callback_on_step_end", "a callback of StableDiffusion3Pipeline is a function.*rename the column"),
-    ],
+    ("name", "asks"), [("num_inference_steps", True), ("num_images_per_prompt", True), ("latents", False)]
 )
-def test_columns_that_the_pipeline_would_never_get_are_refused(tmp_path, name, message):
-    with pytest.raises(ValueError, match=f"^train_dataset, column '{name}': .*{message}"):
-        check_column(tmp_path, name)
-
-
-def test_a_column_that_a_reward_names_is_for_the_reward(tmp_path):
+def test_columns_that_the_pipeline_never_gets_are_named_unless_a_reward_reads_them(tmp_path, caplog, name, asks):
     def by_steps(images, num_inference_steps, num_images_per_prompt=1, latents=None):
-        """Has parameters named like the pipeline's."""
+        """Has parameters named like the pipeline's; `latents` are those of the samples."""
 
-    rewards = load_rewards(by_steps)
-    check_column(tmp_path, "num_inference_steps", rewards)
-    check_column(tmp_path, "sigmas", pipeline="stable_audio")  # which has no such parameter
-    with pytest.raises(ValueError, match="'latents'"):  # a reward gets the samples' latents by that name
-        check_column(tmp_path, "latents", rewards)
+    check_column(tmp_path, name, load_rewards(by_steps))
+    assert (name in caplog.text) is not asks
+    check_column(tmp_path, name)
+    assert name in caplog.text
+
+
+def test_a_column_of_callbacks_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="callback_on_step_end"):
+        check_column(tmp_path, "callback_on_step_end")
+
+
+def test_a_column_that_the_pipeline_never_gets_is_in_no_call(tmp_path):
     pipe = type(tiny_pipelines.build("sd3")[0])
     inputs = PipelineInputs(pipe, settings(tmp_path), asked={"num_images_per_prompt"})
     row = {"prompt": "a", "num_images_per_prompt": 4}
@@ -250,7 +259,7 @@ def learn_half_a_loop(folder, window, row=None):
     args = settings(folder, pipeline_kwargs=fixed, num_inference_steps=10, **window)
     given = {"prompt": "a red cat", "image": make_image()} | (row or {})
     inputs = PipelineInputs(pipe, args)
-    inputs.learn(DenoisingPolicy(pipe), [given], noise_level=0.7)
+    learn_forms(inputs, DenoisingPolicy(pipe), [given], noise_level=0.7)
     return inputs
 
 
@@ -274,7 +283,7 @@ def test_an_input_that_a_pipeline_ignores_says_nothing(tmp_path):
     pipe, inputs = tiny_pipelines.build("sd3")
     fixed = {**{k: v for k, v in inputs.items() if not isinstance(v, list)}, "guidance_scale": 1.0}
     given = PipelineInputs(pipe, settings(tmp_path, pipeline_kwargs=fixed))
-    given.learn(DenoisingPolicy(pipe), [{"prompt": "a cat", "negative_prompt": "a dog"}], noise_level=0.7)
+    learn_forms(given, DenoisingPolicy(pipe), [{"prompt": "a cat", "negative_prompt": "a dog"}], noise_level=0.7)
     assert list(given.forms.values()) == [Form("batched")]
 
 
@@ -456,12 +465,12 @@ def test_processes_that_pass_the_network_together_ask_about_the_same_rows(tmp_pa
     """This one has no negative prompt, the other one no plain row: both ask about both, each by one row."""
     own, others = {"prompt": "a cat", "color": "red"}, {"prompt": "a dog", "negative_prompt": "grey"}
     given = PipelineInputs(tiny_pipelines.build("sd3")[0], settings(tmp_path))
-    monkeypatch.setattr(module, "gather_json", lambda _, asked: [asked, [["negative_prompt", "prompt"]]])
+    monkeypatch.setattr(call_form, "gather_json", lambda _, asked: [asked, [["negative_prompt", "prompt"]]])
     sent = {0: None, 1: pack_samples([others], None)}
-    monkeypatch.setattr(module, "broadcast_bytes", lambda _, mine, process: mine if process == 0 else sent[process])
+    monkeypatch.setattr(call_form, "broadcast_bytes", lambda _, mine, process: mine if process == 0 else sent[process])
     asked = []
-    monkeypatch.setattr(module, "find_form", lambda policy, row, *rest, **more: asked.append(row) or Form("listed"))
-    given.learn(UNUSED, [own, dict(own)], noise_level=0.7, accelerator=types.SimpleNamespace(process_index=0))
+    monkeypatch.setattr(call_form, "find_form", lambda policy, row, *rest, **more: asked.append(row) or Form("listed"))
+    learn_forms(given, UNUSED, [own, dict(own)], noise_level=0.7, accelerator=types.SimpleNamespace(process_index=0))
     assert asked == [{"prompt": "a cat"}, others]
     assert given.parts([others, others]) == [[0], [1]]
 
@@ -475,9 +484,9 @@ def test_only_what_the_trial_calls_draw_counts(draws, tmp_path, monkeypatch):
         policy.draws_globally |= draws
         return Form("batched")
 
-    monkeypatch.setattr(module, "find_form", find_form)
+    monkeypatch.setattr(call_form, "find_form", find_form)
     inputs = PipelineInputs(tiny_pipelines.build("sd3")[0], settings(tmp_path))
-    inputs.learn(policy, [{"prompt": "a cat"}], noise_level=0.7)
+    learn_forms(inputs, policy, [{"prompt": "a cat"}], noise_level=0.7)
     assert inputs.draws_globally == draws and policy.draws_globally
 
 
@@ -654,7 +663,7 @@ def test_advice_on_training_is_not_for_sampling(tmp_path, caplog, only_samples):
     fixed = {name: value for name, value in given.items() if name != "prompt"}
     args = settings(tmp_path, num_inference_steps=6, sde_window=[0, 2], pipeline_kwargs=fixed)
     inputs = PipelineInputs(pipe, args)
-    inputs.learn(DenoisingPolicy(pipe), [{"prompt": "a house"}], 0.7, args if only_samples else None)
+    learn_forms(inputs, DenoisingPolicy(pipe), [{"prompt": "a house"}], 0.7, args if only_samples else None)
     assert ("transformer_2 will not be trained" in caplog.text) is not only_samples
 
 
@@ -742,5 +751,5 @@ def test_what_a_check_draws_does_not_count_as_drawn_in_rollouts():
     policy = types.SimpleNamespace(draws_globally=False, draws_tokens=False, writer=None, prompts=prompts)
     policy.reach_network = reach_network
     inputs = PipelineInputs(FluxKontextPipeline, DiffusionGRPOConfig("runs", use_cpu=True))
-    inputs.check_sources(policy, [("train_dataset", Dataset.from_dict({"prompt": ["a"]}))], [])
+    check_sources(inputs, policy, [("train_dataset", Dataset.from_dict({"prompt": ["a"]}))], [])
     assert policy.draws_globally is False

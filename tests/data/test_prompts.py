@@ -11,6 +11,7 @@ from diffusion_grpo.data.prompts import (
     check_dataset,
     choose_evaluated,
     get_prompt_column,
+    load_given,
     load_prompts,
     name_datasets,
     read_prompts,
@@ -127,15 +128,13 @@ def test_a_file_of_another_kind_is_refused_without_asking_the_hub(tmp_path, monk
         load_prompts(str(tmp_path / "run.yaml"))
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet"])
 def test_an_empty_or_broken_file_is_refused_in_a_sentence(name, tmp_path):
     path = tmp_path / name
     path.touch()
     with pytest.raises(ValueError, match=f"{name} is empty; write prompts into it"):
         load_prompts(str(path))
-    broken = (
-        b"\xff\xfe\n" if path.suffix == ".txt" else b'{"prompt": "a"}\n{"prompt": \n' if "js" in name else b'"a\nb'
-    )
+    broken = b'{"prompt": "a"}\n{"prompt": \n' if "js" in name else b"a\nb,c"
     path.write_bytes(broken)
     with pytest.raises(ValueError, match=f"{name} cannot be read as {path.suffix[1:]}: .+"):
         load_prompts(str(path))
@@ -179,11 +178,9 @@ def test_refusals(columns, message):
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        ([{"prompt": "a"}], "of type list, but must be a datasets.Dataset .*; make one with Dataset.from_list"),
-        ("prompts.txt", "of type str, .*; read it with diffusion_grpo.data.prompts.load_prompts"),
         (datasets.Dataset.from_dict({"prompt": ["a"]}).to_iterable_dataset(), "load it without streaming=True"),
         (datasets.DatasetDict(), "of type DatasetDict, .*; choose one of its splits"),
-        (("a", "b"), "of type tuple, .*; make one with Dataset.from_dict"),
+        (("a", "b"), "of type tuple, .*; or a path, or a list of prompts"),
     ],
 )
 def test_other_types_are_refused(dataset, message):
@@ -319,85 +316,69 @@ def test_names_of_evaluation_datasets_go_into_file_names(name):
     assert [name for name, _ in name_datasets(dataset, {"fine": dataset})] == ["train_dataset", "fine"]
 
 
-def test_a_comma_that_would_shift_the_columns_of_a_table_is_refused(tmp_path):
+def test_tables_keep_their_columns_and_prompts_are_texts(tmp_path):
     path = tmp_path / "prompts.csv"
     path.write_text("prompt\na cat, sitting\na dog, running\n")
-    with pytest.raises(ValueError, match="prompts.csv cannot .*line 2 has 2 fields, but the header has 1; put text"):
-        load_prompts(str(path))
-    path.write_text('prompt,text\n"a cat, sitting",x\n')
-    assert load_prompts(str(path))[:] == {"prompt": ["a cat, sitting"], "text": ["x"]}
-
-
-def test_texts_that_look_missing_and_numbers_stay_in_a_table(tmp_path):
-    (tmp_path / "prompts.csv").write_text("prompt,text,score,seed\nNone,NA,1.5,1\nnull,,nan,2\nN/A,null,,3\n")
-    rows = load_prompts(str(tmp_path / "prompts.csv"))
-    assert rows["prompt"][:] == ["None", "null", "N/A"] and rows["text"][:] == ["NA", None, "null"]
-    assert rows["score"][:] == [1.5, None, None] and rows["seed"][:] == [1, 2, 3]
-
-
-def test_only_what_is_a_number_as_it_stands_becomes_one(tmp_path):
-    (tmp_path / "prompts.csv").write_text(
-        "prompt,word,whole,part,yes,date,large,gone\n"
-        "a,007,12,0.50,True,2024-01-01,99999999999999999999,\n\n"
-        "b,12, -4 ,1e3,false,2024-01-02,1,\n"
-        "c\n"
-    )
-    rows = load_prompts(str(tmp_path / "prompts.csv"))
-    assert rows[:] == {
-        "prompt": ["a", "b", "c"],
-        "word": ["007", "12", None],
-        "whole": [12, -4, None],
-        "part": [0.5, 1000.0, None],
-        "yes": [True, False, None],
-        "date": ["2024-01-01", "2024-01-02", None],
-        "large": [1e20, 1.0, None],
-        "gone": [None, None, None],
+    with pytest.raises(ValueError, match="prompts.csv cannot be read as csv"):
+        load_prompts(path)
+    path.write_text('prompt,text,score\n1984,"NA, or\nnone",1.5\n"a ""RAIN"" sign",x,\n')
+    assert load_prompts(path)[:] == {
+        "prompt": ["1984", 'a "RAIN" sign'],
+        "text": ["NA, or\nnone", "x"],
+        "score": [1.5, None],
     }
-    (tmp_path / "prompts.csv").write_text("prompt,word,word\na,b,c\n")
-    with pytest.raises(ValueError, match="prompts.csv cannot be read as csv: the header names a column twice"):
-        load_prompts(str(tmp_path / "prompts.csv"))
-    for text, line in (('prompt\n"RAIN" in red\n', 2), ('"RAIN" in red\n', 1)):
-        (tmp_path / "prompts.csv").write_text(text)
-        with pytest.raises(
-            ValueError, match=f"csv: line {line}: .*; in a text within quotation marks, write each of its"
-        ):
-            load_prompts(str(tmp_path / "prompts.csv"))
-    (tmp_path / "prompts.csv").write_text(f"prompt\n{'a' * 140_000}\n")
-    with pytest.raises(ValueError, match="csv: line 2: field larger than field limit .131072.$"):
-        load_prompts(str(tmp_path / "prompts.csv"))
 
 
-def test_what_programs_add_to_a_table_is_no_prompt(tmp_path):
-    """An index, columns and lines without anything, signs."""
-    path = tmp_path / "prompts.csv"
-    path.write_text(",prompt,count,,\n0,a,+1,,\n   \n1,b,2,,\n,,,,\n")
-    assert load_prompts(str(path))[:] == {"Unnamed: 0": [0, 1], "prompt": ["a", "b"], "count": [1, 2]}
+@pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl", "prompts.csv"])
+def test_another_encoding_is_refused_with_file_and_line(name, tmp_path):
+    path, row = tmp_path / name, b'{"prompt": "%s"}\n' if name.endswith("jsonl") else b"%s\n"
+    path.write_bytes(row % b"prompt" + row % b"a girl\x92s hat")
+    with pytest.raises(ValueError, match=f"{name}, line 2: .*UTF-8"):
+        load_prompts(path)
 
 
-@pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.json"])
-def test_texts_that_are_dates_stay_texts(tmp_path, name):
-    rows = [{"word": "2024-01-01", "prompt": "a"}, {"word": "2024-01-02", "prompt": "b"}, {"prompt": "c"}]
-    text = json.dumps(rows) if name.endswith("json") else "\n".join(map(json.dumps, rows)) + "\n"
-    (tmp_path / name).write_text(text)
-    found = load_prompts(str(tmp_path / name))
-    assert found[:] == {"word": ["2024-01-01", "2024-01-02", None], "prompt": ["a", "b", "c"]}
+VERL = [[{"role": "user", "content": prompt}] for prompt in ("a cat", "a dog")]
+VIDEO = {"image_path": None, "num_inference_steps": 40, "height": 480}
+CUT = {"prompt_embed_path": "0.pt", "prompt_attention_mask": "0.pt", "length": 1}
 
 
-def test_dates_in_rows_of_any_form(tmp_path):
-    """Over several lines, several in a line, or in objects whose fields differ, which Arrow keeps as they are."""
-    path, rows = (
-        tmp_path / "prompts.jsonl",
-        [{"prompt": "a", "day": "2024-01-01"}, {"prompt": "b", "day": "2024-01-02"}],
-    )
-    for text in ("\n".join(json.dumps(row, indent=2) for row in rows), " ".join(map(json.dumps, rows))):
-        path.write_text(text)
-        assert load_prompts(str(path))["day"][:] == ["2024-01-01", "2024-01-02"]
-    mixed = [
-        {"prompt": "a", "more": {"day": "2024-01-01", "k": 1}},
-        {"prompt": "b", "more": {"day": "2024-01-01", "k": "u"}},
-    ]
-    path.write_text("\n".join(map(json.dumps, mixed)))
-    assert load_prompts(str(path))["prompt"][:] == ["a", "b"]
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("prompts.json", ["a cat", "a dog"]),  # as in HPDv2
+        ("rows.json", [{"Prompt": "a cat", "Category": "x"}, {"Prompt": "a dog", "Category": "y"}]),
+        ("verl.json", [{"prompt": prompt, "data_source": "x"} for prompt in VERL]),
+        ("validation.json", {"data": [{"caption": "a cat", **VIDEO}, {"caption": "a dog", **VIDEO}]}),  # FastVideo
+        ("videos2caption.json", [{"caption": "a cat", **CUT}, {"caption": "a dog", **CUT}]),  # DanceGRPO
+    ],
+)
+def test_the_forms_of_other_projects_are_read(name, content, tmp_path):
+    (tmp_path / name).write_text(json.dumps(content))
+    loaded = load_prompts(str(tmp_path / name))
+    check_dataset(loaded)
+    assert loaded["prompt"][:] == ["a cat", "a dog"]
+    assert "prompt_attention_mask" not in loaded.column_names
+    assert ("height" in loaded.column_names) == ("data" in content)
+
+
+def test_the_column_of_prompts_is_chosen(table):
+    rows = table.add_column("words", ["one", "two", "three"])
+    assert load_prompts(rows) is rows
+    chosen = load_prompts(rows, prompt_column="words")
+    assert chosen["prompt"][:] == chosen["words"][:] == ["one", "two", "three"]
+    assert load_prompts(chosen, prompt_column="words")[:] == chosen[:]
+    assert load_prompts(table.rename_column("prompt", "text").remove_columns("color"))["prompt"][:] == PROMPTS
+    with pytest.raises(ValueError, match="prompt_column"):
+        load_prompts(rows, prompt_column="wrods")
+    unclear = load_prompts(table.rename_column("prompt", "line"))  # two columns of texts
+    assert unclear.column_names == ["line", "color"]
+
+
+def test_lists_are_datasets():
+    assert load_prompts(["a", "b"])["prompt"][:] == ["a", "b"]
+    assert load_prompts([{"prompt": "a", "height": 16}])[:] == {"prompt": ["a"], "height": [16]}
+    held_out = load_given({"cats": ["a"], "dogs": [{"caption": "b"}]}, "test", None)
+    assert {name: dataset["prompt"][:] for name, dataset in held_out.items()} == {"cats": ["a"], "dogs": ["b"]}
 
 
 def test_only_the_end_of_a_line_ends_a_prompt(tmp_path):

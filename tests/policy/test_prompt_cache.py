@@ -1,5 +1,8 @@
 """Each distinct prompt is encoded once, also where the pipeline hands settings in lists and dicts to its encoder."""
 
+import io
+import logging
+
 import pytest
 import torch
 
@@ -205,3 +208,16 @@ def test_a_prompt_that_was_encoded_under_other_settings_is_encoded_anew(settings
     with cache.serve(pipe):
         for given, embeddings in zip(settings * 2, expected * 2, strict=True):
             assert torch.equal(pipe.encode_prompt(prompts, **given), embeddings)
+
+
+def test_that_a_prompt_is_cut_for_clip_is_said_once(monkeypatch):
+    handler = logging.StreamHandler(io.StringIO())
+    monkeypatch.setattr(logging.getLogger("diffusers"), "handlers", [handler])
+    PromptCache(), PromptCache()
+    text = "The following part of your input was truncated because CLIP can only handle sequences up to 77 tokens: "
+    for cut in (["a, b"], ["a, b", "a, b"], ["c", "a, b"], ["c"]):
+        logging.getLogger("diffusers.pipelines").warning(text + str(cut))
+    logging.getLogger("diffusers").warning("something else")
+    logging.getLogger("diffusers").warning("something else")
+    said = [line.removeprefix(text) for line in handler.stream.getvalue().splitlines()]
+    assert said == ["['a, b']", "['c', 'a, b']", "something else", "something else"]

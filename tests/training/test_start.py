@@ -42,7 +42,7 @@ def test_learning_rates_by_default(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"train_dataset": Dataset.from_dict({"text": ["a"]})}, "no column 'prompt'"),
+        ({"train_dataset": Dataset.from_dict({"number": [1]})}, "no column 'prompt'"),
         ({"train_dataset": Dataset.from_dict({"prompt": []})}, "empty"),
         ({"train_dataset": Dataset.from_dict({"prompt": [1, 2]})}, "row 0"),
         ({"reward_funcs": "txet"}, "text"),

@@ -47,14 +47,29 @@ def train(folder, tracker, **settings):
 def test_trackers_that_are_missing_or_unknown_are_refused_before_a_model_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setitem(trackers.TRACKERS, "comet_ml", ("no_such_module",))
     monkeypatch.setitem(trackers.TRACKERS, "tensorboard", ("no_such_module", "json"))  # either will do
-    trackers.check_trackers(["tensorboard"])
+    trackers.check_trackers(["tensorboard"], logs=True)
     with pytest.raises(ImportError, match="report_to='comet_ml' needs a package: pip install comet-ml, or set"):
-        trackers.check_trackers(["tensorboard", "comet_ml"])
+        trackers.check_trackers(["tensorboard", "comet_ml"], logs=True)
     with pytest.raises(ValueError, match="nowhere is not supported"):
-        trackers.check_trackers(["nowhere"])
+        trackers.check_trackers(["nowhere"], logs=True)
     config = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, report_to="comet_ml")
     with pytest.raises(ImportError, match="pip install comet-ml"):
         DiffusionGRPOTrainer("no/such-model", first_frame_brightness, config)
+
+
+def test_wandb_without_a_login_is_refused_before_a_model_is_loaded(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+
+    def log_in(verify):
+        raise wandb.errors.UsageError("No API key configured.")
+
+    monkeypatch.setattr(wandb, "login", log_in)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    config = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, report_to="wandb")
+    with pytest.raises(ValueError, match="WANDB_API_KEY"):
+        DiffusionGRPOTrainer("no/such-model", first_frame_brightness, config)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    trackers.check_trackers(["wandb"], logs=True)
 
 
 def test_tensorboard_has_curves_and_frames(tmp_path):

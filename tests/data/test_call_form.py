@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from diffusion_grpo.data.call_form import find_form
+from diffusion_grpo.data.calls import Form
 from diffusion_grpo.policy.base import Policy
-from diffusion_grpo.policy.batching import Form, find_form
 
 COUNT = 3
 
