@@ -41,5 +41,5 @@ def quiet_imports() -> None:
 
 def replace_unprintable() -> None:
     """Have stdout replace characters that its encoding lacks, such as `±` in ASCII, where it would raise."""
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+    if isinstance(sys.stdout, io.TextIOWrapper):  # also in the C locale, where Python escapes only surrogates
         sys.stdout.reconfigure(errors="replace")
