@@ -35,7 +35,7 @@ from .run.card_data import name_repository
 from .run.card_details import CardDetails
 from .run.records import write_json
 from .run.report import write_curve
-from .run.resume_point import explain_interrupt
+from .run.resume_point import explain_interrupt, holds_run
 from .training import setup, start
 from .training.base import DiffusersTrainer
 from .training.finite import NonFiniteError
@@ -253,8 +253,9 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         """Train; see `Trainer.train`.
 
         Raises:
-            ValueError: the output folder already holds a run and `resume_from_checkpoint` does not ask to continue it,
-                a setting that the trainer reads only once was changed, or DeepSpeed has trained before.
+            ValueError: the output folder already holds a run and neither `resume_from_checkpoint` nor
+                `overwrite_output_dir` is set, a setting that the trainer reads only once was changed, or DeepSpeed has
+                trained before.
             RatioError: the replay does not reproduce the rollout within `max_ratio_error`.
             UntrainedStepError: a trained step uses none of the trained networks.
             NonFiniteError: a loss or gradient is not finite.
@@ -410,7 +411,9 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         self.inputs.check_overrides(pipeline_kwargs or {})
         is_other = eval_dataset is not None and self.eval_dataset is not None and eval_dataset is not self.eval_dataset
         is_earlier = self.run.get("published_after", self.state.global_step) != self.state.global_step
-        is_kept = not (is_other or is_earlier or pipeline_kwargs)
+        # of an ended run in the folder, this trainer may know nothing
+        is_own = self._owns_folder or self.args.overwrite_output_dir or not holds_run(Path(self.args.output_dir))
+        is_kept = is_own and not (is_other or is_earlier or pipeline_kwargs)
         if not isinstance(eval_dataset, str):  # the name of one of several
             eval_dataset = load_given(eval_dataset, "test", self.args.prompt_column)
         datasets = choose_evaluated(eval_dataset, self.eval_dataset)

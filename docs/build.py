@@ -82,7 +82,7 @@ most with a diffusion model:
 * optimizer: `optim`, `adam_beta1`, `adam_beta2`, `adam_epsilon`, `max_grad_norm`
 * evaluation: `eval_strategy`, `eval_steps`, `eval_on_start` (also measures the untrained model)
 * checkpoints: `save_strategy`, `save_total_limit`, `load_best_model_at_end`, `metric_for_best_model` (such as
-  `eval_reward`), `resume_from_checkpoint` (`true` takes the newest complete one)
+  `eval_reward`), `resume_from_checkpoint` (`true` takes the newest complete one, or begins)
 * output: `output_dir`, `report_to`, `run_name`, `push_to_hub`, `hub_model_id`
 * speed and memory: `gradient_checkpointing`, `torch_compile`, `fp16`
 * randomness: `seed`, `data_seed` (the order of the prompts)

@@ -100,6 +100,13 @@ def train(folder, settings, rewards="brightness", resume=None):
         torch.distributed.destroy_process_group()
 
 
+def train_apart(folder, settings, resume=None):
+    """`train` on machines of one process each that share no disk, neither for the run nor for its prompts."""
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    own = folder / f"machine-{rank()}"
+    train(own, settings | {"cache_prompt_embeds": "disk", "prompt_embeds_dir": str(own / "embeds")}, resume=resume)
+
+
 def train_in_rings(folder, settings):
     """`train` with context parallelism by rings."""
     plain_attention.install()

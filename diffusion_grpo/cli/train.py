@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     if trainer.is_world_process_zero():
         save_command_at_start(trainer, arguments.config, overrides)
     if script.baseline_guidance_scales:
-        path = Path(config.output_dir) / "baselines.json"
+        path = Path(trainer.args.output_dir) / "baselines.json"
         if not (config.resume_from_checkpoint and path.is_file()):
             argument = call_or_refuse(find_baseline_argument, trainer, script.baseline_guidance_scales)
             scales = script.baseline_guidance_scales
@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     if config.push_to_hub:
         trainer.push_to_hub()
     if trainer.is_world_process_zero():
-        finish_run(Path(config.output_dir), script.report_experiment)
+        finish_run(Path(trainer.args.output_dir), script.report_experiment)
     return 0
 
 
@@ -149,10 +149,10 @@ def build_trainer(
     """
     from ..rewards import check_columns, load_rewards
 
-    if not config.resume_from_checkpoint:
-        from ..run.records import refuse_used_folder
+    if not config.resume_from_checkpoint and not config.overwrite_output_dir:
+        from ..run.resume_point import refuse_used_folder
 
-        call_or_refuse(refuse_used_folder, config.output_dir, "add --resume_from_checkpoint true")
+        call_or_refuse(refuse_used_folder, Path(config.output_dir))
     prompts = config.prompt_column
     train_dataset = call_or_refuse(load_checked, script.dataset, script.dataset_train_split, "dataset", prompts)
     eval_dataset = None

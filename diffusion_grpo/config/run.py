@@ -177,6 +177,13 @@ class RunSettings:
             "Give names, or auto for cheap rewards that fit the kind of samples; null for none."
         },
     )
+    overwrite_output_dir: bool = field(
+        default=False,
+        metadata={
+            "help": "Start anew in an output_dir that holds a run, whose checkpoints, samples and log are deleted. By "
+            "default such a folder is refused. No effect on a run that is resumed."
+        },
+    )
     resume_without_optimizer: bool = field(
         default=False,
         metadata={

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers.trainer import OPTIMIZER_NAME
 
-from .sharded_checkpoints import has_pickled_shards, has_shards
+from .sharded_checkpoints import has_shards
 
 MODE_FILE = "processes.json"
 # names of transformers for optimizers with the same state; a paged optimizer has that of the ordinary one
@@ -31,25 +31,33 @@ def write_mode(folder: Path, mode: dict[str, int], optimizer: str) -> None:
 
 def find_other_optimizer(folder: Path, optimizer: str) -> str | None:
     """Return the name of the optimizer that wrote a checkpoint if it keeps another state than `optimizer`."""
-    path = folder / MODE_FILE
-    wrote = json.loads(path.read_text(encoding="utf-8")).get("optim") if path.is_file() else None
-    names = [str(name).removeprefix("paged_") for name in (wrote, optimizer)]
+    wrote = json.loads((folder / MODE_FILE).read_text(encoding="utf-8"))["optim"]
+    names = [name.removeprefix("paged_") for name in (wrote, optimizer)]
     there, here = (SAME_STATE.get(name, name) for name in names)
-    return None if wrote is None or there == here else wrote
+    return None if there == here else wrote
 
 
 def read_mode(folder: Path) -> str:
     """Return in words how a checkpoint was written."""
-    path = folder / MODE_FILE
-    return describe_mode(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else "in another mode"
+    return describe_mode(json.loads((folder / MODE_FILE).read_text(encoding="utf-8")))
 
 
 def describe_mode(mode: dict[str, int]) -> str:
     """Return a mode in words: `by 2 processes with ZeRO-3`."""
     number = "one process" if mode["processes"] == 1 else f"{mode['processes']} processes"
-    engine = f"ZeRO-{mode['zero_stage']}" if mode["zero_stage"] else "FSDP2" if mode.get("fsdp") else None
+    engine = f"ZeRO-{mode['zero_stage']}" if mode["zero_stage"] else "FSDP2" if mode["fsdp"] else None
     engine = f"{engine} and an optimizer group per network" if mode.get("networks_apart") and engine else engine
     return f"by {number} with {engine}" if engine else f"by {number} with whole weights"
+
+
+def check_separate_disks(mode: dict[str, int], output_dir: str) -> None:
+    """Refuse to write shares of a checkpoint to disks of which no process sees all."""
+    if mode["zero_stage"] or mode["fsdp"]:
+        raise ValueError(
+            f"output_dir={output_dir!r} is not the same folder on all machines, and each would save a part of every "
+            f"checkpoint, written {describe_mode(mode)}; choose a folder on a disk that they share, or set "
+            "save_only_model=True."
+        )
 
 
 def is_readable(folder: Path, mode: dict[str, int]) -> bool:
@@ -61,14 +69,7 @@ def is_readable(folder: Path, mode: dict[str, int]) -> bool:
 
 
 def find_missing_state(folder: Path, needed: tuple[str, ...]) -> str | None:
-    """Return what a checkpoint lacks of the optimizer's and the schedule's state, in words for a message.
-
-    Args:
-        folder: folder of the checkpoint.
-        needed: names of further files that must be there.
-    """
-    is_there = (folder / OPTIMIZER_NAME).is_file() or has_shards(folder) or any(folder.glob("global_step*"))
-    if not is_there:
-        old = " but one whose index would have to be unpickled" if has_pickled_shards(folder) else ""
-        return f"optimizer state{old}"
+    """Return what a checkpoint lacks of the optimizer's and the schedule's state, in words for a message."""
+    if not ((folder / OPTIMIZER_NAME).is_file() or has_shards(folder) or any(folder.glob("global_step*"))):
+        return "optimizer state"
     return next((name for name in needed if not (folder / name).is_file()), None)

@@ -3,9 +3,12 @@
 accelerate's functions for objects use pickle; these send only numbers.
 """
 
+import contextlib
 import json
 import operator
+import uuid
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +37,22 @@ def broadcast_bytes(accelerator: Accelerator, own: torch.Tensor | None, process:
 def gather_json(accelerator: Accelerator, own: Any) -> list[Any]:
     """Return what each process has: numbers, strings, lists, and mappings from strings; a collective."""
     return [json.loads(content) for content in gather_bytes(accelerator, json.dumps(own).encode())]
+
+
+def is_shared(accelerator: Accelerator, folder: Path) -> bool:
+    """Return whether all processes see the same `folder`, which is created; a collective."""
+    if accelerator.num_processes == 1:
+        return True
+    mark = folder / f"_{gather_json(accelerator, uuid.uuid4().hex)[0]}"  # no file system knows this name from before
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):  # a full disk is reported when a run starts
+        if accelerator.is_main_process:
+            mark.touch()
+    accelerator.wait_for_everyone()
+    is_seen = all(gather_json(accelerator, mark.is_file()))
+    if accelerator.is_main_process:
+        mark.unlink(missing_ok=True)
+    return is_seen
 
 
 def gather_means(

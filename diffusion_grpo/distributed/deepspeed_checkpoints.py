@@ -13,11 +13,7 @@ from ..policy.network_gate import replace_attribute
 
 
 class TensorsOnly:
-    """A wrapper of an engine's checkpoint engine that reads files without calling or importing anything in them.
-
-    Args:
-        own: the engine's own checkpoint engine.
-    """
+    """A wrapper of an engine's checkpoint engine that reads files without calling or importing anything in them."""
 
     def __init__(self, own: Any):
         self._own = own
@@ -26,11 +22,7 @@ class TensorsOnly:
         return getattr(self._own, name)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Return the content of a file written by `torch.save`.
-
-        Raises:
-            pickle.UnpicklingError: the file holds more than tensors, plain values and DeepSpeed's own records.
-        """
+        """Return the content of a file written by `torch.save`."""
         from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
         from deepspeed.runtime.zero.config import ZeroStageEnum
         from deepspeed.utils.tensor_fragment import fragment_address

@@ -24,18 +24,12 @@ from transformers.trainer import OPTIMIZER_NAME
 from .dtensor import as_shard, is_sharded
 
 FOLDER, REST = "optimizer", "optimizer.json"
-PICKLED = Path("dcp", ".metadata")  # the index in checkpoints of earlier versions
 OPTIONS = StateDictOptions(ignore_frozen_params=True)
 
 
 def has_shards(checkpoint: Path) -> bool:
     """Return whether FSDP2 wrote a checkpoint's optimizer state."""
     return (checkpoint / FOLDER / REST).is_file()
-
-
-def has_pickled_shards(checkpoint: Path) -> bool:
-    """Return whether an earlier version wrote the state with FSDP2, with an index that would have to be unpickled."""
-    return (checkpoint / PICKLED).is_file()
 
 
 def save_shards(checkpoint: Path, model: nn.Module, optimizer: Optimizer, is_first: bool) -> None:
@@ -55,9 +49,6 @@ def restore_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer) 
 
     Returns:
         whether the state was read.
-
-    Raises:
-        ValueError: tensors are missing, or belong to other parameters.
     """
     optimizer = _plain(optimizer)
     if has_shards(checkpoint):

@@ -50,8 +50,7 @@ def restore_buffer(
     sizes = order.sizes
     own = rollout_file(folder, sizes.data_process)
     shares = [_Share(own if own.is_file() else rollout_file(folder, 0), device)]  # there may have been fewer processes
-    if shares[0].made_under is not None:
-        check_rollout(folder, shares[0].made_under, inputs)
+    check_rollout(folder, shares[0].made_under, inputs)
     if shares[0].processes != sizes.data_processes:
         shares = [_Share(rollout_file(folder, process), device) for process in range(shares[0].processes)]
         trained = torch.stack([share.positions.view(share.updates, -1) for share in shares], 1).flatten()
@@ -61,8 +60,7 @@ def restore_buffer(
     where = {position: (share, index) for share in shares for index, position in enumerate(share.positions.tolist())}
     found = [where[position] for position in positions.tolist()]
     rows = rows_at(positions.tolist())
-    if shares[0].rows is not None:
-        check_rows(folder, [share.rows[index] for share, index in found], rows, inputs)
+    check_rows(folder, [share.rows[index] for share, index in found], rows, inputs)
 
     def column(name: str) -> Tensor | None:
         if name not in shares[0].tensors:
@@ -94,10 +92,7 @@ def restore_buffer(
 
 
 class _Share:
-    """The samples that one process wrote.
-
-    The settings they were made under, and hashes of their rows, are None in a file of an earlier version.
-    """
+    """The samples that one process wrote, the settings they were made under, and hashes of their rows."""
 
     def __init__(self, path: Path, device: Any):
         if not path.is_file():
@@ -109,15 +104,10 @@ class _Share:
         with refuse_unreadable(path.parent), safe_open(path, "pt") as file:
             self.tensors: dict[str, Tensor] = {name: file.get_tensor(name).to(device) for name in file.keys()}
             about = file.metadata()
-        if "processes" not in about:
-            raise ValueError(
-                f"{path} was written by a version that did not keep the samples' positions; resume from a checkpoint "
-                "between two rollouts, or with that version."
-            )
         self.positions = self.tensors["positions"].cpu()
         self.processes, self.updates = int(about["processes"]), int(about["updates"])
         self._kind, self._settings = KINDS[about["kind"]], json.loads(about["settings"])
-        self.made_under, self.rows = (json.loads(about.get(name, "null")) for name in ("made_under", "rows"))
+        self.made_under, self.rows = (json.loads(about[name]) for name in ("made_under", "rows"))
         self._samples: list[dict[str, Tensor]] = [{} for _ in self.positions]
         for name, tensor in self.tensors.items():
             field, _, index = name.rpartition(".")

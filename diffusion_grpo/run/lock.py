@@ -20,11 +20,7 @@ LOCK, HOLDER = "_lock", "_lock.json"  # Trainer pushes nothing whose name begins
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Lock `folder` inside this context, against other processes and other trainers in this process.
-
-    Raises:
-        ResumeError: another run holds the lock.
-    """
+    """Lock `folder` inside this context, against other processes and other trainers in this process."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / LOCK, timeout=0)
     try:

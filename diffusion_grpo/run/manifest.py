@@ -13,9 +13,9 @@ class ResumeError(ValueError):
     """A run cannot start in its folder, or cannot resume from the requested checkpoint.
 
     Examples:
-        >>> from diffusion_grpo.run.records import refuse_used_folder
-        >>> written = Path(folder, "summary.json").write_text("{}")  # what a run leaves at its end
-        >>> refuse_used_folder(folder, "set resume_from_checkpoint=True")
+        >>> from diffusion_grpo.run.resume_point import refuse_used_folder
+        >>> Path(folder, "checkpoint-5").mkdir()
+        >>> refuse_used_folder(Path(folder))
         Traceback (most recent call last):
         ResumeError: ...
     """
@@ -44,11 +44,6 @@ def write_manifest(folder: Path) -> None:
             for path, value in zip(files, hashes, strict=True)
         }
     (folder / MANIFEST).write_text(json.dumps({"files": listed}, indent=1), encoding="utf-8")
-
-
-def has_manifest(folder: Path) -> bool:
-    """Return whether a checkpoint has a manifest; earlier versions wrote none."""
-    return (folder / MANIFEST).is_file()
 
 
 def check_manifest(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Find the checkpoint that a run resumes from: the newest complete one, or the one that is named.
+"""Where a run starts in its folder: at the newest complete checkpoint, at the one that is named, or anew.
 
 Damaged and missing files, and files that hold code, are refused with a clear message.
 """
@@ -15,9 +15,10 @@ from pathlib import Path
 from safetensors import SafetensorError
 from transformers.trainer import TRAINER_STATE_NAME
 
-from .manifest import DamagedCheckpoint, ResumeError, check_manifest, has_manifest
+from .manifest import MANIFEST, DamagedCheckpoint, ResumeError, check_manifest
 
 logger = logging.getLogger(__name__)
+SAMPLES = ("evaluations", "samples", "validation")  # folders whose entries have the number of their update
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -25,6 +26,65 @@ def checkpoints(folder: Path) -> list[Path]:
     found = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in folder.glob("checkpoint-*")]
     numbered = [(int(match[1]), path) for match, path in found if match and path.is_dir()]
     return [path for _, path in sorted(numbered, reverse=True)]
+
+
+def count_updates(folder: Path) -> int:
+    """Return after how many updates the trainer state at the top of an output folder was written; 0 without one."""
+    state = folder / TRAINER_STATE_NAME
+    return json.loads(state.read_text(encoding="utf-8"))["global_step"] if state.is_file() else 0
+
+
+def holds_run(folder: Path) -> bool:
+    """Return whether a folder holds a checkpoint or the result of updates, which a new run would overwrite."""
+    return bool(checkpoints(folder)) or count_updates(folder) > 0
+
+
+def refuse_used_folder(folder: Path) -> None:
+    """Refuse to start a run in a folder that holds one."""
+    if not holds_run(folder):
+        return
+    newest = next(iter(checkpoints(folder)), None)
+    there = f"newest: {newest.name}" if newest else "without a checkpoint to continue from"
+    resume = "resume_from_checkpoint=True to continue it, " if newest else ""
+    raise ResumeError(
+        f"{folder} already contains a run ({there}); set {resume}overwrite_output_dir=True to replace it, or another "
+        "output_dir."
+    )
+
+
+def find_later(folder: Path, update: int) -> list[Path]:
+    """List what a run left after an update: the ended run's log, samples and, last, checkpoints."""
+    state = folder / TRAINER_STATE_NAME
+    paths = [path for name in SAMPLES for path in folder.glob(f"{name}/step-*")] + checkpoints(folder)
+    numbers = [re.match(r"(?:checkpoint|step)-(\d+)", path.name) for path in paths]
+    later = [path for path, number in zip(paths, numbers, strict=True) if number and int(number[1]) > update]
+    return [state] * state.is_file() + later
+
+
+def clear_run(folder: Path, update: int) -> None:
+    """Delete what a run left after an update, for one that starts in its place."""
+    for path in find_later(folder, update):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def set_later_aside(folder: Path, update: int) -> Path | None:
+    """Move what a run left after an update into a folder of its own, for a run that goes back to that update.
+
+    Otherwise, the updates that it abandons would leave the newest checkpoint, the longest log and the latest samples.
+
+    Returns:
+        the folder; None, with nothing moved, if there is no later checkpoint.
+    """
+    if not any(int(path.name.split("-")[1]) > update for path in checkpoints(folder)):
+        return None
+    aside, number = folder / "abandoned" / f"after-{update}", 2
+    while aside.exists():
+        aside, number = aside.with_name(f"after-{update}-{number}"), number + 1
+    for path in find_later(folder, update):
+        target = aside / path.relative_to(folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(target)
+    return aside
 
 
 def clear_leftovers(folder: Path) -> None:
@@ -35,14 +95,13 @@ def clear_leftovers(folder: Path) -> None:
             replaced.rename(folder / name)
     for leftover in folder.glob("tmp-checkpoint-*"):
         shutil.rmtree(leftover)
+    for mark in folder.glob("checkpoint-*/checkpoint-is-incomplete.txt"):  # of enable_jit_checkpoint
+        if not (mark.parent / MANIFEST).is_file():
+            shutil.rmtree(mark.parent)
 
 
 def find_newest_whole(folder: Path) -> Path | None:
-    """Find the newest undamaged checkpoint; log which newer ones are skipped.
-
-    Raises:
-        DamagedCheckpoint: there are checkpoints, but all are damaged.
-    """
+    """Find the newest undamaged checkpoint; log which newer ones are skipped."""
     damages = []
     for checkpoint in checkpoints(folder):
         try:
@@ -59,11 +118,7 @@ def find_newest_whole(folder: Path) -> Path | None:
 
 
 def check_named(checkpoint: Path) -> None:
-    """Refuse a damaged checkpoint that was requested by name, and suggest the newest undamaged one before it.
-
-    Raises:
-        DamagedCheckpoint: a file is missing or has changed.
-    """
+    """Refuse a damaged checkpoint that was requested by name, and suggest the newest undamaged one before it."""
     try:
         check(checkpoint)
     except DamagedCheckpoint as damage:
@@ -86,15 +141,9 @@ def is_whole(checkpoint: Path) -> bool:
 
 
 def check(checkpoint: Path) -> None:
-    """Compare a checkpoint with its manifest; a checkpoint without one, of an earlier version, only gets a warning.
-
-    Raises:
-        DamagedCheckpoint: it does not match its manifest, or its trainer state is missing or unreadable.
-    """
-    if has_manifest(checkpoint):
+    """Compare a checkpoint with its manifest, which a user who changed a file may have deleted."""
+    if (checkpoint / MANIFEST).is_file():
         check_manifest(checkpoint)
-    else:
-        logger.warning("%s has no manifest.json, so damage to its files would not be noticed.", checkpoint)
     state = checkpoint / TRAINER_STATE_NAME
     if not state.is_file():
         raise DamagedCheckpoint(f"{checkpoint} is not a complete checkpoint: it has no {TRAINER_STATE_NAME}")
@@ -106,11 +155,7 @@ def check(checkpoint: Path) -> None:
 
 @contextlib.contextmanager
 def refuse_unreadable(checkpoint: Path) -> Iterator[None]:
-    """Turn errors from files that cannot be read, or that hold code, into a clear message.
-
-    Raises:
-        ResumeError: such a file was read inside the context.
-    """
+    """Turn errors from files that cannot be read, or that hold code, into a clear message."""
     try:
         yield
     except pickle.UnpicklingError as error:
@@ -137,12 +182,7 @@ def _first_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def explain_interrupt(folder: Path, updates: Callable[[], int]) -> Iterator[None]:
-    """Turn Ctrl-C inside this context into one line that says how to resume.
-
-    Args:
-        folder: folder of the run.
-        updates: returns the number of updates that the run has made.
-    """
+    """Turn Ctrl-C inside this context into one line that says how to resume."""
     try:
         yield
     except KeyboardInterrupt:

@@ -100,11 +100,7 @@ def describe_lora(peft_config: PeftConfig | None) -> dict[str, Any]:
 
 
 def describe_rollout(inputs: PipelineInputs) -> dict[str, Any]:
-    """Return everything that the replay of a rollout depends on: settings and arguments of pipeline calls.
-
-    Args:
-        inputs: makes the arguments of the pipeline's calls.
-    """
+    """Return everything that the replay of a rollout depends on: settings and arguments of pipeline calls."""
     args = inputs.args
     found = {name: getattr(args, name) for name in ROLLOUT_SETTINGS} | resolve_settings(args)
     found["data_seed"] = args.seed if args.data_seed is None else args.data_seed
@@ -140,16 +136,7 @@ def find_difference(there: dict[str, Any], here: dict[str, Any]) -> str | None:
 
 
 def check_rollout(checkpoint: Path, made_under: dict[str, Any], inputs: PipelineInputs) -> None:
-    """Refuse to resume within a rollout under other settings.
-
-    Args:
-        checkpoint: the checkpoint, written within the rollout.
-        made_under: result of `describe_rollout` when the checkpoint was written.
-        inputs: makes the arguments of the pipeline's calls.
-
-    Raises:
-        ResumeError: the replay would depend on a setting that has changed.
-    """
+    """Refuse to resume within a rollout under other settings."""
     difference = find_difference(made_under, describe_rollout(inputs))
     if difference is not None:
         raise ResumeError(
@@ -159,17 +146,7 @@ def check_rollout(checkpoint: Path, made_under: dict[str, Any], inputs: Pipeline
 
 
 def check_rows(checkpoint: Path, hashes: list[str], rows: Rows, inputs: PipelineInputs) -> None:
-    """Refuse to resume within a rollout of other prompts.
-
-    Args:
-        checkpoint: the checkpoint, written within the rollout.
-        hashes: result of `hash_rows` for its samples.
-        rows: rows of the same samples in the current dataset.
-        inputs: makes the arguments of the pipeline's calls.
-
-    Raises:
-        ResumeError: a row differs.
-    """
+    """Refuse to resume within a rollout of other prompts."""
     pairs = zip(rows, hashes, hash_rows(rows, inputs), strict=True)
     changed = next((row for row, there, here in pairs if there != here), None)
     if changed is not None:

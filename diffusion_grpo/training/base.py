@@ -2,37 +2,31 @@
 
 import contextlib
 import logging
-import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from accelerate.utils import AutocastKwargs, broadcast
+from accelerate.utils import AutocastKwargs
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer
-from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, sort_checkpoints
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import HubStrategy
+from transformers.trainer_utils import HubStrategy, rotate_checkpoints
 from transformers.utils import PushInProgress, hf_api
 
+from ..config.early_checks import check_resume_folder
 from ..config.names import suggest
 from ..distributed import checkpoint_mode
 from ..distributed.backend import DistributedBackend
+from ..distributed.collectives import gather_json, is_shared
 from ..run import resume_point
 from ..run.card_details import CardDetails
 from ..run.lock import lock_folder
 from ..run.manifest import ResumeError, write_manifest
-from ..run.records import (
-    check_same_run,
-    clear_started_run,
-    refuse_ended_run,
-    refuse_used_folder,
-    warn_of_other_prompts,
-    write_json,
-)
+from ..run.records import check_same_run, warn_of_other_prompts, write_json
 from .checkpoints import Checkpointer, replace_folder
 
 logger = logging.getLogger(__name__)
@@ -53,11 +47,6 @@ def apply_settings(optimizer: torch.optim.Optimizer, schedule: Any, settings: li
 
     The learning rate follows from this run's schedule too: after a run that has ended, the next update would have 0. A
     schedule that depends on evaluations keeps its learning rate.
-
-    Args:
-        optimizer: the optimizer, as it was read.
-        schedule: the learning-rate schedule, as it was read.
-        settings: the entries `OF_SETTINGS` of each of its groups, as they were before.
     """
     groups = optimizer.param_groups
     if len(groups) != len(settings):
@@ -81,11 +70,6 @@ class DiffusersTrainer(Trainer):
 
     A subclass sets `run` and calls `use_checkpointer` before anything is saved or trained, and defines `write_card`.
 
-    Args:
-        backend: distributed backend of the run.
-        networks: the trained networks, as the pipeline calls them.
-        kwargs: arguments of `Trainer`.
-
     Attributes:
         run: contents of this run's run.json.
     """
@@ -104,6 +88,10 @@ class DiffusersTrainer(Trainer):
         self._owns_folder = False  # True once the output folder holds this run
         self._card_details = CardDetails()
         super().__init__(**kwargs)
+        # without a shared disk, the first process of each machine saves; with one, they would overwrite each other
+        self.args.save_on_each_node = not is_shared(self.accelerator, Path(self.args.output_dir))
+        if self.args.save_on_each_node and not self.args.save_only_model:
+            checkpoint_mode.check_separate_disks(backend.mode, self.args.output_dir)
         backend.set_engine(self.model)
         backend.fill_config(self.model)
 
@@ -180,59 +168,56 @@ class DiffusersTrainer(Trainer):
     def find_start(
         self, wanted: str | bool | None, held: contextlib.ExitStack, agree: Callable[[Exception | None], None]
     ) -> str | None:
-        """Find the checkpoint to resume from, the same on every process; lock the output folder until `held` exits.
-
-        Args:
-            wanted: True for the newest complete checkpoint, a checkpoint's folder, or None or False to start anew.
-                True and False may also be given as strings.
-            held: exit stack that holds the lock.
-            agree: raises an error of one process on all processes.
-
-        Raises:
-            ResumeError: another run is writing there, the checkpoint is damaged or is a run's folder, or the output
-                folder holds a run and `wanted` does not ask to resume it.
-            ValueError: the checkpoint belongs to another run.
-        """
-        folder, point, error = Path(self.args.output_dir), None, None
+        """Find the checkpoint to resume from, the same on every process; lock the output folder until `held` exits."""
+        folder, step, error = Path(self.args.output_dir), None, None
         wanted = None if str(wanted).lower() == "false" else wanted
+        is_named = bool(wanted) and str(wanted).lower() != "true"
         if self.args.should_save:
             try:
                 held.enter_context(lock_folder(folder))
-                point = self._find_point(folder, wanted)
+                resume_point.clear_leftovers(folder)
+                step = self._check_named(str(wanted)) if is_named else self._find_newest(folder, bool(wanted))
             except Exception as failed:  # refusals, and errors of the file system
                 error = failed
         agree(error)
         self._owns_folder = True
-        if wanted and str(wanted).lower() != "true":
+        if is_named:
             return str(wanted)
-        step = torch.tensor([-1 if point is None else int(point.name.split("-")[1])], device=self.args.device)
-        step = int(broadcast(step, from_process=0))
-        # no checkpoint: the run was killed before its first one, and starts from the beginning again
-        return None if step < 0 else str(folder / f"checkpoint-{step}")
-
-    def _find_point(self, folder: Path, wanted: str | bool | None) -> Path | None:
-        resume_point.clear_leftovers(folder)
-        if wanted and str(wanted).lower() != "true":
-            newest = next(iter(resume_point.checkpoints(Path(wanted))), None)
-            if newest is not None:
-                raise ResumeError(
-                    f"{wanted} is the folder of a run, not a checkpoint; its newest checkpoint is {newest}."
-                )
-            resume_point.check_named(Path(wanted))
-            advice = "resume with the settings of that run, or from a checkpoint of this one"
-            check_same_run(Path(wanted).resolve().parent, self.run, advice)
-            warn_of_other_prompts(Path(wanted).resolve().parent, self.run)
+        steps = [step for step in gather_json(self.accelerator, step) if step is not None]  # one per disk
+        if max(steps) < 0:
             return None
-        if not wanted and (resume_point.checkpoints(folder) or not self._owns_folder):
-            refuse_used_folder(folder, "pass resume_from_checkpoint=True")
-        point = resume_point.find_newest_whole(folder) if wanted else None
+        point, error = folder / f"checkpoint-{min(steps)}", None
+        if self.args.should_save and not point.is_dir():
+            error = ResumeError(
+                f"{folder} has no checkpoint that all machines have; copy checkpoint-{max(steps)} there."
+            )
+        agree(error)
+        return str(point)
+
+    def _check_named(self, wanted: str) -> None:
+        check_resume_folder(wanted, self.args.output_dir)
+        newest = next(iter(resume_point.checkpoints(Path(wanted))), None)
+        if newest is not None:
+            raise ResumeError(f"{wanted} is the folder of a run, not a checkpoint; its newest checkpoint is {newest}.")
+        resume_point.check_named(Path(wanted))
+        advice = "resume with the settings of that run, or from a checkpoint of this one"
+        check_same_run(Path(wanted).resolve().parent, self.run, advice)
+        warn_of_other_prompts(Path(wanted).resolve().parent, self.run)
+
+    def _find_newest(self, folder: Path, is_resumed: bool) -> int:
+        """Return the update of the newest complete checkpoint; -1 if the run starts anew, in a folder that is free."""
+        point = resume_point.find_newest_whole(folder) if is_resumed else None
         if point is not None:
-            check_same_run(folder, self.run)  # check again, now that the model is known
+            check_same_run(folder, self.run)
             warn_of_other_prompts(folder, self.run)
-        if point is None and not self._owns_folder:
-            refuse_ended_run(folder)
-            clear_started_run(folder)
-        return point
+            return int(point.name.split("-")[1])
+        if not self._owns_folder or resume_point.checkpoints(folder):
+            if not self.args.overwrite_output_dir:
+                resume_point.refuse_used_folder(folder)
+            if self.args.overwrite_output_dir or (folder / "run.json").is_file():
+                # samples from before the first update are this run's own if it has logged an evaluation
+                resume_point.clear_run(folder, 0 if self.state.log_history else -1)
+        return -1
 
     # Save
 
@@ -255,8 +240,10 @@ class DiffusersTrainer(Trainer):
         if self.args.should_save:  # every process has written its files by now
             write_manifest(staging)
             replace_folder(staging, folder)
-            self._rotate(folder.parent)
         self.accelerator.wait_for_everyone()
+        if self.args.should_save:  # every disk has the new one by now
+            limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
+            rotate_checkpoints(str(folder.parent), limit, best)
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(folder))
 
@@ -272,6 +259,9 @@ class DiffusersTrainer(Trainer):
         is_final = folder.resolve() == Path(self.args.output_dir).resolve()
         self.checkpointer.save_weights(folder, whole_pipeline=is_final or not _internal_call)
         if is_final:
+            if self.state.global_step > 0 and self.args.should_save:  # which mark the folder as that of a run
+                write_json(folder / "run.json", self.run)
+                self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
             self.create_model_card()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -296,18 +286,6 @@ class DiffusersTrainer(Trainer):
                 self.state.stateful_callbacks[name] = [*saved, state] if isinstance(saved, list) else state
         self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
 
-    def _rotate(self, folder: Path) -> None:
-        """Delete the oldest checkpoints beyond `save_total_limit`, but never the newest or the best."""
-        limit = self.args.save_total_limit
-        checkpoints = [Path(path) for path in sort_checkpoints(str(folder), use_mtime=True)]
-        newest = folder / f"checkpoint-{self.state.global_step}"
-        protected = {newest, Path(self.state.best_model_checkpoint or newest)}
-        old = [path for path in checkpoints if path not in protected]
-        for path in old[: max(0, len(checkpoints) - max(limit, len(protected)))] if limit else []:
-            aside = path.with_name(f"tmp-{path.name}")
-            path.rename(aside)
-            shutil.rmtree(aside)
-
     # Load
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -316,17 +294,17 @@ class DiffusersTrainer(Trainer):
     def _load_best_model(self) -> None:
         """As in `Trainer`, but also records for the model card which checkpoint was loaded."""
         best = Path(self.state.best_model_checkpoint)
+        if any(gather_json(self.accelerator, self.args.should_save and not resume_point.is_whole(best))):
+            logger.warning("%s is gone or damaged: the run ends with the weights of its last update.", best)
+            self.state.best_model_checkpoint = None
+            return
         self.checkpointer.load_best(best)
         self.run["published_after"] = int(best.name.split("-")[-1])
         if self.args.should_save:
             write_json(Path(self.args.output_dir) / "run.json", self.run)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """As in `Trainer`, but if another mode wrote the checkpoint, the optimizer starts anew with a warning.
-
-        Raises:
-            ResumeError: the state is missing and `resume_without_optimizer` is not set.
-        """
+        """As in `Trainer`, but if another mode wrote the checkpoint, the optimizer starts anew with a warning."""
         if checkpoint is None:
             return
         folder = Path(checkpoint)
@@ -417,11 +395,7 @@ class DiffusersTrainer(Trainer):
         )
 
     def predict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse to predict, which has no meaning without labels.
-
-        Raises:
-            NotImplementedError: always; the message says what to call instead.
-        """
+        """Refuse to predict, which has no meaning without labels."""
         raise NotImplementedError(
             "predict() has no labels to compare with here; call evaluate(dataset, metric_key_prefix='test') to sample "
             "and score a dataset, or trainer.pipe(...) for samples."

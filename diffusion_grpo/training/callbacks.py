@@ -17,7 +17,7 @@ from transformers.trainer_utils import IntervalStrategy
 from ..data.held_out import describe_prompts
 from ..distributed.weights import TrainedWeights
 from ..run.gallery import choose_steps
-from ..run.records import set_later_aside
+from ..run.resume_point import set_later_aside
 from ..run.watch import find_collapse
 from .trackers import draw_grid, log_files, log_image
 
@@ -126,7 +126,8 @@ class SampleGridCallback(TrainerCallback):
         ...     image.save(samples / f"{number}.png")
         >>> args = DiffusionGRPOConfig(folder, use_cpu=True)
         >>> callback = SampleGridCallback(CallbackHandler([], None, None, None, None))
-        >>> callback.on_evaluate(args, TrainerState(global_step=10, is_world_process_zero=True), None)
+        >>> state = TrainerState(global_step=10, log_history=[{"eval_reward": 0.5}], is_world_process_zero=True)
+        >>> callback.on_evaluate(args, state, None)
         >>> Path(folder, "grid.png").is_file()
         True
     """
@@ -135,7 +136,8 @@ class SampleGridCallback(TrainerCallback):
         self.handler = handler
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-        if state.is_world_process_zero:
+        last = state.log_history[-1] if state.log_history else {}
+        if state.is_world_process_zero and "eval_reward" in last:  # those of another dataset are not logged
             _show(self.handler, Path(args.output_dir), "evaluations", "grid.png", "samples", state.global_step)
 
 
@@ -256,6 +258,12 @@ class ReportCallback(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         if not state.is_world_process_zero:
             return
+        try:
+            self._report(args, state)
+        except Exception:  # such as a damaged file or a full disk; the run has ended well, and its weights matter more
+            logger.exception("The report was not written. To try again: diffusion-grpo report %s", args.output_dir)
+
+    def _report(self, args, state):
         from ..run.folder import describe_change, format_updates, read_run
         from ..run.report import missing_packages, write_report, write_summary
 

@@ -9,14 +9,12 @@ import shutil
 from pathlib import Path
 
 from torch import nn
-from transformers.trainer import TRAINER_STATE_NAME
 
 from ..distributed.weights import TrainedWeights
 from ..rollout.feed import RolloutFeed
 from ..rollout.reference import CopiedReference
 from ..rollout.value_model import ValueModel
 from ..run.card_data import list_upload_patterns
-from ..run.manifest import ResumeError
 from ..run.resume_point import refuse_unreadable
 from ..run.weights import POLICY_FOLDER, PolicyFiles
 from .average import OldPolicy, PolicyAverage, find_policy_folder
@@ -29,18 +27,6 @@ class Checkpointer:
     """Writer and reader of the weights in a checkpoint: the policy's, and those that accompany it.
 
     Every process calls its methods; sharded weights are gathered inside.
-
-    Args:
-        model: the trained model, without an engine around it.
-        files: writes and reads the policy's weights in diffusers' layout.
-        weights: the trained parameters.
-        average: moving average of these parameters, or None.
-        old_policy: a moving copy of the policy that the algorithm needs, or None.
-        reference: a reference that is moved towards the policy, and so has to be saved, or None.
-        values: the value model, or None.
-        feed: feed of micro-batches, which may stop within a rollout.
-        is_writer: whether this process writes the files that all processes have in common.
-        pushes_samples: whether samples are pushed to the Hub too.
     """
 
     def __init__(
@@ -91,12 +77,7 @@ class Checkpointer:
 
         If the checkpoint lacks an average, an old policy or a moving reference that this run has, a warning is logged:
         the first two start from the checkpoint's policy, the reference from the model before training.
-
-        Raises:
-            ResumeError: the checkpoint is incomplete, or a file cannot be read.
         """
-        if not (folder / TRAINER_STATE_NAME).is_file():
-            raise ResumeError(f"{folder} is not a complete checkpoint: it has no {TRAINER_STATE_NAME}.")
         with refuse_unreadable(folder):
             policy = find_policy_folder(folder, has_average=self._average is not None)
             self._load_moving(self._average, folder)

@@ -40,7 +40,7 @@ from ..rewards import (
 from ..rewards.contract import is_marked
 from ..run.adapters import continues_lora
 from ..run.card_data import find_license, strip_folders, strip_secrets
-from ..run.records import check_output_folder, make_record
+from ..run.records import make_record
 from ..run.reproduce import describe_script
 from ..tiny import default_settings
 from .lora_checks import check_peft_config
@@ -139,7 +139,7 @@ def check_run(
 
     Raises:
         TypeError: `model` or `args` has the wrong type.
-        ValueError: settings, rewards, datasets or the output folder cannot be used.
+        ValueError: settings, rewards or datasets cannot be used.
         ImportError: a tracker, quantization backend or processor needs a package that is not installed.
     """
     args = prepare_args(model, args)
@@ -182,7 +182,6 @@ def check_run(
     backend.check_quantization(list_trained_methods(model, args.train_component, quantized))
     inputs = None if pipeline is None else prepare_inputs(pipeline, args, datasets, rewards.all + watched)
     record = describe_run(model, args, peft_config, rewards)
-    check_output_folder(args.output_dir, record, bool(args.resume_from_checkpoint))
     return CheckedRun(model, args, rewards, backend, is_full_training, record, datasets, inputs, quantized)
 
 
@@ -197,6 +196,9 @@ def prepare_args(model: str | DiffusionPipeline, args: DiffusionGRPOConfig | Non
     if args is None:
         args = DiffusionGRPOConfig(f"{name_model(model).split('/')[-1]}-GRPO")
     args = copy.copy(args)  # the user may use the same settings for another run
+    args.output_dir = os.path.abspath(args.output_dir)  # a reward may change the working directory
+    if args.prompt_embeds_dir is not None:
+        args.prompt_embeds_dir = os.path.abspath(os.path.expanduser(args.prompt_embeds_dir))
     check_settings(args)  # they may have been changed since they were created
     if model == "tiny":
         args.fill(default_settings({name: getattr(args, name) for name in args.given}))

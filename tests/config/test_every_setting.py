@@ -379,6 +379,7 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "per_device_eval_batch_size": Turned(1, "passes", "evaluation weights@2", EVALUATED),
     "push_to_hub": Elsewhere("run/test_weights.py::test_push_to_hub_uploads_the_weights_and_the_card"),
     "resume_from_checkpoint": Elsewhere("training/test_resume.py::test_sigkill_and_resume"),
+    "overwrite_output_dir": Elsewhere("training/test_base.py::test_a_run_replaces_the_one_in_its_folder_if_asked_for"),
     "resume_without_optimizer": Elsewhere(
         "run/test_manifest.py::test_state_that_is_not_there_is_refused_unless_asked_for"
     ),

@@ -3,6 +3,7 @@
 import pytest
 
 from diffusion_grpo.distributed.checkpoint_mode import (
+    check_separate_disks,
     describe_mode,
     find_missing_state,
     find_other_optimizer,
@@ -22,11 +23,9 @@ def mode(processes=1, zero_stage=0, fsdp=0):
         (mode(), "by one process with whole weights"),
         (mode(2, zero_stage=3), "by 2 processes with ZeRO-3"),
         (mode(4, fsdp=1), "by 4 processes with FSDP2"),
-        ({"processes": 2, "zero_stage": 0}, "by 2 processes with whole weights"),  # of earlier versions
     ],
 )
 def test_a_mode_in_words(tmp_path, given, words):
-    assert read_mode(tmp_path) == "in another mode"
     write_mode(tmp_path, given, "adamw_torch")
     assert read_mode(tmp_path) == describe_mode(given) == words
 
@@ -40,18 +39,21 @@ def test_an_engines_state_is_read_by_as_many_processes_in_its_own_mode(tmp_path)
         assert not is_readable(tmp_path, other)
 
 
+@pytest.mark.parametrize("sharded", [mode(2, zero_stage=1), mode(2, fsdp=1)])
+def test_shares_of_a_checkpoint_are_not_written_to_separate_disks(sharded):
+    check_separate_disks(mode(2), "run")
+    with pytest.raises(ValueError, match="output_dir.*save_only_model"):
+        check_separate_disks(sharded, "run")
+
+
 def test_what_a_checkpoint_lacks_is_named(tmp_path):
     assert find_missing_state(tmp_path, ()) == "optimizer state"
-    (tmp_path / "dcp").mkdir()
-    (tmp_path / "dcp" / ".metadata").touch()
-    assert find_missing_state(tmp_path, ()) == "optimizer state but one whose index would have to be unpickled"
     (tmp_path / "optimizer.pt").touch()
     assert find_missing_state(tmp_path, ()) is None
     assert find_missing_state(tmp_path, ("scheduler.pt",)) == "scheduler.pt"
 
 
 def test_an_optimizer_with_another_state_is_named(tmp_path):
-    assert find_other_optimizer(tmp_path, "sgd") is None  # written by an earlier version
     write_mode(tmp_path, mode(), "adamw_torch")
     assert find_other_optimizer(tmp_path, "adamw_torch_fused") is None
     assert find_other_optimizer(tmp_path, "adamw_bnb_8bit") == "adamw_torch"

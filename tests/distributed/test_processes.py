@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import rank_runs
 import ranks_server
 import tiny_pipelines
+import torch
 from safetensors.torch import load_file
 
 TESTS = Path(__file__).parents[1]
@@ -200,6 +202,29 @@ def test_a_run_goes_on_within_a_rollout_on_another_number_of_processes(tmp_path,
     )
     whole, other = (load_file(tmp_path / name / "weights.safetensors") for name in ("whole", "on"))
     assert max((whole[name] - other[name]).abs().max() for name in whole) < 1e-6
+
+
+def test_machines_without_a_shared_disk_save_what_each_needs(tmp_path):
+    settings = SETTINGS | {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 3, "num_inference_steps": 2}
+    machines = [tmp_path / "machine-0", tmp_path / "machine-1"]
+    ranks_server.succeed(tmp_path / "whole", 2, rank_runs.train_apart, tmp_path, settings)
+    whole = [load_file(machine / "adapter_model.safetensors") for machine in machines]
+    for path in [machines[1] / "embeds", machines[1] / "checkpoint-2", *tmp_path.glob("machine-*/checkpoint-3")]:
+        shutil.rmtree(path)  # the newest that both have is the first
+    ranks_server.succeed(tmp_path / "again", 2, rank_runs.train_apart, tmp_path, settings, True)
+    again = [load_file(machine / "adapter_model.safetensors") for machine in machines]
+    assert all(torch.equal(value, weights[name]) for weights in (whole[1], *again) for name, value in whole[0].items())
+    assert all((machine / "checkpoint-3" / f"rng_state_{rank}.pth").is_file() for rank, machine in enumerate(machines))
+    assert not list(tmp_path.glob("machine-*/tmp-*"))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("mode", ["fsdp2", "zero3"])
+def test_sharded_checkpoints_need_a_shared_disk(tmp_path, mode):
+    settings = SETTINGS | {"mode": mode, "lora": False}
+    ended = ranks_server.run(tmp_path / "processes", 2, rank_runs.train_apart, tmp_path, settings)
+    assert 0 not in ended.codes and all("set save_only_model=True" in log for log in ended.logs)
+    assert not list(tmp_path.glob("machine-*/samples"))
 
 
 @pytest.mark.slow

@@ -103,7 +103,7 @@ def test_without_any_whole_checkpoint_nothing_is_started(run):
 
 @pytest.mark.parametrize("name", [OPTIMIZER_NAME, SCHEDULER_NAME])
 def test_state_that_is_not_there_is_refused_unless_asked_for(run, whole, caplog, name):
-    """Of a checkpoint that was written so, by `save_only_model` or an earlier version."""
+    """Of a checkpoint that was written so, by `save_only_model`."""
     checkpoint = run / "checkpoint-2"
     (checkpoint / name).unlink()
     write_manifest(checkpoint)
@@ -119,16 +119,8 @@ def test_state_that_is_not_there_is_refused_unless_asked_for(run, whole, caplog,
     assert not all(torch.equal(ours[name], value) for name, value in whole[1].items())
 
 
-def test_a_checkpoint_of_an_earlier_version_is_read_with_a_warning(run, whole, caplog):
-    (run / "checkpoint-2" / MANIFEST).unlink()
-    trainer = trainer_for(run, **SETTINGS)
-    trainer.train(resume_from_checkpoint=True)
-    assert "checkpoint-2 has no manifest.json" in caplog.text
-    assert all(torch.equal(value, whole[1][name]) for name, value in trained_weights(trainer).items())
-
-
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", OPTIMIZER_NAME, "rng_state.pth", "trainer_state.json"])
-def test_damage_in_a_checkpoint_of_an_earlier_version_is_a_sentence_too(run, name):
+def test_damage_in_a_checkpoint_without_a_manifest_is_a_sentence_too(run, name):
     truncate(run / "checkpoint-2" / name)
     (run / "checkpoint-2" / MANIFEST).unlink()
     with pytest.raises(DamagedCheckpoint, match="checkpoint-2 is damaged"):

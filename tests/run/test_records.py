@@ -8,17 +8,11 @@ from command_line import make_config
 from peft import LoraConfig
 from PIL import Image
 
-from diffusion_grpo.run.manifest import ResumeError
 from diffusion_grpo.run.records import (
     check_extra_column,
-    check_output_folder,
     check_same_run,
-    clear_started_run,
-    has_ended,
-    holds_run,
     list_changed_settings,
     make_record,
-    refuse_used_folder,
     write_files,
     write_inputs,
     write_json,
@@ -46,23 +40,8 @@ def test_only_changed_settings_are_listed():
     assert "output_dir" not in list_changed_settings(make_config())
 
 
-def test_a_folder_with_a_checkpoint_or_a_result_holds_a_run(tmp_path):
-    assert not holds_run(tmp_path / "none") and not holds_run(tmp_path)
-    refuse_used_folder(tmp_path, "resume")
-    (tmp_path / "checkpoint-3").mkdir()
-    assert holds_run(tmp_path) and not has_ended(tmp_path)
-    with pytest.raises(ResumeError, match="already contains a run .newest: checkpoint-3.; resume to continue it"):
-        refuse_used_folder(tmp_path, "resume")
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "summary.json").write_text("{}")
-    assert holds_run(tmp_path / "other")
-    with pytest.raises(ResumeError, match="it has saved no checkpoint"):
-        refuse_used_folder(tmp_path / "other", "resume")
-
-
-def test_another_run_is_refused_and_the_same_one_may_go_on(tmp_path, caplog):
+def test_another_run_is_refused_and_the_same_one_may_go_on(tmp_path):
     write_json(tmp_path / "run.json", record(seed=3))
-    (tmp_path / "checkpoint-3").mkdir()
     check_same_run(str(tmp_path), record(seed=3, beta=0.5))  # beta may change on the way
     with pytest.raises(ValueError, match="contains another run .seed is 3 there and 42 here.; choose another"):
         check_same_run(str(tmp_path), record())
@@ -84,30 +63,6 @@ def test_another_run_is_refused_and_the_same_one_may_go_on(tmp_path, caplog):
         value = here.strip("'") if isinstance(here, str) else here
         with pytest.raises(ValueError, match=f"{name} is {there} there and {here} here"):
             check_same_run(str(tmp_path), record(seed=3, **{name: value}))
-    check_output_folder(str(tmp_path), record(seed=3), is_resumed=False)
-    assert "was interrupted (newest: checkpoint-3)" in caplog.text
-    (tmp_path / "trainer_state.json").write_text("{}")
-    assert has_ended(tmp_path)
-    check_output_folder(str(tmp_path), record(seed=3), is_resumed=True)
-    with pytest.raises(ResumeError, match="set resume_from_checkpoint=True in the settings"):
-        check_output_folder(str(tmp_path), record(seed=3), is_resumed=False)
-
-
-@pytest.mark.parametrize(
-    "name", ["adapter_model.safetensors", "pytorch_lora_weights.safetensors", "model_index.json", "summary.json"]
-)
-def test_only_the_end_of_a_run_leaves_what_says_that_it_has_ended(tmp_path, caplog, name):
-    """Pushes and `save_model` leave weights at the top during the run, `diffusion-grpo report` a summary."""
-    write_json(tmp_path / "run.json", record())
-    (tmp_path / name).touch()
-    assert holds_run(tmp_path) and not has_ended(tmp_path)
-    with pytest.raises(ResumeError, match="it has saved no checkpoint.; set resume_from_checkpoint=True in the set"):
-        check_output_folder(str(tmp_path), record(), is_resumed=False)  # nothing but this file would be left of it
-    (tmp_path / "checkpoint-3").mkdir()
-    check_output_folder(str(tmp_path), record(), is_resumed=False)
-    assert "was interrupted (newest: checkpoint-3)" in caplog.text
-    with pytest.raises(ResumeError, match="already contains a run"):
-        refuse_used_folder(tmp_path, "resume")
 
 
 def test_other_lengths_of_the_steps_are_another_run(tmp_path):
@@ -126,15 +81,6 @@ def test_defaults_that_are_written_out_are_no_other_run(tmp_path):
     check_same_run(tmp_path, record(loss_type="nft"))  # whose windows are of something else
 
 
-def test_a_record_of_an_earlier_version_is_compared_by_what_it_has(tmp_path):
-    old = record(seed=3, sde_window=[0, 5])
-    del old["resolved"], old["lora"]
-    write_json(tmp_path / "run.json", old)
-    check_same_run(tmp_path, record(seed=3, sde_window=[0, 5]))
-    with pytest.raises(ValueError, match=r"sde_window is \[0, 5\] there and the default here"):
-        check_same_run(tmp_path, record(seed=3))
-
-
 def test_what_is_trained_is_compared_as_far_as_it_is_known(tmp_path):
     def lora(**settings):
         return LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": ["to_q", "to_v"]} | settings)
@@ -150,17 +96,6 @@ def test_what_is_trained_is_compared_as_far_as_it_is_known(tmp_path):
         check_same_run(tmp_path, record(peft_config=lora(target_modules=["to_q"])))
     with pytest.raises(ValueError, match="trains_by is 'LoRA rank 4' there and 'full' here"):
         check_same_run(tmp_path, record())
-
-
-def test_samples_of_a_run_that_starts_again_are_removed_but_those_before_it(tmp_path):
-    for name in ("samples/step-000000", "samples/step-000005", "evaluations/step-000005"):
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / f"{name}.parquet").touch()
-    clear_started_run(tmp_path)
-    assert (tmp_path / "samples" / "step-000005").is_dir()  # not the folder of a run
-    (tmp_path / "run.json").touch()
-    clear_started_run(tmp_path)
-    assert sorted(path.name for path in tmp_path.glob("*/*")) == ["step-000000", "step-000000.parquet"]
 
 
 def test_files_and_tables(tmp_path):

@@ -1,5 +1,6 @@
 """The newest whole checkpoint is found, and what cannot be read is refused in a sentence."""
 
+import contextlib
 import pickle
 
 import pytest
@@ -9,10 +10,12 @@ from diffusion_grpo.run.resume_point import (
     check_named,
     checkpoints,
     clear_leftovers,
+    clear_run,
     explain_interrupt,
     find_newest_whole,
     is_whole,
     refuse_unreadable,
+    refuse_used_folder,
 )
 
 
@@ -49,12 +52,39 @@ def test_a_state_that_is_no_json_is_damage(tmp_path):
     assert is_whole(make_checkpoint(tmp_path, 1)) and not is_whole(make_checkpoint(tmp_path, 2, is_whole=False))
 
 
+def test_a_folder_is_used_by_a_checkpoint_or_the_result_of_updates(tmp_path):
+    """Not by what `save_state` and `save_model` leave before the first update."""
+    refuse_used_folder(tmp_path / "none")
+    (tmp_path / "adapter_model.safetensors").touch()
+    for updates, is_used in ((0, False), (3, True)):
+        (tmp_path / "trainer_state.json").write_text(f'{{"global_step": {updates}}}')
+        with pytest.raises(ResumeError, match="overwrite_output_dir") if is_used else contextlib.nullcontext():
+            refuse_used_folder(tmp_path)
+    make_checkpoint(tmp_path / "other", 3)
+    with pytest.raises(ResumeError, match="checkpoint-3.*resume_from_checkpoint.*overwrite_output_dir"):
+        refuse_used_folder(tmp_path / "other")
+
+
+@pytest.mark.parametrize("update", [-1, 0])
+def test_a_run_that_starts_in_the_place_of_another_keeps_its_own_samples_from_before(tmp_path, update):
+    for name in ("samples/step-000000", "samples/step-000005", "evaluations/step-000005", "checkpoint-5", "mine"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / f"{name}.parquet").touch()
+    clear_run(tmp_path, update)
+    left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.parquet")}
+    assert left == {"mine.parquet", "checkpoint-5.parquet"} | (
+        {"samples/step-000000.parquet"} if update == 0 else set()
+    )
+
+
 def test_what_a_kill_left_half_written_is_removed_and_what_was_put_aside_returns(tmp_path):
     (tmp_path / "tmp-checkpoint-3").mkdir()
     for step in (1, 2):
         (tmp_path / f"tmp-checkpoint-{step}-old").mkdir()
         (tmp_path / f"tmp-checkpoint-{step}-old" / "mark").touch()
     (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-4").mkdir()
+    (tmp_path / "checkpoint-4" / "checkpoint-is-incomplete.txt").touch()
     clear_leftovers(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-2"]
     assert (tmp_path / "checkpoint-1" / "mark").exists() and not (tmp_path / "checkpoint-2" / "mark").exists()

@@ -1,6 +1,8 @@
 """What transformers' Trainer forces: checkpoints that rotate, folders that are not overwritten, predict."""
 
 import json
+import os
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -13,20 +15,17 @@ from tiny_runs import brightness, trained_weights, trainer_for
 from transformers import Trainer, TrainerCallback
 
 from diffusion_grpo import DiffusionGRPOTrainer
-from diffusion_grpo.run.folder import read_run
+from diffusion_grpo.run.folder import read_log_history, read_run
+from diffusion_grpo.run.manifest import ResumeError
 from diffusion_grpo.run.records import write_json
 
 
-def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
-    settings = {"save_strategy": "steps", "save_steps": 1}
+def test_a_folder_with_another_run_is_not_gone_on_from(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
     trainer_for(tmp_path, **settings).train()
-    with pytest.raises(ValueError, match="already contains a run.*checkpoint-2.*resume_from_checkpoint=True in"):
-        trainer_for(tmp_path, **settings)  # before a model is loaded
-    trainer_for(tmp_path, **settings, resume_from_checkpoint=True).train()
-    with pytest.raises(ValueError, match="contains another run.*trains_by"):
-        trainer_for(tmp_path, lora=False, **settings)
-    with pytest.raises(ValueError, match="contains another run.*noise_level is the default there and 0.5 here"):
-        trainer_for(tmp_path, noise_level=0.5, **settings)
+    for changed in ({"lora": False}, {"noise_level": 0.5}):
+        with pytest.raises(ValueError, match="|".join(("trains_by", "noise_level"))):
+            trainer_for(tmp_path, **settings, **changed).train(resume_from_checkpoint=True)
 
 
 def test_a_checkpoint_of_another_folder_is_compared_with_the_run_there(tmp_path):
@@ -55,14 +54,60 @@ def test_the_trained_network_is_compared_once_it_is_known(tmp_path):
         again.train()
 
 
-def test_a_folder_with_a_run_without_checkpoints_is_not_overwritten(tmp_path):
-    trainer_for(tmp_path).train()
-    with pytest.raises(ValueError, match="already contains a run, which has ended and has no checkpoint.*delete it"):
-        trainer_for(tmp_path)
-    with pytest.raises(ValueError, match="has ended and has no checkpoint to continue from; choose another"):
-        trainer_for(tmp_path, resume_from_checkpoint=True).train()
-    with pytest.raises(ValueError, match="contains another run"):
-        trainer_for(tmp_path, lora=False)
+def test_evaluating_and_saving_before_training_and_after(tmp_path):
+    """Before, the folder stays free; after, nothing of the run there changes until it is to be overwritten."""
+    first = trainer_for(tmp_path, num_inference_steps=2)
+    first.evaluate(), first.save_state(), first.save_model()
+    first.train()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert tmp_path / "evaluations" / "step-000000.parquet" in before
+    again = trainer_for(tmp_path, num_inference_steps=2, seed=1)
+    assert again.evaluate()["eval_reward"] > 0
+    for resume in (None, True):  # there is no checkpoint to go on from
+        with pytest.raises(ResumeError, match="overwrite_output_dir"):
+            again.train(resume_from_checkpoint=resume)
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+
+def test_a_run_replaces_the_one_in_its_folder_if_asked_for(tmp_path):
+    saved = {"num_inference_steps": 2, "save_strategy": "steps", "save_steps": 1, "save_total_limit": -1}
+    trainer_for(tmp_path, **saved, max_steps=3, eval_on_start=True).train()
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 3
+    again = trainer_for(tmp_path, **saved, max_steps=1, overwrite_output_dir=True)
+    again.train()
+    assert again.state.global_step == 1 and read_log_history(tmp_path) == again.state.log_history
+    left = {path.name for path in tmp_path.rglob("*-*")}
+    assert left == {"checkpoint-1", "rollout-rank0.safetensors", "step-000000", "step-000000.parquet"} & left
+    assert not list(tmp_path.glob("evaluations/*"))  # none of the reward of then
+    assert (
+        trainer_for(tmp_path, **saved, overwrite_output_dir=True).train(resume_from_checkpoint=True).global_step == 2
+    )
+    assert (tmp_path / "checkpoint-1").is_dir()
+
+
+def test_what_goes_missing_during_a_run_does_not_cost_its_weights(tmp_path, monkeypatch, caplog):
+    """A reward changes the directory, and somebody tidies up: the best checkpoint and run.json are gone."""
+
+    class Lose(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                os.chdir(tmp_path)
+                shutil.rmtree(tmp_path / "work" / "run" / "checkpoint-1")
+                (tmp_path / "work" / "run" / "run.json").unlink()
+
+    def falling(images, trainer_state, **columns):
+        return [value - trainer_state.global_step for value in brightness(images)]
+
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    settings = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    settings |= {"load_best_model_at_end": True, "save_total_limit": 1, "num_inference_steps": 2}
+    trainer = trainer_for("run", rewards=falling, callbacks=[Lose()], **settings)
+    trainer.train()
+    trainer.save_model()
+    assert "checkpoint-1 is gone" in caplog.text and trainer.state.best_model_checkpoint is None
+    for name in ("adapter_model.safetensors", "run.json", "README.md", "checkpoint-2"):
+        assert (tmp_path / "work" / "run" / name).exists()
 
 
 def test_save_total_limit_and_the_best_model(tmp_path):

@@ -74,7 +74,7 @@ def show_evaluation(folder, step, handler):
         (folder / "evaluations" / name).mkdir(parents=True, exist_ok=True)
         for number in range(2):
             Image.new("RGB", (64, 64), color).save(folder / "evaluations" / name / f"{number:04d}.png")
-    state = TrainerState(global_step=step, is_world_process_zero=True)
+    state = TrainerState(log_history=[{"eval_reward": 0.5}], global_step=step, is_world_process_zero=True)
     SampleGridCallback(handler).on_evaluate(DiffusionGRPOConfig(str(folder), use_cpu=True), state, None)
 
 
@@ -114,7 +114,7 @@ def test_inputs_stand_above_the_samples_that_were_made_from_them(tmp_path):
         for name in names:
             Image.new("RGB", (64, 64), color).save(folder / f"{name}.png")
     args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True)
-    state = TrainerState(global_step=0, is_world_process_zero=True)
+    state = TrainerState(log_history=[{"eval_reward": 0.5}], global_step=0, is_world_process_zero=True)
     SampleGridCallback(SimpleNamespace(callbacks=[])).on_evaluate(args, state, None)
     with Image.open(tmp_path / "grid.png") as grid:
         assert [grid.getpixel((64 + 68 * column + 32, 32)) for column in range(3)] == [

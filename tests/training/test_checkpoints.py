@@ -2,10 +2,8 @@
 
 import contextlib
 
-import pytest
 from transformers.trainer import TRAINER_STATE_NAME
 
-from diffusion_grpo.run.manifest import ResumeError
 from diffusion_grpo.training.checkpoints import Checkpointer, replace_folder
 
 
@@ -136,16 +134,6 @@ def test_processes_that_write_nothing_take_part_in_showing_the_weights(tmp_path)
     log = Log()
     make(log, is_writer=False).save_weights(tmp_path)
     assert log == [("show", None, False), ("hide",)]
-
-
-def test_a_folder_that_is_no_whole_checkpoint_is_refused(tmp_path):
-    log = Log()
-    with pytest.raises(ResumeError, match=f"has no {TRAINER_STATE_NAME}"):
-        make(log).load(tmp_path)
-    assert log == []
-    (tmp_path / TRAINER_STATE_NAME).write_text("{}")
-    make(log).load(tmp_path)
-    assert log == [("load", "model", tmp_path), ("resume", tmp_path)]
 
 
 def test_the_running_rollout_is_written_by_the_feed(tmp_path):

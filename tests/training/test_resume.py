@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import random
 import shutil
 import signal
@@ -13,10 +14,10 @@ import pytest
 import ranks_server
 import resumable_run
 import torch
-from pushed_run import make_client
 from safetensors.torch import load_file
 from tiny_runs import brightness, first_frame_brightness, logged, policy_weights, trained_weights, trainer_for
 from transformers import TrainerCallback
+from transformers.trainer_jit_checkpoint import CheckpointManager
 
 from diffusion_grpo.rewards import RewardError
 from diffusion_grpo.run.folder import read_log_history
@@ -245,7 +246,7 @@ def test_a_run_that_was_interrupted_before_its_first_checkpoint_is_started_again
     assert json.loads((tmp_path / "run.json").read_text())["settings"]["noise_level"] == 0.5
 
 
-def test_ctrl_c_says_how_to_go_on(tmp_path, caplog):
+def test_ctrl_c_says_how_to_go_on(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 1}
     with pytest.raises(KeyboardInterrupt) as caught:
         trainer_for(tmp_path, callbacks=[Interrupt(1)], **settings).train()
@@ -255,36 +256,48 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, caplog):
         "(--resume_from_checkpoint true on the command line)."
     )
     again = trainer_for(tmp_path, **settings)
-    assert "was interrupted (newest: checkpoint-1)" in caplog.text
-    with pytest.raises(ValueError, match="already contains a run .newest: checkpoint-1.; pass resume_from_checkpoint"):
+    with pytest.raises(ValueError, match="resume_from_checkpoint"):
         again.train()
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 2
 
 
-@pytest.mark.parametrize("kind", ["push", "save_model"])
-def test_weights_that_are_published_during_a_run_do_not_end_it(tmp_path, monkeypatch, kind):
-    """An interrupted run goes on as documented, one that has ended is refused before a model is loaded."""
+class Preempt(TrainerCallback):
+    """What a cluster sends before it takes a machine back."""
 
-    class Save(TrainerCallback):
-        def on_save(self, *args, **kwargs):
-            first.save_model()
+    def __init__(self, at):
+        self.at = at
 
-    for module in ("transformers.trainer", "diffusion_grpo.training.base"):
-        monkeypatch.setattr(f"{module}.hf_api", make_client([]))
-    settings = {"save_strategy": "steps", "save_steps": 1, "num_inference_steps": 2, "max_steps": 2}
-    settings |= {"push_to_hub": True, "hub_model_id": "mine"} if kind == "push" else {}
-    first = trainer_for(tmp_path, callbacks=[*([Save()] if kind == "save_model" else []), Interrupt(1)], **settings)
-    with pytest.raises(KeyboardInterrupt, match="continue from .*checkpoint-1 with resume_from_checkpoint=True"):
-        first.train()
-    assert (tmp_path / "adapter_model.safetensors").is_file()
-    again = trainer_for(tmp_path, **settings)
-    with pytest.raises(ValueError, match="already contains a run .newest: checkpoint-1.; pass resume_from_checkpoint"):
-        again.train()
-    again.train(resume_from_checkpoint=True)
-    assert again.state.global_step == 2
-    with pytest.raises(ValueError, match="already contains a run .newest: checkpoint-2.; set resume_from_checkpoint"):
-        trainer_for(tmp_path, **settings)
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_one_script_begins_goes_on_and_ends(tmp_path, monkeypatch):
+    """As a job that a cluster starts, preempts and puts back into its queue."""
+    monkeypatch.setattr(CheckpointManager, "_sigterm_handler", lambda self, *args: self._enable_checkpoint())
+
+    def start(**changed):
+        settings = {
+            "num_inference_steps": 2,
+            "save_strategy": "steps",
+            "save_steps": 50,
+            "enable_jit_checkpoint": True,
+        }
+        trainer = trainer_for(tmp_path, **settings | changed)
+        trainer.train(resume_from_checkpoint=True)
+        trainer.save_model()
+        return trainer
+
+    assert start(callbacks=[Preempt(1)]).state.global_step == 1
+    ended, again = start(), start()
+    assert ended.state.global_step == again.state.global_step == 2 and logged(again, "reward") == logged(
+        ended, "reward"
+    )
+    expected = trained_weights(ended)
+    assert all(torch.equal(value, expected[name]) for name, value in trained_weights(again).items())
+    assert start(max_steps=3).state.global_step == 3
+    assert start(max_steps=-1, num_train_epochs=2).state.global_step == 4  # of two updates
 
 
 def test_a_run_goes_on_from_a_checkpoint_of_any_name(tmp_path):
@@ -296,18 +309,6 @@ def test_a_run_goes_on_from_a_checkpoint_of_any_name(tmp_path):
     again = trainer_for(tmp_path / "again", **settings)
     again.train(resume_from_checkpoint=str(tmp_path / "downloaded" / "last-checkpoint"))
     assert again.state.global_step == 2
-    expected = trained_weights(whole)
-    assert all(torch.equal(value, expected[name]) for name, value in trained_weights(again).items())
-
-
-def test_a_run_that_has_made_its_updates_makes_no_more(tmp_path, caplog):
-    settings = {"save_strategy": "steps", "save_steps": 1, "num_inference_steps": 2, "max_steps": 1}
-    whole = trainer_for(tmp_path, **settings)
-    whole.train()
-    again = trainer_for(tmp_path, **settings, resume_from_checkpoint="true")
-    again.train()
-    assert again.state.global_step == 1 and not (tmp_path / "checkpoint-2").exists()
-    assert "is at update 1 and max_steps is 1" in caplog.text
     expected = trained_weights(whole)
     assert all(torch.equal(value, expected[name]) for name, value in trained_weights(again).items())
 
@@ -356,6 +357,8 @@ def test_the_folder_of_a_run_is_no_checkpoint(tmp_path):
     again = trainer_for(tmp_path / "again", **settings)
     with pytest.raises(ResumeError, match="whole is the folder of a run, not a checkpoint; its newest .* is .*-2[.]"):
         again.train(resume_from_checkpoint=str(tmp_path / "whole"))
+    with pytest.raises(ValueError, match="there is no folder .*nothing/checkpoint-1"):
+        again.train(resume_from_checkpoint=str(tmp_path / "nothing" / "checkpoint-1"))
 
 
 def test_a_checkpoint_of_another_kind_is_refused(tmp_path):

@@ -86,7 +86,7 @@ def test_defaults_name_the_output_after_the_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pipe, _ = tiny_pipelines.build("sd3")
     trainer = DiffusionGRPOTrainer(pipe, brightness, train_dataset=Dataset.from_dict({"prompt": ["a"]}))
-    assert trainer.args.output_dir == "StableDiffusion3Pipeline-GRPO"
+    assert trainer.args.output_dir == str(tmp_path / "StableDiffusion3Pipeline-GRPO")
     assert dataclasses.is_dataclass(trainer.args)
 
 
