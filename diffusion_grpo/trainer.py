@@ -30,6 +30,7 @@ from .data.sampler import GroupSampler
 from .distributed.failure import ProcessGroupMonitor
 from .policy.attention import avoid_cudnn_attention
 from .rewards import Reward, RewardError, check_columns
+from .rollout.runtime import Runtime
 from .run.card import write_model_card
 from .run.card_data import name_repository
 from .run.card_details import CardDetails
@@ -169,10 +170,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             self.learner,
             policy=policy,
             inputs=self.inputs,
-            backend=backend,
-            monitor=monitor,
-            metrics=metrics,
-            progress=self.progress,
+            runtime=Runtime(backend, monitor, metrics, self.progress),
         )
         build.check_shared_calls(self.train_dataset)
         build.warn_of_guidance(self.train_dataset)

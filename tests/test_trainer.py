@@ -20,9 +20,9 @@ from diffusion_grpo.policy.base import UntrainedStepError
 from diffusion_grpo.policy.rollout import replay
 from diffusion_grpo.policy.trajectory import Trajectory
 from diffusion_grpo.rewards import RewardError
+from diffusion_grpo.rollout.sampling_plan import make_sampling_plan
 from diffusion_grpo.trainer import NonFiniteError, RatioError
 from diffusion_grpo.training.metrics import Metrics
-from diffusion_grpo.training.setup import make_sampling_plan
 
 
 @pytest.mark.parametrize(

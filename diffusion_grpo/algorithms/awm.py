@@ -1,7 +1,6 @@
 """Advantage-weighted matching (https://huggingface.co/papers/2509.25050)."""
 
 import dataclasses
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -40,8 +39,6 @@ class AWM(RenoisedWithOldPolicy):
         0.5
     """
 
-    rolls_out_old: ClassVar[bool] = False
-
     weight: str = "ghuber"
     power: float = 0.25
     clip: float = 1.0
@@ -64,11 +61,11 @@ class AWM(RenoisedWithOldPolicy):
         if self.ema_beta == 0:
             self._refuse_decay()
             self.old_decay = None  # nothing uses the average
-        is_clipped = self.clip < 1 and not self.is_first_replay  # the ratio of the first replay is 1
+        is_clipped = self.clip < 1 and self.anchor != "own"  # the ratio of the first replay is 1
         if not is_clipped and self.old_decay is None:
             kept = f"decay_max={self.decay_max} keeps the average equal to the policy"
             off = "is off" if self.clip >= 1 else "has no effect with one update per rollout"
-            also = "" if self.is_first_replay else "clip below 1, or "
+            also = "" if self.anchor == "own" else "clip below 1, or "
             raise ValueError(
                 f"loss_kwargs: clip={self.clip} {off}, and {kept if self.ema_beta else 'ema_beta=0'}, so nothing "
                 f"limits how far an update moves the policy; set {also}ema_beta and decay_max above 0."
@@ -96,7 +93,7 @@ class AWM(RenoisedWithOldPolicy):
         self, now: Denoised, old: Tensor, distant: Denoised | None, part: Part, step: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
         error, time = now.error(), now.mean(now.share.expand(now.clean.shape))
-        before = error.detach() if self.is_first_replay else -part.old_log_prob(step).to(error)
+        before = error.detach() if self.anchor == "own" else -part.old_log_prob(step).to(error)
         ratio = torch.exp(self.weigh(before, time) - self.weigh(error, time))
         advantages = part.advantage(step).to(error) / self.advantage_range
         clipped = ratio.clamp(1 - self.clip, 1 + self.clip) if self.clip < 1 else ratio

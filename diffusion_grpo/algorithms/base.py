@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from ..policy.base import Policy  # imports diffusers, which is not needed to check settings
 
 logger = logging.getLogger(__name__)
+# Where the values of the policy that made a rollout come from: the update's own pass, which is the first and only one
+# on the rollout; a replay right after the rollout; or the rollout itself.
+Anchor = Literal["own", "replay", "rollout"]
 
 
 class RatioError(RuntimeError):
@@ -162,6 +165,39 @@ class PassOutput:
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(frozen=True)
+class Recording:
+    """What an algorithm needs recorded of a rollout; the objects that make rollouts ask it.
+
+    Attributes:
+        keeps: "steps" for recorded steps (GRPO and its relatives), "clean" for finished samples, which are noised
+            again (DiffusionNFT and its relatives; [`~diffusion_grpo.algorithms.renoised.Renoised`] is a base for
+            them, [`~diffusion_grpo.algorithms.renoised.RenoisedWithOldPolicy`] for those with an old policy).
+        old: what `loss` needs of the policy that made the rollout, once updates have moved it, in addition to
+            log-probabilities: "mean" for the means of the steps, kept in `Trajectory.means`; "error" for denoising
+            errors, which `Part.old_log_probs` then holds with a minus sign. With None, the predictions of a single
+            pass on finished samples are recorded, for `check`.
+        sampler: "policy" or "old": which of the two makes the rollouts, if there is an old policy (`old_decay`).
+        reference: whether `loss` needs the reference even with `beta=0`.
+        whole_groups: whether a part must hold all samples of each of its prompts.
+        shares_noise: whether re-noised samples of a prompt share noise and times.
+        ranks: whether samples are chosen by their advantages. These are then not clipped, and samples that no reward
+            scored have weight 0, to tell them from samples whose advantage is 0.
+
+    Examples:
+        >>> NFT.recording.sampler
+        'old'
+    """
+
+    keeps: Literal["steps", "clean"] = "steps"
+    old: Literal["mean", "error"] | None = None
+    sampler: Literal["policy", "old"] = "policy"
+    reference: bool = False
+    whole_groups: bool = False
+    shares_noise: bool = False
+    ranks: bool = False
+
+
 class Algorithm(Protocol):
     """An algorithm: which data it needs, which passes it makes, and what one of them computes.
 
@@ -170,23 +206,10 @@ class Algorithm(Protocol):
     [`~diffusion_grpo.algorithms.grpo.GRPO`] (`beta`, `epsilon`, `take_turns`, ...) that it names.
 
     Attributes:
-        needs: "trajectory" for recorded steps (GRPO and its relatives), "clean" for finished samples, which are
-            noised again (DiffusionNFT and its relatives; [`~diffusion_grpo.algorithms.renoised.Renoised`] is a base
-            for them, [`~diffusion_grpo.algorithms.renoised.RenoisedWithOldPolicy`] for those with an old policy).
-        needs_old_mean: whether `loss` needs the means under the policy that made the rollout. They are kept in
-            `Trajectory.means` if a rollout is trained on more than once.
-        compares: whether `loss` needs the reference even with `beta=0`.
-        whole_groups: whether a part must hold all samples of each of its prompts.
-        shares_noise: whether re-noised samples of a prompt share noise and times.
-        needs_old_errors: for an algorithm on finished samples: whether `loss` needs the denoising errors under the
-            policy that made the rollout. If a rollout is trained on more than once, `Part.old_log_probs` then holds
-            minus these errors. Otherwise the predictions of a single pass are recorded, for `check`.
-        chooses_samples: whether the algorithm chooses samples by their advantages. Samples that no reward scored then
-            have weight 0, to tell them from samples whose advantage is 0.
+        recording: what it needs recorded of a rollout.
         old_decay: for an algorithm on finished samples: a function of n that returns the share of itself that the old
             policy keeps after rollout n; it takes the rest from the policy. Parts hold its predictions. None if there
             is no old policy.
-        rolls_out_old: for an algorithm with an old policy: whether the old policy makes the rollouts.
 
     Examples:
         >>> class Reinforce(Algorithm):
@@ -197,18 +220,11 @@ class Algorithm(Protocol):
         ...     def loss(self, policy, reference, part, step):
         ...         now = policy.replay(**part.replay_arguments(step))
         ...         return PassOutput(-(part.advantage(step).to(now.log_prob) * now.log_prob).sum(), {})
-        >>> Reinforce(beta=0.0).needs
-        'trajectory'
+        >>> Reinforce(beta=0.0).recording.keeps
+        'steps'
     """
 
-    needs: ClassVar[Literal["trajectory", "clean"]] = "trajectory"
-    needs_old_mean: bool = False
-    compares: ClassVar[bool] = False
-    whole_groups: ClassVar[bool] = False
-    shares_noise: ClassVar[bool] = False
-    needs_old_errors: ClassVar[bool] = True
-    chooses_samples: ClassVar[bool] = False
-    rolls_out_old: ClassVar[bool] = False
+    recording: Recording = Recording()
     old_decay: Callable[[int], float] | None = None
 
     def passes(self, batch: MicroBatch) -> list[list[tuple[Part, int]]]:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from . import ALGORITHMS
-from .base import Algorithm
-from .grpo import GRPO
+from .base import Algorithm, Anchor, Recording
+from .grpo import GRPO, record_for_loss
 from .losses import Loss
 from .renoised import check_number
 
@@ -40,10 +40,10 @@ def find_algorithm(loss_type: str | Loss | type[Algorithm]) -> type[Algorithm] |
 
 def _refuse_old_policy(loss_type: str | Loss | type[Algorithm], found: Algorithm | type[Algorithm]) -> None:
     """Refuse an algorithm on recorded steps that has an old policy."""
-    if found.needs != "clean" and found.old_decay is not None:
+    if found.recording.keeps != "clean" and found.old_decay is not None:
         raise ValueError(
             f"{loss_type} sets old_decay, but predictions of an old policy are kept only for re-noised samples; leave "
-            "old_decay out, or set needs='clean' to train on such samples."
+            "old_decay out, or set recording=Recording(keeps='clean') to train on such samples."
         )
 
 
@@ -64,15 +64,21 @@ def _import_algorithm(name: str) -> Any:
         raise ValueError(f"The loss '{name}' cannot be imported ({error}); known are {known}.") from error
 
 
+def find_recording(loss_type: str | Loss | type[Algorithm]) -> Recording:
+    """Return what the algorithm or loss that `loss_type` names needs recorded of a rollout."""
+    found = find_algorithm(loss_type)
+    return found.recording if inspect.isclass(found) else record_for_loss(found)
+
+
 def check_loss_kwargs(
-    loss_type: str | Loss | type[Algorithm], loss_kwargs: dict[str, Any] | None, is_first_replay: bool = True
+    loss_type: str | Loss | type[Algorithm], loss_kwargs: dict[str, Any] | None, anchor: Anchor = "own"
 ) -> None:
     """Refuse settings that the algorithm or loss does not have, and require those that it needs.
 
     Args:
         loss_type: as in [`find_algorithm`].
         loss_kwargs: the setting of that name.
-        is_first_replay: whether each rollout is trained on once.
+        anchor: as for [`~diffusion_grpo.algorithms.grpo.GRPO`].
 
     Raises:
         ValueError: a key is unknown, missing or a setting of its own; for an algorithm of this library also if a value
@@ -95,8 +101,8 @@ def check_loss_kwargs(
         return
     if inspect.isclass(ALGORITHMS[loss_type]):
         algorithm = ALGORITHMS[loss_type]
-        named = inspect.signature(algorithm).parameters.keys() & {"is_first_replay"}
-        algorithm(**given, **dict.fromkeys(named, is_first_replay))  # its constructor refuses invalid values
+        named = inspect.signature(algorithm).parameters.keys() & {"anchor"}
+        algorithm(**given, **dict.fromkeys(named, anchor))  # its constructor refuses invalid values
         return
     for name, value in given.items():  # the settings of losses are limits
         check_number(name, value, lambda x: x > 0, "above 0")
@@ -138,7 +144,7 @@ def load_algorithm(
     Raises:
         ValueError: as in [`check_loss_kwargs`].
     """
-    check_loss_kwargs(loss_type, loss_kwargs, run.get("is_first_replay", True))
+    check_loss_kwargs(loss_type, loss_kwargs, run.get("anchor", "own"))
     found, given = find_algorithm(loss_type), loss_kwargs or {}
     if inspect.isclass(found):
         named = inspect.signature(found).parameters

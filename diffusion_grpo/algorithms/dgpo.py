@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from ..policy.trajectory import Denoised
+from .base import Recording
 from .batch import Part
 from .renoised import Renoised, RenoisedWithOldPolicy, check_number, refuse_torn_groups, sum_over_group
 
@@ -31,14 +32,11 @@ class DGPO(RenoisedWithOldPolicy):
         ValueError: a setting is out of range.
 
     Examples:
-        >>> DGPO(preference_beta=50.0).whole_groups
+        >>> DGPO(preference_beta=50.0).recording.whole_groups
         True
     """
 
-    compares: ClassVar[bool] = True
-    shares_noise: ClassVar[bool] = True
-    whole_groups: ClassVar[bool] = True
-    needs_old_errors: ClassVar[bool] = False
+    recording: ClassVar[Recording] = Recording(keeps="clean", reference=True, whole_groups=True, shares_noise=True)
 
     preference_beta: float = 100.0
     clip: float = 1e-2
@@ -83,11 +81,7 @@ class DPO(Renoised):
         True
     """
 
-    compares: ClassVar[bool] = True
-    shares_noise: ClassVar[bool] = True
-    whole_groups: ClassVar[bool] = True
-    needs_old_errors: ClassVar[bool] = False
-    chooses_samples: ClassVar[bool] = True
+    recording: ClassVar[Recording] = dataclasses.replace(DGPO.recording, ranks=True)
 
     preference_beta: float = 2000.0
 

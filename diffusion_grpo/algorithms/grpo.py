@@ -1,19 +1,24 @@
 """GRPO on recorded steps (https://huggingface.co/papers/2402.03300, for flows 2505.05470), with any step loss."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ..policy.token_process import TokenDistribution
 from ..policy.trajectory import StepDistribution
-from .base import Algorithm, DriftLimit, PassOutput, Reference, measure_gradient, summarise_samples
+from .base import Algorithm, Anchor, DriftLimit, PassOutput, Recording, Reference, measure_gradient, summarise_samples
 from .batch import MicroBatch, Part
 from .losses import Loss, LossInputs, grpo, loss_per_reward
 from .zero_advantages import sum_loss
 
 if TYPE_CHECKING:
     from ..policy.base import Policy
+
+
+def record_for_loss(loss: Loss) -> Recording:
+    """Return what the loss of a step needs recorded: means, if it is marked with `needs_old_mean`."""
+    return Recording(old="mean" if getattr(loss, "needs_old_mean", False) else None)
 
 
 class GRPO(Algorithm):
@@ -24,8 +29,8 @@ class GRPO(Algorithm):
         epsilon: the ratio is clipped below 1 - epsilon.
         epsilon_high: the ratio is clipped above 1 + epsilon_high.
         beta: weight of the KL divergence to the reference; 0 needs no reference.
-        anchors_on_replay: whether the ratio's denominator comes from the first replay instead of the rollout.
-        is_first_replay: whether each rollout is trained on only once, so that the replay of an update is the first.
+        anchor: where the ratio's denominator comes from: "own" for the replay of the update itself, the only one on
+            its rollout; "replay" for one right after the rollout; "rollout" for the rollout.
         max_ratio_error: how far the ratio of a replay right after the rollout may be from 1; None never stops the run.
         is_half_precision: whether a network computes in bfloat16 or float16, where rounding moves ratios further.
         take_turns: whether several networks share the steps.
@@ -33,15 +38,10 @@ class GRPO(Algorithm):
         reward_weights: weights of the rewards, for a clipped loss per reward (DanceGRPO); None for one advantage per
             sample.
 
-    Attributes:
-        needs_old_mean: whether the loss uses the means under the policy that made the rollout.
-
     Examples:
         >>> GRPO(epsilon=1e-4, beta=0.01).epsilon_high
         0.0001
     """
-
-    needs: ClassVar[Literal["trajectory"]] = "trajectory"
 
     def __init__(
         self,
@@ -51,8 +51,7 @@ class GRPO(Algorithm):
         epsilon: float = 1e-4,
         epsilon_high: float | None = None,
         beta: float = 0.0,
-        anchors_on_replay: bool = False,
-        is_first_replay: bool = True,
+        anchor: Anchor = "rollout",
         max_ratio_error: float | None = 1e-4,
         is_half_precision: bool = False,
         take_turns: bool = False,
@@ -61,9 +60,8 @@ class GRPO(Algorithm):
     ):
         self.step_loss = loss if reward_weights is None else loss_per_reward(loss, reward_weights)
         self.epsilon, self.epsilon_high, self.beta = epsilon, epsilon if epsilon_high is None else epsilon_high, beta
-        self.anchors_on_replay, self.is_first_replay = anchors_on_replay, is_first_replay
-        self.is_half_precision, self.take_turns = is_half_precision, take_turns
-        self.needs_old_mean: bool = getattr(getattr(loss, "func", loss), "needs_old_mean", False)  # may be a partial
+        self.is_half_precision, self.take_turns, self.anchor = is_half_precision, take_turns, anchor
+        self.recording = record_for_loss(getattr(loss, "func", loss))  # may be a partial
         self._limit = DriftLimit(max_ratio_error, warns)
         self._explained = 0.0  # largest drift since the last check, as a share of what half precision explains
 
@@ -98,11 +96,11 @@ class GRPO(Algorithm):
 
     def _anchor(self, part: Part, step: int, now: StepDistribution | TokenDistribution) -> dict[str, Tensor]:
         """Return the inputs of the loss that come from the policy that made the rollout."""
-        is_first = self.anchors_on_replay and self.is_first_replay
+        is_first = self.anchor == "own"
         old = now.log_prob.detach() if is_first else part.old_log_prob(step).to(now.log_prob)
         if part.log_ratio is not None:  # GSPO: the value of that ratio, with the gradient of this step
             old = now.log_prob.detach() - part.log_ratio.to(now.log_prob)
-        if not self.needs_old_mean:
+        if self.recording.old != "mean":
             return {"old_log_prob": old}
         mean = now.mean.detach() if is_first else part.old_mean(step).to(now.mean)
         return {"old_log_prob": old, "old_divergence": now.divergence(mean)}

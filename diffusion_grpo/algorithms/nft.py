@@ -6,6 +6,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..policy.trajectory import Denoised
+from .base import Recording
 from .batch import Part
 from .renoised import RenoisedWithOldPolicy, check_number
 
@@ -35,8 +36,7 @@ class NFT(RenoisedWithOldPolicy):
         0.1
     """
 
-    rolls_out_old: ClassVar[bool] = True
-    needs_old_errors: ClassVar[bool] = False
+    recording: ClassVar[Recording] = Recording(keeps="clean", sampler="old")
 
     strength: float = 1.0
     advantage_range: float = 5.0

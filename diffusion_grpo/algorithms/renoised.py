@@ -10,13 +10,13 @@ limit the update.
 import dataclasses
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..policy.trajectory import ROUNDING_OF_TWO, Denoised
-from .base import Algorithm, DriftLimit, PassOutput, Reference, measure_gradient, summarise_samples
+from .base import Algorithm, Anchor, DriftLimit, PassOutput, Recording, Reference, measure_gradient, summarise_samples
 from .batch import MicroBatch, Part
 
 if TYPE_CHECKING:
@@ -31,8 +31,7 @@ class Renoised(Algorithm):
 
     Args:
         beta: weight of the mean squared distance of the prediction to the reference's.
-        is_first_replay: whether each rollout is trained on only once, so that the policy of an update is the
-            rollout's.
+        anchor: "own" if each rollout is trained on only once, so that the policy of an update is the rollout's.
         max_ratio_error: how far the first predictions after a rollout may be from recorded ones, relative to the size
             of a sample's prediction; None never stops the run.
         is_half_precision: whether a network computes in bfloat16 or float16. A difference that rounding explains then
@@ -45,14 +44,14 @@ class Renoised(Algorithm):
         ...     def sample_losses(self, now, old, distant, part, step):
         ...         error = now.error()
         ...         return part.advantage(step).to(error).clamp(min=0) * error, {}
-        >>> Weighted(beta=0.1).needs
+        >>> Weighted(beta=0.1).recording.keeps
         'clean'
     """
 
-    needs: ClassVar[Literal["clean"]] = "clean"
+    recording: ClassVar[Recording] = Recording(keeps="clean", old="error")
 
     beta: float = 0.0
-    is_first_replay: bool = True
+    anchor: Anchor = "own"
     max_ratio_error: float | None = 1e-4
     is_half_precision: bool = False
     take_turns: bool = False
@@ -88,7 +87,7 @@ class Renoised(Algorithm):
     def loss(self, policy: "Policy", reference: Reference | None, part: Part, step: int) -> PassOutput:
         """Compute one pass; `drift` is how far it is from what was recorded right after the rollout."""
         inputs, samples = part.inputs, part.trajectory
-        distant = reference.denoise(inputs, samples, step) if self.beta > 0 or self.compares else None
+        distant = reference.denoise(inputs, samples, step) if self.beta > 0 or self.recording.reference else None
         now = policy.denoise(inputs, samples, step)
         recorded = part.old_clean(step)
         old = now.clean.detach() if recorded is None else recorded.to(now.clean)
@@ -122,7 +121,7 @@ class Renoised(Algorithm):
     @property
     def measures_errors(self) -> bool:
         """Whether the errors of all samples are measured right after the rollout."""
-        return self.needs_old_errors and not self.is_first_replay
+        return self.recording.old == "error" and self.anchor != "own"
 
     def check(self, batch: MicroBatch, drift: float) -> dict[str, float]:
         """Refuse a first prediction after a rollout that differs from the recorded one by more than `max_ratio_error`.
@@ -179,7 +178,7 @@ class RenoisedWithOldPolicy(Renoised):
         check_number("decay_max", most, lambda x: 0 <= x < 1, "in [0, 1)")
         check_number("decay_rate", rate, lambda x: x >= 0, "of at least 0")
         check_number("decay_start", start, lambda x: x >= 0, "of at least 0")
-        if most * rate > 0 or not self.is_first_replay:
+        if most * rate > 0 or self.anchor != "own":
             self.old_decay = lambda n: min(max(rate * (n - start), 0.0), most)
 
 

@@ -53,7 +53,7 @@ def check_settings(args: Sizes) -> None:
     _check_combinations(args)
     _check_trainer_settings(args)
     _check_numbers(args)
-    if args.traits.is_renoised:
+    if args.is_renoised:
         _check_renoised(args)
     check_steps(args)
     _check_context(args)
@@ -274,12 +274,12 @@ def _check_renoised(args: Sizes) -> None:
             "sample of each prompt, and ignores prompts whose samples have equal advantages; leave it out."
         )
     group = args.best_of_n or args.num_generations
-    if args.traits.whole_groups and group < 2:
+    if args.recording.whole_groups and group < 2:
         raise ValueError(
             f"loss_type={args.loss_type!r} compares the samples of a prompt with each other, so num_generations must "
             f"be at least 2, got {group}."
         )
-    if args.traits.whole_groups and args.per_device_train_batch_size % group:
+    if args.recording.whole_groups and args.per_device_train_batch_size % group:
         name, batch = ("best_of_n" if args.best_of_n else "num_generations"), args.per_device_train_batch_size
         fewer = ", or best_of_n=2 to train on the best and the worst of them" if not args.best_of_n else ""
         raise ValueError(
@@ -386,7 +386,7 @@ def check_token_settings(args: Sizes) -> None:
                 f"{name}={getattr(args, name)!r} is for denoising steps, but a language model draws tokens; leave it "
                 "out, or train the denoising network."
             )
-    if ("." not in args.loss_type and args.loss_type != "grpo") or args.traits.is_renoised:
+    if ("." not in args.loss_type and args.loss_type != "grpo") or args.is_renoised:
         raise ValueError(f"loss_type={args.loss_type!r} is for denoising steps; set loss_type='grpo' to train tokens.")
     if args.epsilon <= type(args).epsilon:
         logger.warning(

@@ -1,29 +1,12 @@
 """Values derived from the settings: defaults taken from other settings, and the sizes of a rollout and an update."""
 
 import json
-from dataclasses import dataclass
 
-from ..algorithms.choose import find_algorithm
+from ..algorithms.base import Anchor, Recording
+from ..algorithms.choose import find_recording
 from .batch_sizes import BatchSizes
 
 DICTIONARIES = ("pipeline_kwargs", "scheduler_kwargs", "model_init_kwargs", "loss_kwargs", "quantization")
-
-
-@dataclass(frozen=True)
-class AlgorithmTraits:
-    """What an algorithm asks of a run.
-
-    Attributes:
-        is_renoised: whether it trains on finished samples that are noised again, instead of on recorded steps.
-        compares: whether it needs the reference even with `beta=0`.
-        whole_groups: whether all samples of a prompt must be in one micro-batch.
-        shares_noise: whether the re-noised samples of a prompt share noise and times.
-    """
-
-    is_renoised: bool = False
-    compares: bool = False
-    whole_groups: bool = False
-    shares_noise: bool = False
 
 
 class Sizes:
@@ -44,7 +27,7 @@ class Sizes:
         for name in DICTIONARIES:
             if isinstance(getattr(self, name), str):
                 setattr(self, name, _json(name, getattr(self, name)))
-        if self.traits.whole_groups and "per_device_train_batch_size" not in self.given:
+        if self.recording.whole_groups and "per_device_train_batch_size" not in self.given:
             group, batch = max(1, self.best_of_n or self.num_generations), self.per_device_train_batch_size
             if batch % group and "gradient_accumulation_steps" not in self.given:
                 self.gradient_accumulation_steps = max(1, self.gradient_accumulation_steps * batch // group)
@@ -78,16 +61,31 @@ class Sizes:
     @property
     def needs_reference(self) -> bool:
         """Whether updates or rewards compare the policy with a reference."""
-        return self.beta > 0 or self.kl_reward > 0 or self.traits.compares
+        return self.beta > 0 or self.kl_reward > 0 or self.recording.reference
 
     @property
-    def traits(self) -> AlgorithmTraits:
-        """What the algorithm asks of the run; one of the user's own is imported for this."""
-        algorithm = find_algorithm(self.loss_type)
-        if not isinstance(algorithm, type):  # a loss of recorded steps
-            return AlgorithmTraits()
-        is_renoised = algorithm.needs == "clean"
-        return AlgorithmTraits(is_renoised, algorithm.compares, algorithm.whole_groups, algorithm.shares_noise)
+    def recording(self) -> Recording:
+        """What the algorithm needs recorded of a rollout; one of the user's own is imported for this."""
+        return find_recording(self.loss_type)
+
+    @property
+    def is_renoised(self) -> bool:
+        """Whether finished samples are trained on, which are noised again, instead of recorded steps."""
+        return self.recording.keeps == "clean"
+
+    @property
+    def anchor(self) -> Anchor:
+        """Where the values of the policy that made a rollout come from: the ratio's denominator, and means or errors.
+
+        With a single update per rollout, the update's own pass gives them. With several, "auto" takes them from the
+        rollout unless the loss compares means, where numerical differences between batches would matter. Errors of
+        re-noised samples are not in the rollout.
+        """
+        if self.batch_sizes.updates_per_rollout == 1 and self.old_log_prob != "rollout":
+            return "own"
+        old = self.recording.old
+        is_replayed = self.old_log_prob == "replay" or (self.old_log_prob == "auto" and old is not None)
+        return "replay" if is_replayed else "rollout"
 
     @property
     def trains_any_step(self) -> bool:
@@ -97,7 +95,7 @@ class Sizes:
         trajectories, and for re-noised samples. Otherwise one early step is trained.
         """
         is_chosen = self.permute_steps or self.timestep_fraction < 1
-        return is_chosen or self.noise_in_last_step or self.advantage_estimator == "gae" or self.traits.is_renoised
+        return is_chosen or self.noise_in_last_step or self.advantage_estimator == "gae" or self.is_renoised
 
     @property
     def window(self) -> tuple[int, int]:
@@ -105,7 +103,7 @@ class Sizes:
         if self.sde_window:
             start, stop = self.sde_window
             return start, stop
-        if self.traits.is_renoised:  # step 0 cannot be handed a sample; the last step can be trained
+        if self.is_renoised:  # step 0 cannot be handed a sample; the last step can be trained
             return 1, self.num_inference_steps
         return 0, self.num_inference_steps - 1 if self.trains_any_step else max(1, self.num_inference_steps // 2)
 
@@ -131,14 +129,14 @@ class Sizes:
         """Whether steps outside the trained part of the window draw no noise."""
         if self.deterministic_outside_window is not None:
             return self.deterministic_outside_window
-        return not (self.noise_in_last_step or self.traits.is_renoised)
+        return not (self.noise_in_last_step or self.is_renoised)
 
     @property
     def shares_initial_noise(self) -> bool:
         """Whether all samples of a prompt start from the same initial latent."""
         if self.same_initial_noise is not None:
             return self.same_initial_noise
-        return not (self.branches or self.advantage_estimator == "gae" or self.traits.is_renoised)
+        return not (self.branches or self.advantage_estimator == "gae" or self.is_renoised)
 
     @property
     def trains_own_steps(self) -> bool:
@@ -163,7 +161,7 @@ class Sizes:
         They do not with a value model, which reads the conditions of each sample's calls, or on re-noised samples,
         which draw no noise in their steps.
         """
-        is_recorded = not self.traits.is_renoised and self.advantage_estimator != "gae"
+        is_recorded = not self.is_renoised and self.advantage_estimator != "gae"
         return self.latent_sharing > 1 and is_recorded
 
     @property

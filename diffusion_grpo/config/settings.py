@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 LAUNCHED_PRECISION = "ACCELERATE_MIXED_PRECISION"  # environment variable that `accelerate launch` sets
 # settings that an algorithm may take, by the keyword argument of its constructor
 OF_ALGORITHMS = {name: name for name in ("beta", "epsilon", "epsilon_high", "max_ratio_error")}
-OF_ALGORITHMS |= {"anchors_on_replay": "old_log_prob", "reward_weights": "multi_objective_aggregation"}
+OF_ALGORITHMS |= {"anchor": "old_log_prob", "reward_weights": "multi_objective_aggregation"}
 WATCHING_SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # schedules that depend on evaluations
 
 
@@ -222,8 +222,7 @@ class DiffusionGRPOConfig(
         self.lr_scheduler_type = add_warmup(self.lr_scheduler_type, self.warmup_steps)
         check_settings(self)
         self.check_machine()
-        is_first_replay = self.batch_sizes.updates_per_rollout == 1
-        check_loss_kwargs(self.loss_type, self.loss_kwargs, is_first_replay)  # imports a loss of the user's own
+        check_loss_kwargs(self.loss_type, self.loss_kwargs, self.anchor)  # imports a loss of the user's own
         check_run_settings(self.loss_type, list_algorithm_settings(self))
         load_advantage_fn(self.advantage_fn)
 
@@ -231,6 +230,11 @@ class DiffusionGRPOConfig(
     def eval_batch_size(self) -> int:
         """Samples generated together in an evaluation."""
         return self.per_device_eval_batch_size or self.rollout_call_size
+
+    @property
+    def trajectory_device(self) -> str | torch.device:
+        """Device on which trajectories are kept."""
+        return "cpu" if self.offload_trajectories else self.device
 
     def check_machine(self) -> None:
         """Refuse settings that would silently have no effect on this machine.

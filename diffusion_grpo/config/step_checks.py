@@ -17,7 +17,7 @@ def check_steps(args: Sizes) -> None:
     _check_last_step(args)
     last = args.num_inference_steps - 1
     window = list(args.sde_window or args.window)
-    if args.traits.is_renoised:
+    if args.is_renoised:
         if len(window) != 2 or not 1 <= window[0] < window[1] <= last + 1:
             raise ValueError(
                 f"sde_window={window} must be [start, stop) with 1 <= start < stop <= {last + 1}: "

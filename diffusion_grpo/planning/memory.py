@@ -329,19 +329,17 @@ def _place(name: str, count: int, is_on_cpu: bool, basis: str) -> Memory:
 
 def find_planned_algorithm(args: DiffusionGRPOConfig) -> Algorithm:
     """Return the algorithm, with only those settings on which its memory depends."""
-    is_first_replay = args.batch_sizes.updates_per_rollout == 1
-    return load_algorithm(args.loss_type, args.loss_kwargs, is_first_replay=is_first_replay)
+    return load_algorithm(args.loss_type, args.loss_kwargs, anchor=args.anchor)
 
 
 def has_old_policy(args: DiffusionGRPOConfig) -> bool:
     """Return whether the algorithm keeps an old policy."""
-    return args.traits.is_renoised and find_planned_algorithm(args).old_decay is not None
+    return args.is_renoised and find_planned_algorithm(args).old_decay is not None
 
 
 def keeps_means(args: DiffusionGRPOConfig) -> bool:
     """Return whether a rollout keeps the mean of each trained step in addition to the latents."""
-    is_kept = args.batch_sizes.updates_per_rollout > 1 or args.old_log_prob == "rollout"
-    return is_kept and find_planned_algorithm(args).needs_old_mean
+    return args.anchor != "own" and args.recording.old == "mean"
 
 
 # Quantised weights

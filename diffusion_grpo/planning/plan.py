@@ -38,7 +38,7 @@ from ..training.model import check_reentrant, prepare_model
 from ..training.quantization import name_method
 from .batches import Batches
 from .measure import CallSizes, CountedMasks, Measurement, add_means, measure, measure_renoised
-from .memory import Memory, Parts, add_up, estimate_memory, find_planned_algorithm, has_old_policy, keeps_means
+from .memory import Memory, Parts, add_up, estimate_memory, has_old_policy, keeps_means
 from .weightless import build_weightless_pipeline, decode_as_set, find_configuration, move_to_cpu
 
 if TYPE_CHECKING:
@@ -370,7 +370,7 @@ def _measure_in_some_form(
             refusals.append(error)
             continue
         counted = dataclasses.replace(counted, is_batched=form == BATCHED)
-        if not args.traits.is_renoised:
+        if not args.is_renoised:
             return add_means(counted) if keeps_means(args) else counted
 
         def make_unguided(count: int) -> dict[str, Any]:
@@ -403,11 +403,11 @@ def count_evaluations(args: DiffusionGRPOConfig, batches: Batches, counted: Meas
     if counted is not None and counted.tokens:
         scores = {"scores of the rollout's tokens": 1.0, "update, with gradient": iterations}
         found = {"rollout, one per token": float(counted.tokens), **scores}
-    if args.beta > 0 or args.traits.compares:
+    if args.beta > 0 or args.recording.reference:
         found["reference in the update"] = update * steps * iterations
     if has_old_policy(args):
         found["old policy"] = update * steps
-    if args.traits.is_renoised and batches.updates_per_rollout > 1 and find_planned_algorithm(args).needs_old_errors:
+    if args.anchor == "replay" and args.recording.old == "error":
         found["errors before the first update"] = update * steps
     if args.kl_reward > 0:
         found["policy and reference for kl_reward"] = 2 * one * steps

@@ -1,20 +1,17 @@
 """Make rollouts: sample, score, assign credit, and keep what the updates need. Nothing here needs gradients."""
 
 import contextlib
-import functools
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..algorithms.batch import Rows
 from ..algorithms.zero_advantages import sample_weights
+from ..config.settings import DiffusionGRPOConfig
 from ..data.call_form import learn_forms, refuse_single
 from ..data.inputs import PipelineInputs
-from ..distributed.backend import DistributedBackend
-from ..distributed.failure import ProcessGroupMonitor
 from ..policy.base import Policy
 from ..policy.rollout import rollout
 from ..policy.token_process import TokenTrajectory
@@ -27,7 +24,8 @@ from .diversity import make_thumbnails, measure_diversity
 from .order import RolloutOrder, invert
 from .prefixes import compute_prefixes, split_by_length
 from .replays import Replays
-from .sampling_plan import RolloutPlan, SamplingPlan
+from .runtime import Runtime
+from .sampling_plan import RolloutPlan, make_sampling_plan
 from .scoring import RewardScorer, gather_by_position, takes_only_latents
 from .signal import SignalCheck
 from .value_model import record_conditions, reduce_calls
@@ -35,95 +33,41 @@ from .value_model import record_conditions, reduce_calls
 Samples = list[Trajectory] | list[TokenTrajectory] | list[CleanSamples]
 
 
-class OldPolicy(Protocol):
-    """A moving copy of the policy's weights."""
-
-    has_moved: bool
-
-    def place(self, is_shown: bool) -> contextlib.AbstractContextManager:
-        """Use the copy's weights (`is_shown`) or the policy's own inside this context."""
-
-
 class RolloutGenerator:
     """Generator of rollouts, which also writes tables and files of their samples.
 
     Args:
+        args: configuration of the run.
         policy: the policy that samples.
         inputs: makes the arguments of the pipeline's calls.
         read_rows: returns decoded rows of the training dataset by their indices.
-        plan: draws seeds and trained steps.
         scorer: calls the rewards.
         credit: turns rewards into advantages.
-        replays: measures divergences and anchors.
+        replays: measures divergences, and records what the algorithm needs.
         writer: writes tables and files of samples.
-        backend, monitor: distributed backend of the run, and monitor of its processes.
-        run_passes: runs a method that calls the network.
-        metrics: collects measurements.
-        progress: shows how far the rollout is.
-        signal: warns of rollouts that leave nothing to learn.
-        noise_level: noise level of the stochastic process; None for tokens.
-        noise_in_last_step: whether the last denoising step draws noise too.
-        measures_divergence: whether the KL divergence from the reference is part of the reward.
-        anchors_on_replay: whether the denominator of the ratio comes from replays after the rollout.
-        needs_old_mean: whether the means of the policy that rolls out are kept, in addition to that denominator.
-        step_weight: a key of [`~diffusion_grpo.policy.step_weights.STEP_WEIGHTS`].
-        weighted_steps: the steps that may be trained, over which step weights are normalised.
-        drops_zero_advantages: whether samples with zero advantage are left out of the mean loss.
-        trajectory_device: device on which trajectories are kept.
-        device: device on which advantages are kept.
-        keeps_clean: whether finished samples, to be noised again, are kept instead of recorded steps.
-        checks_one_pass: whether one pass is recorded after each rollout, to check the first update against it.
-        marks_unscored: whether samples that no reward scored get weight 0.
-        whole_groups: name of the loss if it needs all samples of a prompt in one pipeline call, else None.
-        old_policy: a moving copy of the policy whose predictions on re-noised samples are kept; None if there is none.
-        rolls_out_old: whether that copy makes the rollouts.
+        runtime: processes and measurements of the run.
     """
 
     def __init__(
         self,
-        *,
+        args: DiffusionGRPOConfig,
         policy: Policy,
         inputs: PipelineInputs,
         read_rows: Callable[[list[int]], Rows],
-        plan: SamplingPlan,
+        *,
         scorer: RewardScorer,
         credit: CreditAssigner,
         replays: Replays,
         writer: SampleWriter,
-        backend: DistributedBackend,
-        monitor: ProcessGroupMonitor,
-        run_passes: Callable,
-        metrics: Any,
-        progress: Any,
-        signal: SignalCheck,
-        noise_level: float | None,
-        noise_in_last_step: bool,
-        measures_divergence: bool,
-        anchors_on_replay: bool,
-        needs_old_mean: bool,
-        step_weight: str,
-        weighted_steps: range,
-        drops_zero_advantages: bool,
-        trajectory_device: str | torch.device,
-        device: torch.device,
-        keeps_clean: bool = False,
-        checks_one_pass: bool = False,
-        marks_unscored: bool = False,
-        whole_groups: str | None = None,
-        old_policy: OldPolicy | None = None,
-        rolls_out_old: bool = False,
+        runtime: Runtime,
     ):
-        self._keeps_clean, self._old_policy, self._rolls_out_old = keeps_clean, old_policy, rolls_out_old
-        self._checks_one_pass, self._marks_unscored, self._whole_groups = checks_one_pass, marks_unscored, whole_groups
-        self._policy, self.inputs, self._read_rows, self._plan = policy, inputs, read_rows, plan
+        self._args, self._policy, self.inputs, self._read_rows = args, policy, inputs, read_rows
         self._scorer, self._credit, self._replays, self._writer = scorer, credit, replays, writer
-        self._backend, self._monitor, self._run_passes, self._metrics = backend, monitor, run_passes, metrics
-        self._progress, self._signal = progress, signal
-        self._noise_level, self._noise_in_last_step = noise_level, noise_in_last_step
-        self._measures_divergence, self._anchors_on_replay = measures_divergence, anchors_on_replay
-        self._needs_old_mean, self._step_weight, self._weighted_steps = needs_old_mean, step_weight, weighted_steps
-        self._drops_zero_advantages = drops_zero_advantages
-        self._trajectory_device, self._device = trajectory_device, device
+        self._backend, self._monitor = runtime.backend, runtime.monitor
+        self._metrics, self._progress = runtime.metrics, runtime.progress
+        self._plan, self._recording, self._anchor = make_sampling_plan(args), replays.recording, args.anchor
+        self._noise_level = args.noise_level or policy.default_noise_level  # None for tokens
+        self._signal = SignalCheck(credit.names, warns=args.process_index == 0)
 
     def __call__(self, order: RolloutOrder, row_indices: list[int], step: int, last_step: int) -> RolloutBuffer:
         """Make and score one rollout, and return the buffer for its updates.
@@ -147,8 +91,8 @@ class RolloutGenerator:
         self._progress.begin("rollout", len(rows), copies=self._backend.groups.count)
         with self._monitor.barrier_after("rolls out"), scoring:
             start = time.perf_counter()
-            with self._show_old() if self._rolls_out_old else contextlib.nullcontext():
-                samples, trajectories, *observed = self._run_passes(self._roll_out, rows, order, step, scoring)
+            with self._replays.show_sampler():
+                samples, trajectories, *observed = self._replays.run(self._roll_out, rows, order, step, scoring)
             self._note_trajectories(trajectories)
             self._metrics.add("time/rollout", time.perf_counter() - start - scoring.waited)
             self._progress.begin("rewards", scoring.count)
@@ -175,14 +119,14 @@ class RolloutGenerator:
 
     def learn(self, rows: Rows) -> None:
         """Find out in which form the pipeline takes these rows, if that is not known yet."""
-        self._run_passes(self.learn_inputs, rows)
+        self._replays.run(self.learn_inputs, rows)
 
     def learn_inputs(self, rows: Rows) -> None:
-        """Do the same as `learn`, when called by `run_passes`."""
+        """Do the same as `learn`, when called by `Replays.run`."""
         all_ask = self._backend.accelerator if self._backend.passes_together else None
         learn_forms(self.inputs, self._policy, rows, self._noise_level, accelerator=all_ask)
-        if self._whole_groups is not None:
-            refuse_single(self.inputs, rows, self._whole_groups)
+        if self._recording.whole_groups:
+            refuse_single(self.inputs, rows, self._args.loss_type)
 
     def _roll_out(
         self, rows: Rows, order: RolloutOrder, step: int, scoring: RolloutScoring
@@ -196,7 +140,7 @@ class RolloutGenerator:
         observes = self._credit.values is not None
         with record_conditions(self._policy) if observes else contextlib.nullcontext() as conditions:
             trajectories = self._sample(rows, order, step, scoring)
-        divergences = self._replays.rollout_divergences(rows, trajectories) if self._measures_divergence else None
+        divergences = self._replays.rollout_divergences(rows, trajectories) if self._args.kl_reward > 0 else None
         states = None
         if observes:
             calls = self.inputs.calls(rows)
@@ -227,15 +171,15 @@ class RolloutGenerator:
                 num_inference_steps=self._plan.num_inference_steps,
                 steps=[plan.steps[index] for index in indices],
                 noise_steps=None if plan.noise_steps is None else [plan.noise_steps[index] for index in indices],
-                noise_in_last_step=self._noise_in_last_step,
+                noise_in_last_step=self._args.noise_in_last_step,
                 noise_level=self._noise_level,
-                device=self._trajectory_device,
+                device=self._args.trajectory_device,
                 latents=latents,
                 is_decoded=is_decoded,
-                step_weight=self._step_weight,
-                weighted_steps=self._weighted_steps,
-                keeps_means=self._needs_old_mean and not self._anchors_on_replay,
-                keeps_clean=self._keeps_clean,
+                step_weight=self._args.step_weight,
+                weighted_steps=self._args.trainable_steps,
+                keeps_means=self._recording.old == "mean" and self._anchor == "rollout",
+                keeps_clean=self._recording.keeps == "clean",
                 prefix=None if prefix_of is None else prefix_of(indices),
             )
             self.inputs.check_samples(latents if images is None else images, len(indices), arguments)
@@ -263,7 +207,7 @@ class RolloutGenerator:
             initial_seeds=plan.initial_seeds,
             lengths=plan.prefix_lengths,
             num_inference_steps=self._plan.num_inference_steps,
-            device=self._trajectory_device,
+            device=self._args.trajectory_device,
         )
 
     def _note_trajectories(self, trajectories: Samples) -> None:
@@ -286,7 +230,7 @@ class RolloutGenerator:
         buffer = RolloutBuffer(
             [rows[index] for index in kept.tolist()],
             [trajectories[index] for index in kept.tolist()],
-            found.advantages[kept].to(self._device),
+            found.advantages[kept].to(self._args.device),
             self.inputs,
             order.sizes.micro_batch,
             order.seed,
@@ -298,26 +242,12 @@ class RolloutGenerator:
             order.sizes.num_generations,
             order.sizes.trained_per_prompt,
         )
-        if self._anchors_on_replay and self._keeps_clean:
-            self._run_passes(buffer.measure_errors, self._replays.measure_errors)
-        elif self._anchors_on_replay:
-            anchor = functools.partial(self._replays.anchor, keeps_means=self._needs_old_mean)
-            self._run_passes(buffer.replay_anchor, anchor)
-        if self._old_policy is not None:
-            with self._show_old():
-                predict, is_current = self._replays.predict_clean, not self._old_policy.has_moved
-                self._run_passes(buffer.record_old, predict, is_current)
-        if self._checks_one_pass and not self._anchors_on_replay and not buffer.has_current_old:
-            self._run_passes(buffer.record_first_pass, self._replays.predict_first_pass)
+        self._replays.record_old(buffer)
         return buffer
 
     def _weigh_samples(self, found: Estimate, trained: Tensor, positions: Tensor) -> Tensor | None:
         """Return the weights of this process's samples; None where all are 1."""
-        if self._drops_zero_advantages:
+        if self._args.drop_zero_advantages:
             return sample_weights(found.every, trained)[positions]
         is_scored = ~found.result.rewards.isnan()
-        return is_scored.float()[positions] if self._marks_unscored and not is_scored.all() else None
-
-    def _show_old(self) -> contextlib.AbstractContextManager:
-        """Use the old policy's weights, if there is one, inside this context."""
-        return contextlib.nullcontext() if self._old_policy is None else self._old_policy.place(is_shown=True)
+        return is_scored.float()[positions] if self._recording.ranks and not is_scored.all() else None

@@ -4,12 +4,15 @@ They give log-probabilities of recorded steps, their divergence from a reference
 samples.
 """
 
+import contextlib
+import functools
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..algorithms.base import Reference
+from ..algorithms.base import Algorithm, Anchor, Recording, Reference
 from ..algorithms.batch import MicroBatch, Part, RecordedClean, Rows
 from ..data.inputs import PipelineInputs
 from ..distributed.backend import DistributedBackend
@@ -17,6 +20,15 @@ from ..policy.base import Policy
 from ..policy.token_process import TokenDistribution
 from ..policy.trajectory import CleanSamples, StepDistribution, Trajectory
 from .buffer import RolloutBuffer
+
+
+class OldPolicy(Protocol):
+    """A moving copy of the policy's weights."""
+
+    has_moved: bool
+
+    def place(self, is_shown: bool) -> contextlib.AbstractContextManager:
+        """Use the copy's weights (`is_shown`) or the policy's own inside this context."""
 
 
 class Replays:
@@ -32,9 +44,13 @@ class Replays:
         batch_size: number of samples in one pipeline call of a rollout.
         note: called with name, mean and number of samples of the metric that `rollout_divergences` measures in
             addition to the divergence, `velocity/ratio_to_ref`. None if passes with gradients log it.
+        run: runs a method that calls the network.
+        recording: what the algorithm needs recorded.
+        anchor: where the values of the policy that made the rollout come from.
+        old_policy: a moving copy of the policy, whose predictions on re-noised samples are kept; None without one.
 
     Attributes:
-        batch_size: as given.
+        batch_size, run, recording: as given.
     """
 
     def __init__(
@@ -45,10 +61,35 @@ class Replays:
         backend: DistributedBackend,
         batch_size: int,
         note: Callable[[str, float, int], None] | None = None,
+        *,
+        run: Callable = lambda method, *args: method(*args),
+        recording: Recording = Algorithm.recording,
+        anchor: Anchor = "rollout",
+        old_policy: OldPolicy | None = None,
     ):
-        self._note = note
+        self._note, self.run, self.recording, self._anchor, self._old_policy = note, run, recording, anchor, old_policy
         self._policy, self._reference, self._inputs = policy, reference, inputs
         self._backend, self.batch_size = backend, batch_size
+
+    def show_sampler(self) -> contextlib.AbstractContextManager:
+        """Use the weights of the policy that makes rollouts inside this context."""
+        return self._show_old() if self.recording.sampler == "old" else contextlib.nullcontext()
+
+    def _show_old(self) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext() if self._old_policy is None else self._old_policy.place(is_shown=True)
+
+    def record_old(self, buffer: RolloutBuffer) -> None:
+        """Record what updates need of the policy that made a rollout, before the first of them moves it."""
+        is_clean = self.recording.keeps == "clean"
+        if self._anchor == "replay" and is_clean:
+            self.run(buffer.measure_errors, self.measure_errors)
+        elif self._anchor == "replay":
+            self.run(buffer.replay_anchor, functools.partial(self.anchor, keeps_means=self.recording.old == "mean"))
+        if self._old_policy is not None:
+            with self._show_old():
+                self.run(buffer.record_old, self.predict_clean, not self._old_policy.has_moved)
+        if self._anchor == "rollout" and is_clean and not buffer.has_current_old:
+            self.run(buffer.record_first_pass, self.predict_first_pass)
 
     def log_probs(self, batch: MicroBatch) -> Tensor:
         """Return (batch, steps) log-probabilities of the recorded steps under the current policy."""

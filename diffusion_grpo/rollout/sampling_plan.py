@@ -6,6 +6,7 @@ import random
 import torch
 from torch import Tensor
 
+from ..config.settings import DiffusionGRPOConfig
 from ..policy.trajectory import choose_trained_steps, sample_seed
 
 
@@ -131,3 +132,25 @@ class SamplingPlan:
         if self.same_initial_noise:  # keeps the seeds of earlier versions
             return sample_seed(self.seed, "initial", generation, position // self.num_generations)
         return sample_seed(self.seed, "initial", generation, self.latent_of(position))
+
+
+def make_sampling_plan(args: DiffusionGRPOConfig) -> SamplingPlan:
+    """Make the plan of seeds and steps for rollouts."""
+    return SamplingPlan(
+        seed=args.seed,
+        num_generations=args.num_generations,
+        num_inference_steps=args.num_inference_steps,
+        window=args.window,
+        window_size=args.window_size,
+        window_order=args.sde_window_order,
+        window_interval=args.sde_window_interval,
+        updates_per_rollout=args.batch_sizes.updates_per_rollout,
+        timestep_fraction=args.timestep_fraction,
+        permute_steps=args.permute_steps,
+        same_initial_noise=args.shares_initial_noise,
+        branches=args.branches,
+        shares_calls=args.shares_calls,
+        deterministic_outside_window=args.silent_outside_window,
+        is_renoised=args.is_renoised,
+        shares_noise=args.recording.shares_noise,
+    )

@@ -81,7 +81,7 @@ def resolve_settings(args: DiffusionGRPOConfig) -> dict[str, Any]:
     `is_renoised` tells for which kind of algorithm the defaults are.
     """
     found = {name: getattr(args, RESOLVED.get(name, name)) for name in IDENTITY_SETTINGS}
-    found["is_renoised"] = args.traits.is_renoised
+    found["is_renoised"] = args.is_renoised
     process = PROCESSES.get(args.sde_type)
     if process is None:  # "auto": the scheduler decides once the model is loaded
         return _publish(found)

@@ -30,6 +30,7 @@ from ..policy.rollout import rollout, sample_seed
 from ..policy.token import make_policy
 from ..rewards import Reward, reward_weights, score
 from ..rewards.contract import is_marked
+from ..rollout.sampling_plan import make_sampling_plan
 from ..run import records
 from ..run.adapters import load_lora
 from ..run.standard_error import measure_mean
@@ -37,7 +38,6 @@ from ..run.weights import load_weights
 from ..training.model import choose_device, load_pipeline, load_plain_pipeline, make_block_swap, plan_quantization
 from ..training.model_index import check_packages, pipeline_class, plain_pipeline_class
 from ..training.offload import place_frozen_parts
-from ..training.setup import make_sampling_plan
 from .settings import SampleSettings
 
 if TYPE_CHECKING:

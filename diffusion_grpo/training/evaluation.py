@@ -21,9 +21,7 @@ from torch import Tensor
 from ..algorithms.advantages import combine
 from ..data.inputs import PipelineInputs
 from ..data.prompts import UNNAMED
-from ..distributed.backend import DistributedBackend
 from ..distributed.collectives import gather_means
-from ..distributed.failure import ProcessGroupMonitor
 from ..policy.base import Policy
 from ..policy.trajectory import sample_seed
 from ..rewards import Reward
@@ -31,12 +29,14 @@ from ..rollout.diversity import cosine_distance, measure_diversity, pixel_distan
 from ..rollout.feed import RolloutFeed
 from ..rollout.generation import RolloutGenerator
 from ..rollout.replays import Replays
+from ..rollout.runtime import Runtime
 from ..rollout.scoring import RewardScorer, takes_only_latents
 from ..run.records import write_files, write_inputs, write_samples
 from ..run.standard_error import measure_mean
 from ..run.watch import summarise_rollouts
-from .average import PolicyAverage
 from .evaluation_samples import EvaluationSampler, EvaluationSettings, Share
+from .learner import Learner
+from .start import RunRewards
 from .watched_rewards import load_watched_rewards
 
 
@@ -67,17 +67,13 @@ class Evaluator:
         policy: the policy that samples.
         inputs: makes the arguments of the pipeline's calls.
         scorer: calls the rewards.
+        learner: its moving average, if there is one, is evaluated instead of the policy's own weights.
+        rewards: trained and evaluation-only rewards, and weights of the former.
+        runtime: processes and measurements of the run.
         generator: finds out in which form the pipeline takes dataset rows.
         feed: holds the last rollout, on which the distance to the reference is measured.
         replays: measures this distance.
-        average: the moving average to evaluate instead of the policy's own weights, or None.
-        eval_rewards: evaluation-only rewards.
-        reward_weights: weights of the trained rewards.
-        backend, monitor: distributed backend of the run, and monitor of its processes.
-        run_passes: runs a method that calls the network.
         settings: returns the settings of evaluations, which a user may change from one to the next.
-        has_reference: whether there is a reference to measure the distance to. There is none for tokens, nor in
-            full training with beta=0, where it would need a second copy of the weights.
 
     Raises:
         UnsupportedPipeline: a watched reward takes latents, but the policy has none.
@@ -85,30 +81,28 @@ class Evaluator:
 
     def __init__(
         self,
-        *,
         policy: Policy,
         inputs: PipelineInputs,
         scorer: RewardScorer,
+        learner: Learner,
+        rewards: RunRewards,
+        runtime: Runtime,
+        *,
         generator: RolloutGenerator,
         feed: RolloutFeed,
         replays: Replays,
-        average: PolicyAverage | None,
-        eval_rewards: list[Reward],
-        reward_weights: list[float],
-        backend: DistributedBackend,
-        monitor: ProcessGroupMonitor,
-        run_passes: Callable,
         settings: Callable[[], EvaluationSettings],
-        has_reference: bool,
     ):
         self._inputs, self._scorer, self._generator = inputs, scorer, generator
-        self._rewards, self._weights = scorer.rewards + eval_rewards, torch.tensor(reward_weights)
-        self._feed, self._replays, self._average, self._has_reference = feed, replays, average, has_reference
-        self._backend, self._monitor, self._run_passes, self._read_settings = backend, monitor, run_passes, settings
+        self._rewards, self._weights = scorer.rewards + rewards.evaluated, torch.tensor(rewards.weights)
+        self._feed, self._replays, self._average = feed, replays, learner.average
+        # none in full training with beta=0, where it would need a second copy of the weights
+        self._has_reference = learner.reference is not None and not policy.draws_tokens
+        self._backend, self._monitor, self._read_settings = runtime.backend, runtime.monitor, settings
         self._sampler = EvaluationSampler(
             policy=policy,
             inputs=inputs,
-            backend=backend,
+            backend=runtime.backend,
             scorer=scorer,
             rewards=self._rewards,
             load_watched=self._load_watched,
@@ -193,7 +187,7 @@ class Evaluator:
         positions, own = self._share_positions(len(prompts))
         rows = [{"prompt": prompts[position]} for position in positions]
         self._generator.learn(rows)
-        samples = self._run_passes(self._sampler.sample, rows, positions, {})
+        samples = self._replays.run(self._sampler.sample, rows, positions, {})
         number = own if self._backend.groups.is_first else 0
         folder = self._settings.folder / "validation" / f"step-{step:06d}"
         stems = [folder / f"{position:04d}" for position in positions[:number]]
@@ -216,7 +210,7 @@ class Evaluator:
         """
         if self._feed.buffer is None or not self._has_reference:
             return {}
-        divergences, metrics = self._run_passes(self._replays.compare, self._feed.buffer.micro_batch(0))
+        divergences, metrics = self._replays.run(self._replays.compare, self._feed.buffer.micro_batch(0))
         own = {"kl": divergences.mean().item(), **metrics}
         return gather_means(self._backend.accelerator, {name: [value] for name, value in own.items()})
 
@@ -271,7 +265,7 @@ class Evaluator:
             with self._monitor.barrier_after("samples for the evaluation"):
                 if first == 0:
                     self._generator.learn(share.rows)
-                self._run_passes(self._sampler.sample_part, share, first, end)
+                self._replays.run(self._sampler.sample_part, share, first, end)
                 if in_parts:
                     self._sampler.score_part(share, is_last=end == longest)
             first = end

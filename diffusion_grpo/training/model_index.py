@@ -114,7 +114,7 @@ def check_guider(
     Raises:
         UnsupportedPipeline: guidance comes from a component of the pipeline, or from a scale that is not known.
     """
-    if not args.traits.is_renoised:
+    if not args.is_renoised:
         return
     if pipeline is not None:
         refuse_unknown_scales(pipeline, args.pipeline_kwargs or {})

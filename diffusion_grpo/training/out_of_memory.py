@@ -136,7 +136,7 @@ def shrink_factor(args: DiffusionGRPOConfig) -> int:
 
     Losses that compare the samples of a prompt need all of them in one micro-batch.
     """
-    together = (args.best_of_n or args.num_generations) if args.traits.whole_groups else 1
+    together = (args.best_of_n or args.num_generations) if args.recording.whole_groups else 1
     parts = args.per_device_train_batch_size // together
     return smallest_divisor(parts) if parts > 1 else 1
 

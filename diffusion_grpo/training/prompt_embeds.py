@@ -260,7 +260,7 @@ def make_prompt_embeds(
         process=args.process_index,
         processes=args.world_size,
         num_inference_steps=args.num_inference_steps,
-        vary=functools.partial(_list_calls, policy, args.traits.is_renoised),
+        vary=functools.partial(_list_calls, policy, args.is_renoised),
         shows_progress=args.process_index == 0 and not args.disable_tqdm,
     )
     with quantized_networks_on_cpu(policy.networks, args.device):

@@ -13,7 +13,6 @@ from transformers import TrainerState
 from transformers.trainer_callback import CallbackHandler
 
 from ..algorithms.advantage_fn import load_advantage_fn
-from ..algorithms.base import Algorithm
 from ..algorithms.batch import Rows
 from ..config.settings import DiffusionGRPOConfig
 from ..data.call_form import check_shared_calls
@@ -22,9 +21,7 @@ from ..data.held_out import count_prompts
 from ..data.inputs import PipelineInputs
 from ..data.prompts import hash_prompts
 from ..data.sampler import GroupSampler
-from ..distributed.backend import DistributedBackend
 from ..distributed.context_parallel import ContextGroups
-from ..distributed.failure import ProcessGroupMonitor
 from ..media.files import find_sampling_rate
 from ..policy.base import Policy
 from ..policy.unguided import find_default_guidance
@@ -33,9 +30,8 @@ from ..rollout.credit import CreditAssigner
 from ..rollout.feed import RolloutFeed
 from ..rollout.generation import RolloutGenerator
 from ..rollout.replays import Replays
-from ..rollout.sampling_plan import SamplingPlan
+from ..rollout.runtime import Runtime
 from ..rollout.scoring import RewardScorer
-from ..rollout.signal import SignalCheck
 from ..rollout.value_model import ValueCallback, ValueModel
 from ..run.adapters import list_kept_adapters
 from ..run.card_data import pipeline_tag, strip_folders, strip_secrets
@@ -55,7 +51,6 @@ from .checkpoints import Checkpointer
 from .evaluation import Evaluator
 from .evaluation_samples import EvaluationSettings
 from .learner import Learner
-from .metrics import Metrics
 from .progress import UpdateProgress, replace_progress
 from .quantization import describe_quantization
 from .start import RunRewards
@@ -65,42 +60,8 @@ from .update import PolicyUpdate
 logger = logging.getLogger(__name__)
 
 
-def replays_anchor(args: DiffusionGRPOConfig, algorithm: Algorithm) -> bool:
-    """Return whether the ratio's denominator is replayed right after each rollout, before its first update.
-
-    With a single update per rollout, the update's own replay gives it. With several, "auto" takes it from the rollout
-    unless the loss compares means, where numerical differences between batches would matter. For re-noised samples the
-    rollout records nothing to take it from.
-    """
-    is_replayed = args.old_log_prob == "replay" or args.old_log_prob == "auto" and algorithm.needs_old_mean
-    is_replayed |= args.traits.is_renoised and algorithm.needs_old_errors
-    return is_replayed and args.batch_sizes.updates_per_rollout > 1
-
-
-def make_sampling_plan(args: DiffusionGRPOConfig) -> SamplingPlan:
-    """Make the plan of seeds and steps for rollouts."""
-    return SamplingPlan(
-        seed=args.seed,
-        num_generations=args.num_generations,
-        num_inference_steps=args.num_inference_steps,
-        window=args.window,
-        window_size=args.window_size,
-        window_order=args.sde_window_order,
-        window_interval=args.sde_window_interval,
-        updates_per_rollout=args.batch_sizes.updates_per_rollout,
-        timestep_fraction=args.timestep_fraction,
-        permute_steps=args.permute_steps,
-        same_initial_noise=args.shares_initial_noise,
-        branches=args.branches,
-        shares_calls=args.shares_calls,
-        deterministic_outside_window=args.silent_outside_window,
-        is_renoised=args.traits.is_renoised,
-        shares_noise=args.traits.shares_noise,
-    )
-
-
 def make_credit(
-    args: DiffusionGRPOConfig, rewards: RunRewards, values: ValueModel | None, chooses_samples: bool = False
+    args: DiffusionGRPOConfig, rewards: RunRewards, values: ValueModel | None, ranks: bool = False
 ) -> CreditAssigner:
     """Make the object that turns rewards into advantages.
 
@@ -108,8 +69,7 @@ def make_credit(
         args: configuration of the run.
         rewards: rewards that are trained on.
         values: value model; None without one.
-        chooses_samples: whether the algorithm chooses samples by their advantages, which are then not clipped: clipped
-            ones are equal.
+        ranks: whether samples are chosen by their advantages, which are then not clipped: clipped ones are equal.
     """
     return CreditAssigner(
         rewards.names,
@@ -120,7 +80,7 @@ def make_credit(
         scale_rewards=args.scale_rewards,
         reward_baseline=args.reward_baseline,
         multi_objective_aggregation=args.multi_objective_aggregation,
-        advantage_clip=None if chooses_samples else args.advantage_clip,
+        advantage_clip=None if ranks else args.advantage_clip,
         reward_threshold=args.reward_threshold,
         advantage_fn=load_advantage_fn(args.advantage_fn),
         values=values,
@@ -253,8 +213,7 @@ class RunBuilder:
         learner: the trained weights and their companions.
         policy: the policy that makes the samples.
         inputs: makes the arguments of the pipeline's calls.
-        backend, monitor: distributed backend of the run, and monitor of its processes.
-        metrics, progress: collect measurements, and the progress of the current update.
+        runtime: processes and measurements of the run.
     """
 
     def __init__(
@@ -265,16 +224,12 @@ class RunBuilder:
         *,
         policy: Policy,
         inputs: PipelineInputs,
-        backend: DistributedBackend,
-        monitor: ProcessGroupMonitor,
-        metrics: Metrics,
-        progress: UpdateProgress,
+        runtime: Runtime,
     ):
         self._args, self._rewards, self._learner = args, rewards, learner
-        self._policy, self._inputs, self._backend, self._monitor = policy, inputs, backend, monitor
-        self._metrics, self._progress = metrics, progress
+        self._policy, self._inputs, self._runtime = policy, inputs, runtime
+        self._backend, self._monitor = runtime.backend, runtime.monitor
         self._sampling_rate = find_sampling_rate(policy.pipe)
-        self._trajectory_device = "cpu" if args.offload_trajectories else args.device
 
     def check_shared_calls(self, dataset: Dataset | None) -> None:
         """Refuse a pipeline that takes one sample per call if the loss compares the samples of a prompt.
@@ -285,7 +240,7 @@ class RunBuilder:
         Raises:
             UnsupportedPipeline: it is such a pipeline, as far as can be told before its network runs.
         """
-        if self._args.traits.whole_groups and dataset is not None:
+        if self._args.recording.whole_groups and dataset is not None:
             (row,) = self._inputs.rows(dataset, [0])
             check_shared_calls(self._inputs, self._policy, row, self._args.loss_type)
 
@@ -295,7 +250,7 @@ class RunBuilder:
         Args:
             dataset: the training dataset, whose columns may set the scale.
         """
-        if not self._args.traits.is_renoised or not self._args.should_log:
+        if not self._args.is_renoised or not self._args.should_log:
             return
         columns = () if dataset is None else dataset.column_names
         if "guidance_scale" in self._inputs.fixed or "guidance_scale" in columns:
@@ -315,16 +270,10 @@ class RunBuilder:
         """Make the object that trains on micro-batches."""
         args, learner = self._args, self._learner
         return PolicyUpdate(
-            algorithm=learner.algorithm,
-            policy=self._policy,
-            reference=learner.reference,
-            weights=learner.weights,
-            values=learner.values,
+            learner,
+            self._policy,
+            self._runtime,
             value_clip=args.value_clip,
-            backend=self._backend,
-            monitor=self._monitor,
-            metrics=self._metrics,
-            progress=self._progress,
             device=args.device,
             output_dir=args.output_dir,
         )
@@ -345,47 +294,35 @@ class RunBuilder:
 
     def make_replays(self) -> Replays:
         """Make the object that replays recorded steps, in batches as large as those of the rollout."""
-        batch_size = self._args.rollout_call_size
-        note = self._metrics.add if self._args.beta == 0 else None
-        return Replays(self._policy, self._learner.reference, self._inputs, self._backend, batch_size, note)
+        args, learner = self._args, self._learner
+        return Replays(
+            self._policy,
+            learner.reference,
+            self._inputs,
+            self._backend,
+            args.rollout_call_size,
+            self._runtime.metrics.add if args.beta == 0 else None,
+            run=learner.run_passes,
+            recording=learner.algorithm.recording,
+            anchor=args.anchor,
+            old_policy=learner.old_policy,
+        )
 
     def make_generator(
         self, scorer: RewardScorer, replays: Replays, read_rows: Callable[[list[int]], Rows]
     ) -> RolloutGenerator:
         """Make the generator of rollouts; `read_rows` returns dataset rows by their indices."""
-        args, rewards, learner, groups = self._args, self._rewards, self._learner, self._backend.groups
-        algorithm, is_one_update = learner.algorithm, args.batch_sizes.updates_per_rollout == 1
+        args, rewards, ranks = self._args, self._rewards, self._learner.algorithm.recording.ranks
         return RolloutGenerator(
-            policy=self._policy,
-            inputs=self._inputs,
-            read_rows=read_rows,
-            plan=make_sampling_plan(args),
+            args,
+            self._policy,
+            self._inputs,
+            read_rows,
             scorer=scorer,
-            credit=make_credit(args, rewards, learner.values, algorithm.chooses_samples),
+            credit=make_credit(args, rewards, self._learner.values, ranks),
             replays=replays,
-            writer=make_sample_writer(args, rewards, groups, self._inputs, self._sampling_rate),
-            signal=SignalCheck(rewards.names, warns=args.process_index == 0),
-            backend=self._backend,
-            monitor=self._monitor,
-            run_passes=learner.run_passes,
-            metrics=self._metrics,
-            progress=self._progress,
-            noise_level=args.noise_level or self._policy.default_noise_level,
-            noise_in_last_step=args.noise_in_last_step,
-            measures_divergence=args.kl_reward > 0,
-            anchors_on_replay=replays_anchor(args, algorithm),
-            needs_old_mean=algorithm.needs_old_mean and (not is_one_update or args.old_log_prob == "rollout"),
-            step_weight=args.step_weight,
-            weighted_steps=args.trainable_steps,
-            drops_zero_advantages=args.drop_zero_advantages,
-            trajectory_device=self._trajectory_device,
-            device=args.device,
-            keeps_clean=args.traits.is_renoised,
-            checks_one_pass=args.traits.is_renoised and not is_one_update,
-            marks_unscored=algorithm.chooses_samples,
-            whole_groups=args.loss_type if algorithm.whole_groups else None,
-            old_policy=learner.old_policy,
-            rolls_out_old=algorithm.rolls_out_old,
+            writer=make_sample_writer(args, rewards, self._backend.groups, self._inputs, self._sampling_rate),
+            runtime=self._runtime,
         )
 
     def make_feed(self, generator: RolloutGenerator) -> RolloutFeed:
@@ -396,29 +333,25 @@ class RunBuilder:
             seed=self._args.seed,
             backend=self._backend,
             device=self._args.device,
-            trajectory_device=self._trajectory_device,
+            trajectory_device=self._args.trajectory_device,
         )
 
     def make_evaluator(
         self, scorer: RewardScorer, generator: RolloutGenerator, feed: RolloutFeed, replays: Replays
     ) -> Evaluator:
         """Make the evaluator of held-out prompts."""
-        args, policy, learner, rate = self._args, self._policy, self._learner, self._sampling_rate
+        args, rate = self._args, self._sampling_rate
         return Evaluator(
-            policy=policy,
-            inputs=self._inputs,
-            scorer=scorer,
+            self._policy,
+            self._inputs,
+            scorer,
+            self._learner,
+            self._rewards,
+            self._runtime,
             generator=generator,
             feed=feed,
             replays=replays,
-            average=learner.average,
-            eval_rewards=self._rewards.evaluated,
-            reward_weights=self._rewards.weights,
-            backend=self._backend,
-            monitor=self._monitor,
-            run_passes=learner.run_passes,
             settings=lambda: make_evaluation_settings(args, self._inputs.fps, rate),
-            has_reference=learner.reference is not None and not policy.draws_tokens,
         )
 
     def make_checkpointer(self, model: nn.Module, feed: RolloutFeed) -> Checkpointer:

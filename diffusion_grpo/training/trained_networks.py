@@ -5,7 +5,6 @@ from typing import Any
 
 from diffusers import DiffusionPipeline
 
-from ..algorithms.choose import find_algorithm
 from ..config.checks import check_token_settings
 from ..config.settings import DiffusionGRPOConfig
 from ..distributed.backend import DistributedBackend
@@ -84,7 +83,7 @@ def check_tokens(args: DiffusionGRPOConfig) -> None:
         ValueError: there is such a setting, or the loss compares means.
     """
     check_token_settings(args)
-    if getattr(find_algorithm(args.loss_type), "needs_old_mean", False):
+    if args.recording.old == "mean":
         raise ValueError(
             f"loss_type={args.loss_type!r} compares means of denoising steps, which tokens lack; use a loss "
             "without @needs_old_mean, or train the denoising network."

@@ -7,16 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..algorithms.base import Algorithm, Reference
 from ..algorithms.batch import MicroBatch, Part
-from ..distributed.backend import DistributedBackend
-from ..distributed.failure import ProcessGroupMonitor
-from ..distributed.weights import TrainedWeights
 from ..policy.base import Policy
-from ..rollout.value_model import ValueModel, ValueTargets
+from ..rollout.runtime import Runtime
+from ..rollout.value_model import ValueTargets
 from .finite import refuse_non_finite
-from .metrics import Metrics
-from .progress import UpdateProgress
+from .learner import Learner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,39 +36,28 @@ class PolicyUpdate:
     """Training of the policy, and of the value model if there is one, on micro-batches.
 
     Args:
-        algorithm: says which passes to make, and computes the loss of each.
+        learner: the trained weights, their algorithm, reference and value model.
         policy: replays recorded steps with gradients.
-        reference: replays them without gradients; None if full training needs none.
-        weights: the trained parameters.
-        values: the value model, or None.
+        runtime: processes and measurements of the run.
         value_clip: clipping range; see `ValueModel.loss`.
-        backend: distributed backend of the run.
-        monitor: tells the other processes of a loss that is not finite.
-        metrics: collects measurements.
-        progress: counts passes.
         device: device of this process.
         output_dir: output folder of the run, whose newest checkpoint an error names.
     """
 
     def __init__(
         self,
-        *,
-        algorithm: Algorithm,
+        learner: Learner,
         policy: Policy,
-        reference: Reference | None,
-        weights: TrainedWeights,
-        values: ValueModel | None,
+        runtime: Runtime,
+        *,
         value_clip: float | None,
-        backend: DistributedBackend,
-        monitor: ProcessGroupMonitor,
-        metrics: Metrics,
-        progress: UpdateProgress,
         device: torch.device,
         output_dir: str,
     ):
-        self._algorithm, self._policy, self._reference, self._weights = algorithm, policy, reference, weights
-        self._values, self._value_clip = values, value_clip
-        self._backend, self._monitor, self._metrics, self._progress = backend, monitor, metrics, progress
+        self._algorithm, self._policy, self._reference = learner.algorithm, policy, learner.reference
+        self._weights, self._values, self._value_clip = learner.weights, learner.values, value_clip
+        self._backend, self._monitor = runtime.backend, runtime.monitor
+        self._metrics, self._progress = runtime.metrics, runtime.progress
         self._device, self._output_dir = device, output_dir
 
     def train_policy(self, model: nn.Module, batch: MicroBatch, place: Place) -> Tensor:

@@ -53,7 +53,7 @@ def test_loss_and_gradient_of_a_later_replay(weight, clip, is_masked):
     given = problem(count=9, has_old=True, is_masked=is_masked, distance=0.5)
     before = squares(given, given.clean).detach() * torch.linspace(0.5, 1.5, 9, dtype=torch.float64)
     part = changed(given, old_log_probs=torch.stack([torch.full_like(before, math.nan), -before], dim=1))
-    settings = {"weight": weight, "is_first_replay": False, "advantage_range": 2.0}
+    settings = {"weight": weight, "anchor": "rollout", "advantage_range": 2.0}
     out = AWM(clip=clip or 1.0, **settings).loss(given.policy, None, part, 3)
     losses = reference_loss(given, weight, before, clip, advantage_range=2.0)
     assert_close(out.loss, losses.sum())
@@ -67,7 +67,7 @@ def test_the_clip_acts_only_outwards():
     # the first two have moved further than allowed in the direction of their advantage, the others against it
     before = error + torch.tensor([0.2, -0.2, -0.2, 0.2], dtype=torch.float64)
     part = changed(given, old_log_probs=-before[:, None].expand(-1, 2))
-    algorithm = AWM(weight="uniform", clip=0.1, ema_beta=0.0, is_first_replay=False)
+    algorithm = AWM(weight="uniform", clip=0.1, ema_beta=0.0, anchor="rollout")
     found = gradient(algorithm.loss(given.policy, None, part, 3).loss, given).flatten(1).abs().sum(1)
     assert (found[:2] == 0).all() and (found[2:] > 0).all()
 
@@ -88,7 +88,7 @@ def test_the_pull_of_the_average_is_logged_apart_from_the_policy_gradient():
     assert out.metrics["loss/policy"] == pytest.approx((given.weights * policy).mean().item())
     terms = sum(out.metrics[f"loss/{name}"] for name in ("policy", "ema", "kl"))
     assert terms == pytest.approx(out.loss.item() / len(given.part))
-    clipped = AWM(ema_beta=0.0, clip=0.1, is_first_replay=False).loss(given.policy, None, given.part, 3)
+    clipped = AWM(ema_beta=0.0, clip=0.1, anchor="rollout").loss(given.policy, None, given.part, 3)
     assert "loss/ema" not in clipped.metrics
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diffusion_grpo.algorithms.base import Algorithm, PassOutput, RatioError, summarise_samples
+from diffusion_grpo.algorithms.base import Algorithm, PassOutput, RatioError, Recording, summarise_samples
 
 
 class Own(Algorithm):
@@ -18,7 +18,7 @@ class Own(Algorithm):
 
 def test_the_defaults_of_an_algorithm():
     own = Own()
-    assert own.needs == "trajectory" and own.check(batch=None, drift=1e9) == {}
+    assert own.recording == Recording() and own.check(batch=None, drift=1e9) == {}
     assert own.loss(0.5, None, None, 0) == PassOutput(loss=0.5, metrics={}, drift=0.0)
     assert issubclass(RatioError, RuntimeError)
 

@@ -11,6 +11,7 @@ from tiny_runs import logged, trained_weights, trainer_for
 import diffusion_grpo.losses
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.algorithms import ALGORITHMS
+from diffusion_grpo.algorithms.base import Recording
 from diffusion_grpo.algorithms.choose import check_loss_kwargs, find_algorithm, load_algorithm
 from diffusion_grpo.algorithms.grpo import GRPO
 from diffusion_grpo.algorithms.losses import LossInputs, LossOutput, grpo
@@ -134,7 +135,7 @@ class Deaf(Reinforce):
         ({"epsilon": 0.2}, "epsilon=0.2 would have no effect"),
         ({"epsilon_high": 0.3}, "epsilon_high=0.3 would have no effect"),
         ({"max_ratio_error": None}, "max_ratio_error=None would have no effect"),
-        ({"old_log_prob": "replay"}, "old_log_prob='replay' would have no effect.*argument anchors_on_replay"),
+        ({"old_log_prob": "replay"}, "old_log_prob='replay' would have no effect.*argument anchor"),
         (
             {"multi_objective_aggregation": "loss_per_reward"},
             "'loss_per_reward' would have no effect.*reward_weights",
@@ -169,7 +170,7 @@ def test_an_old_policy_is_refused_on_recorded_steps():
     assert load_algorithm(Deciding, beta=0.0).old_decay is None
     with pytest.raises(ValueError, match=f"Deciding {message}"):
         load_algorithm(path(Deciding), {"decay": 0.5}, beta=0.0)
-    clean = type("Clean", (Remembering,), {"needs": "clean"})
+    clean = type("Clean", (Remembering,), {"recording": Recording(keeps="clean")})
     assert load_algorithm(clean, beta=0.0).old_decay(3) == 0.5
 
 

@@ -67,11 +67,9 @@ def test_a_reference_is_replayed_only_for_a_divergence_that_counts():
 
 
 def test_the_first_replay_may_be_the_denominator():
-    output = GRPO(anchors_on_replay=True).loss(Replays([3.0, 4.0]), None, make_part(), 1)
+    output = GRPO(anchor="own").loss(Replays([3.0, 4.0]), None, make_part(), 1)
     assert output.loss.item() == pytest.approx(surrogate([1, 1])) and output.drift > 1
-    again = GRPO(anchors_on_replay=True, is_first_replay=False, epsilon=0.2).loss(
-        Replays([0.6, -0.25]), None, make_part(), 1
-    )
+    again = GRPO(anchor="replay", epsilon=0.2).loss(Replays([0.6, -0.25]), None, make_part(), 1)
     assert again.loss.item() == pytest.approx(surrogate([math.exp(0.1), 1]), rel=1e-6)
 
 
@@ -88,5 +86,5 @@ def test_a_ratio_that_is_not_one_after_a_rollout_stops_the_run():
         GRPO(max_ratio_error=1e-3).check(batch, 2e-3)
     assert GRPO(max_ratio_error=None).check(batch, 1.0) == {"ratio/max_error": 1.0}
     with pytest.raises(RatioError, match="is off by"):  # measured against the rollout, whatever the anchor
-        GRPO(anchors_on_replay=True).check(batch, 1.0)
+        GRPO(anchor="own").check(batch, 1.0)
     assert GRPO().check(SimpleNamespace(is_on_policy=False), 1.0) == {}

@@ -5,6 +5,7 @@ import torch
 from renoised_parts import changed, gradient, mean, problem, squares
 from torch.testing import assert_close
 
+from diffusion_grpo.algorithms.base import Recording
 from diffusion_grpo.algorithms.nft import NFT
 
 
@@ -69,7 +70,7 @@ def test_a_perfect_prediction_is_not_divided_by_zero():
 
 
 def test_it_is_the_old_policy_that_rolls_out():
-    assert NFT.rolls_out_old and not NFT.compares and not NFT.whole_groups and not NFT.shares_noise
+    assert NFT.recording == Recording(keeps="clean", sampler="old")
 
 
 def test_advantages_of_any_device_and_dtype():

@@ -256,7 +256,7 @@ def part_of(policy, inputs, trajectory, advantages):
 def test_the_weight_multiplies_the_policy_term_alone(loss):
     policy, inputs, trajectory = weighted("velocity")
     plain = dataclasses.replace(trajectory, step_weights=None)
-    algorithm = load_algorithm(loss, anchors_on_replay=True)
+    algorithm = load_algorithm(loss, anchor="own")
     for step in (0, 4):
         once, other = (
             algorithm.loss(policy, None, part_of(policy, inputs, each, [1.0, -0.5]), step)
@@ -278,7 +278,7 @@ def test_the_logged_size_is_that_of_the_gradient_at_the_prediction(monkeypatch):
         return real(prediction, *rest)
 
     monkeypatch.setattr(policy.scheduler, "distribution", watched)
-    output = GRPO(anchors_on_replay=True).loss(policy, None, part_of(policy, inputs, trajectory, [1.0, -0.5]), 2)
+    output = GRPO(anchor="own").loss(policy, None, part_of(policy, inputs, trajectory, [1.0, -0.5]), 2)
     (found,) = torch.autograd.grad(output.loss, handed[0])
     expected = found.flatten(1).norm(dim=1).mean().item()
     assert output.metrics["grad_size/step_02"] == pytest.approx(expected, rel=1e-4)
@@ -311,7 +311,7 @@ def test_the_logged_size_is_that_of_video_and_sound_together(monkeypatch, loss, 
         return real(scheduler, prediction, *rest)
 
     monkeypatch.setattr(kind, "distribution", watched)
-    algorithm = load_algorithm(loss, anchors_on_replay=True, beta=beta)
+    algorithm = load_algorithm(loss, anchor="own", beta=beta)
     part = part_of(policy, inputs, trajectory, [1.0, -0.5])
     output = algorithm.loss(policy, Shifted(policy) if beta else None, part, 1)
     found = torch.autograd.grad(output.loss, [prediction for prediction in handed if prediction.requires_grad])
@@ -393,22 +393,22 @@ def batch_of(part, is_on_policy=True):
     )
 
 
-def checked(drift, *, anchors_on_replay=True, is_on_policy=True, algorithm=None, **settings):
+def checked(drift, *, anchor="own", is_on_policy=True, algorithm=None, **settings):
     """What the check after one pass gives, where the replay's log-probability is off by log(1 + drift)."""
     _, inputs, trajectory = weighted("none", num_inference_steps=3)
     part = part_of(None, inputs, trajectory[[0]], [1.0])
     now = distribution(1.2, float(trajectory.log_probs[0, 0]) + math.log1p(drift))
-    algorithm = algorithm or GRPO(anchors_on_replay=anchors_on_replay, **settings)
+    algorithm = algorithm or GRPO(anchor=anchor, **settings)
     output = algorithm.loss(Fixed(now), None, part, 0)
     return algorithm.check(batch_of(part, is_on_policy), output.drift)
 
 
-@pytest.mark.parametrize("anchors_on_replay", [False, True])
-def test_in_float32_the_run_stops_wherever_the_anchor_is(anchors_on_replay):
-    assert checked(5e-5, anchors_on_replay=anchors_on_replay)["ratio/max_error"] == pytest.approx(5e-5, rel=0.02)
+@pytest.mark.parametrize("anchor", ["rollout", "own"])
+def test_in_float32_the_run_stops_wherever_the_anchor_is(anchor):
+    assert checked(5e-5, anchor=anchor)["ratio/max_error"] == pytest.approx(5e-5, rel=0.02)
     for drift in (2e-4, -2e-4, float("nan")):
         with pytest.raises(RatioError, match="max_ratio_error=1e-04: the replay does not see"):
-            checked(drift, anchors_on_replay=anchors_on_replay)
+            checked(drift, anchor=anchor)
         assert checked(drift, max_ratio_error=None)  # never
         assert checked(drift, is_on_policy=False) == {}
 
@@ -416,7 +416,7 @@ def test_in_float32_the_run_stops_wherever_the_anchor_is(anchors_on_replay):
 def test_in_half_precision_rounding_is_warned_of_once_and_more_than_that_stops(caplog):
     # |J| / std * rms(prediction) * 0.25 = 0.2 / 0.5 * 1.2 / 4 = 0.12
     bound = math.expm1(0.12**2 / 2 + 6 * 0.12 / math.sqrt(400))
-    algorithm = GRPO(is_half_precision=True, anchors_on_replay=True)
+    algorithm = GRPO(is_half_precision=True, anchor="own")
     checked(5e-5, algorithm=algorithm)
     assert not caplog.records
     for _ in range(2):

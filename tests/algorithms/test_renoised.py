@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from diffusion_grpo.algorithms import ALGORITHMS
 from diffusion_grpo.algorithms.awm import AWM
-from diffusion_grpo.algorithms.base import RatioError
+from diffusion_grpo.algorithms.base import RatioError, Recording
 from diffusion_grpo.algorithms.batch import MicroBatch
 from diffusion_grpo.algorithms.choose import check_loss_kwargs, load_algorithm
 from diffusion_grpo.algorithms.dgpo import DGPO, DPO
@@ -19,7 +19,8 @@ from diffusion_grpo.algorithms.nft import NFT
 from diffusion_grpo.algorithms.renoised import Renoised, refuse_torn_groups, sum_over_group
 from diffusion_grpo.policy.trajectory import Denoised
 
-RENOISED = {name: cls for name, cls in ALGORITHMS.items() if getattr(cls, "needs", None) == "clean"}
+RENOISED = {name: ALGORITHMS[name] for name in ("nft", "awm", "dgpo", "dpo")}
+COMPARED = Recording(keeps="clean", old="error", reference=True)
 
 
 class Plain(Renoised):
@@ -83,7 +84,7 @@ def test_the_reference_is_asked_only_where_something_needs_it():
     plain = Plain()
     metrics = plain.loss(given.policy, given.reference, given.part, 3).metrics
     assert not given.reference.calls and not {"kl", "velocity/ratio_to_ref"} & metrics.keys()
-    comparing = type("Comparing", (Plain,), {"compares": True})()
+    comparing = type("Comparing", (Plain,), {"recording": COMPARED})()
     out = comparing.loss(given.policy, given.reference, given.part, 3)
     assert comparing.given[2] is not None and out.metrics["kl"] > 0
     assert_close(out.loss, squares(given, given.clean).sum())  # measured, and not trained on
@@ -93,7 +94,7 @@ def test_the_reference_is_asked_only_where_something_needs_it():
 @pytest.mark.parametrize("weights", [[2.0, 0.0, 2.0, 0.0, 0.0, 2.0], [0.0, 1.0, 1.0, 1.0, 1.0, 1.0], [0.0] * 6])
 def test_samples_that_do_not_count_are_in_no_metric(weights, beta):
     given, kept = problem(), [index for index, weight in enumerate(weights) if weight]
-    algorithm = type("Comparing", (Plain,), {"compares": True})(beta=beta)
+    algorithm = type("Comparing", (Plain,), {"recording": COMPARED})(beta=beta)
     part = changed(given, weights=torch.tensor(weights, dtype=torch.float64))
     out = algorithm.loss(given.policy, given.reference, part, 3)
     assert out.metrics["loss/policy"] + out.metrics["loss/kl"] == pytest.approx(out.loss.item() / 6)
@@ -160,7 +161,7 @@ def test_passes_train_each_sample_at_its_own_steps():
 class NoErrors(Plain):
     """It asks for no errors of the rollout's policy, so that one pass is recorded."""
 
-    needs_old_errors = False
+    recording = Recording(keeps="clean")
 
 
 def relative(given, other):
@@ -182,7 +183,7 @@ def test_drift_from_the_predictions_of_a_recorded_pass():
     given = problem()
     other = given.clean.detach() + 0.1 * torch.randn_like(given.clean)
     part = changed(given, recorded_clean={(seed, 3): other[seed] for seed in range(6)})
-    algorithm = NoErrors(is_first_replay=False)
+    algorithm = NoErrors(anchor="rollout")
     drift = algorithm.loss(given.policy, None, part, 3).drift
     assert drift == pytest.approx(relative(given, other).max().item()) and drift > 0.02
     assert algorithm.loss(given.policy, None, part, 1).drift == 0.0  # another pass than the recorded one
@@ -194,7 +195,7 @@ def test_of_recorded_errors_drift_is_the_least_difference_of_predictions():
     moved = given.target + 1.5 * (given.clean.detach() - given.target)
     recorded = torch.zeros(6, 2, dtype=torch.float64)
     recorded[:, 1] = -squares(given, moved).detach()
-    algorithm, part = Plain(is_first_replay=False), changed(given, old_log_probs=recorded)
+    algorithm, part = Plain(anchor="rollout"), changed(given, old_log_probs=recorded)
     assert algorithm.loss(given.policy, None, part, 3).drift == pytest.approx(relative(given, moved).max().item())
     moved = given.clean.detach() + 0.1 * torch.randn_like(given.clean)
     recorded[:, 1] = -squares(given, moved).detach()
@@ -223,18 +224,18 @@ def test_the_size_of_a_prediction_is_that_of_the_networks_own_output():
 
 @pytest.mark.parametrize("drift", [1.1e-4, math.nan, math.inf])
 def test_a_first_prediction_that_is_off_stops_the_run(drift):
-    algorithm = Plain(is_first_replay=False)
+    algorithm = Plain(anchor="rollout")
     message = "Relative to their size, the first predictions after a rollout are off by .*max_ratio_error=1e-04: the "
     with pytest.raises(RatioError, match=message):
         algorithm.check(batch_of(problem()), drift)
     assert algorithm.check(batch_of(problem()), 0.9e-4) == {"prediction/max_error": 0.9e-4}
-    never = Plain(is_first_replay=False, max_ratio_error=None).check(batch_of(problem()), drift)
+    never = Plain(anchor="rollout", max_ratio_error=None).check(batch_of(problem()), drift)
     assert never == pytest.approx({"prediction/max_error": drift}, nan_ok=True)
 
 
 def test_only_passes_that_were_recorded_are_compared():
     given = problem()
-    algorithm = NoErrors(is_first_replay=False)
+    algorithm = NoErrors(anchor="rollout")
     part = changed(given, recorded_clean={(seed, 3): given.clean.detach()[seed] for seed in range(6)})
     batch = batch_of(given)
     assert algorithm.check(batch, 0.0) == {}
@@ -264,7 +265,7 @@ def test_in_half_precision_what_rounding_explains_is_warned_of_and_more_stops(ca
 @pytest.mark.parametrize("warns", [True, False])
 @pytest.mark.parametrize("loss", ["nft", "grpo"])
 def test_drift_is_warned_of_by_one_process(caplog, loss, warns):
-    algorithm = load_algorithm(loss, is_half_precision=True, is_first_replay=False, warns=warns)
+    algorithm = load_algorithm(loss, is_half_precision=True, anchor="rollout", warns=warns)
     batch = batch_of(problem(), has_current_old=True)
     for _ in range(2):
         algorithm.check(batch, 1e-3)
@@ -273,9 +274,9 @@ def test_drift_is_warned_of_by_one_process(caplog, loss, warns):
 
 def test_only_first_predictions_are_checked():
     given = problem()
-    assert Plain(is_first_replay=False).check(batch_of(given, is_on_policy=False), 1.0) == {}
+    assert Plain(anchor="rollout").check(batch_of(given, is_on_policy=False), 1.0) == {}
     assert Plain().check(batch_of(given), 1.0) == {}  # nothing was recorded that it could be compared with
-    assert NFT(is_first_replay=False).check(batch_of(given), 1.0) == {}  # nor here, in another batch than the first
+    assert NFT(anchor="rollout").check(batch_of(given), 1.0) == {}  # nor here, in another batch than the first
     with pytest.raises(RatioError):
         Plain().check(batch_of(given, has_current_old=True), 1.0)
 
@@ -296,10 +297,10 @@ def test_an_old_policy_that_is_the_policy_of_each_rollout():
     for cls in (NFT, DGPO):
         assert cls(decay_max=0.0).old_decay is cls(decay_rate=0.0).old_decay is None
     for cls in (NFT, functools.partial(AWM, clip=0.1), DGPO):
-        again = cls(decay_max=0.0, is_first_replay=False).old_decay
+        again = cls(decay_max=0.0, anchor="rollout").old_decay
         assert [again(n) for n in (0, 1, 1000)] == [0.0] * 3
-    assert DPO().old_decay is DPO(is_first_replay=False).old_decay is None
-    assert AWM(ema_beta=0.0, clip=0.1, is_first_replay=False).old_decay is None
+    assert DPO().old_decay is DPO(anchor="rollout").old_decay is None
+    assert AWM(ema_beta=0.0, clip=0.1, anchor="rollout").old_decay is None
 
 
 # Settings
@@ -353,8 +354,8 @@ def test_usual_settings_are_taken():
         "dgpo": {"clip": 5e-2},
     }.items():
         check_loss_kwargs(name, settings)
-    check_loss_kwargs("awm", {"clip": 1e-5, "ema_beta": 0}, is_first_replay=False)
-    check_loss_kwargs("awm", {"decay_max": 0}, is_first_replay=False)  # the average stays behind within a rollout
+    check_loss_kwargs("awm", {"clip": 1e-5, "ema_beta": 0}, anchor="rollout")
+    check_loss_kwargs("awm", {"decay_max": 0}, anchor="rollout")  # the average stays behind within a rollout
 
 
 # Groups
@@ -393,7 +394,7 @@ def test_all_have_the_same_first_order_gradient(name, advantage):
     given = problem(count=2, group_size=2, advantages=[advantage, -advantage])
     error = gradient((given.advantages * squares(given, given.clean)).sum(), given)
     # a comparison that is won for certain would count nothing
-    soft = {"preference_beta": 1.0} if RENOISED[name].compares else {}
+    soft = {"preference_beta": 1.0} if RENOISED[name].recording.reference else {}
     found = gradient(RENOISED[name](**soft).loss(given.policy, given.reference, given.part, 3).loss, given)
     for one, other in zip(found, error, strict=True):
         cosine = torch.nn.functional.cosine_similarity(one.flatten(), other.flatten(), dim=0).item()
@@ -404,7 +405,7 @@ def test_all_have_the_same_first_order_gradient(name, advantage):
 def test_gradients_equal_finite_differences(name):
     """Inside of the clip, and where the gate of dgpo, which has no gradient, does not move."""
     settings = {
-        "awm": {"is_first_replay": False},
+        "awm": {"anchor": "rollout"},
         "dgpo": {"clip": 1e9, "preference_beta": 1e-9},
         "dpo": {"preference_beta": 2.0},
     }

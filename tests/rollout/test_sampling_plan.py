@@ -10,8 +10,7 @@ from transformers import TrainerCallback
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.policy.rollout import replay
 from diffusion_grpo.policy.stochastic_steps import FlowSteps
-from diffusion_grpo.rollout.sampling_plan import SamplingPlan
-from diffusion_grpo.training.setup import make_sampling_plan
+from diffusion_grpo.rollout.sampling_plan import SamplingPlan, make_sampling_plan
 
 
 class KeepRollouts(TrainerCallback):

@@ -75,7 +75,7 @@ def test_every_loss_trains_every_kind(tmp_path, name, loss):
     assert min(logged(trainer, "grad_norm")) > 0 and has_moved(trainer, before)
     assert logged(trainer, "prediction/max_error") == [0.0] * (loss != "dpo")  # which has no old policy
     assert isinstance(joined_trajectory(trainer), CleanSamples)
-    if ALGORITHMS[loss].compares:  # at the start the policy is its reference
+    if ALGORITHMS[loss].recording.reference:  # at the start the policy is its reference
         assert (
             logged(trainer, "velocity/ratio_to_ref")[0] == 1.0
             and logged(trainer, "kl")[0] == 0.0 < logged(trainer, "kl")[1]
@@ -189,7 +189,7 @@ def test_passes_are_those_of_the_loss_and_one_to_check(tmp_path, loss, updates):
     trainer.train()
     assert sum(calls) == 3 * updates  # with gradient
     free = 4 + 3 * (loss != "dpo")  # the rollout and the old policy
-    free += 3 * updates * ALGORITHMS[loss].compares  # the reference
+    free += 3 * updates * ALGORITHMS[loss].recording.reference  # the reference
     if updates == 2:  # awm's ratio needs each error under the policy of the rollout; for the others one is checked
         free += 3 if loss == "awm" else 1
     assert len(calls) - sum(calls) == free
@@ -208,7 +208,7 @@ def test_noise_and_steps_of_a_group(tmp_path, loss):
     assert ((parts - torch.arange(3)).abs() <= 1).all() and (samples.steps.diff(dim=1) > 0).all()
     seeds = [len(set(group.tolist())) for group in samples.seeds.view(4, 4)]
     steps = [len({tuple(row) for row in group.tolist()}) for group in samples.steps.view(4, 4, 3)]
-    if ALGORITHMS[loss].shares_noise:
+    if ALGORITHMS[loss].recording.shares_noise:
         assert seeds == steps == [1] * 4 and len(samples.seeds.unique()) == 4
     else:
         assert seeds == [4] * 4 and max(steps) > 1

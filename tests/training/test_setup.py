@@ -10,7 +10,8 @@ from diffusers import StableDiffusion3Pipeline
 from tiny_runs import logged, trainer_for
 
 from diffusion_grpo.data.inputs import PipelineInputs
-from diffusion_grpo.training.setup import describe_call, make_sampling_plan
+from diffusion_grpo.rollout.sampling_plan import make_sampling_plan
+from diffusion_grpo.training.setup import describe_call
 
 
 def test_a_smaller_window_wanders_within_the_larger_one():

@@ -12,6 +12,7 @@ from diffusion_grpo.distributed.backend import DistributedBackend
 from diffusion_grpo.distributed.context_parallel import ContextGroups
 from diffusion_grpo.distributed.failure import ProcessGroupMonitor
 from diffusion_grpo.distributed.weights import TrainedWeights
+from diffusion_grpo.rollout.runtime import Runtime
 from diffusion_grpo.rollout.value_model import STATE_SIZE, ValueModel, ValueTargets
 from diffusion_grpo.training.finite import NonFiniteError
 from diffusion_grpo.training.metrics import Metrics
@@ -111,22 +112,15 @@ class Several(ProcessGroupMonitor):
 def make_update(policy, folder=".", monitor=ProcessGroupMonitor, **parts):
     """The update of a policy of one weight on one process."""
     backend = parts.pop("backend", None) or Backend()
-    given = {
-        "algorithm": Squares(),
-        "reference": None,
-        "weights": TrainedWeights([policy.weight]),
-        "values": None,
-        "value_clip": None,
-        "metrics": Metrics(),
-        "progress": UpdateProgress(),
-    }
+    metrics, progress = parts.pop("metrics", Metrics()), parts.pop("progress", UpdateProgress())
+    learner = {"algorithm": Squares(), "reference": None, "weights": TrainedWeights([policy.weight]), "values": None}
     return PolicyUpdate(
-        policy=policy,
-        backend=backend,
-        monitor=monitor(backend.accelerator, 1.0, (NonFiniteError,)),
+        SimpleNamespace(**learner | parts),
+        policy,
+        Runtime(backend, monitor(backend.accelerator, 1.0, (NonFiniteError,)), metrics, progress),
+        value_clip=None,
         device=torch.device("cpu"),
         output_dir=str(folder),
-        **given | parts,
     )
 
 

@@ -1,4 +1,4 @@
-"""What the settings know of an algorithm: which others fit it, and which are refused before a model is loaded."""
+"""What an algorithm needs recorded, and what follows for the settings: which fit it, and which are refused."""
 
 import inspect
 
@@ -8,13 +8,14 @@ from tiny_runs import logged, trained_weights, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.algorithms import ALGORITHMS
-from diffusion_grpo.algorithms.base import Algorithm, PassOutput
+from diffusion_grpo.algorithms.base import Algorithm, PassOutput, Recording
+from diffusion_grpo.algorithms.choose import find_recording
+from diffusion_grpo.algorithms.losses import dppo
 from diffusion_grpo.config.checks import check_token_settings
-from diffusion_grpo.config.defaults import AlgorithmTraits
 
 CLASSES = {name: found for name, found in ALGORITHMS.items() if isinstance(found, type)}  # others are losses of steps
-RENOISED = [name for name, cls in CLASSES.items() if cls.needs == "clean"]
-WHOLE_GROUPS = [name for name, cls in CLASSES.items() if cls.whole_groups]
+RENOISED = [name for name, cls in CLASSES.items() if cls.recording.keeps == "clean"]
+WHOLE_GROUPS = [name for name, cls in CLASSES.items() if cls.recording.whole_groups]
 
 
 def config(**settings):
@@ -31,7 +32,7 @@ class BestOnly(Algorithm):
         least: the advantage from which on a sample counts.
     """
 
-    needs = "clean"
+    recording = Recording(keeps="clean")
 
     def __init__(self, *, least: float = 0.0):
         self.least = least
@@ -58,23 +59,44 @@ def test_an_algorithm_of_ones_own_trains(tmp_path):
     assert all(torch.equal(value, before[name]) for name, value in trained_weights(trainer).items())
 
 
-# Traits
-
-
 class Comparing(BestOnly):
-    compares = whole_groups = shares_noise = True
+    recording = Recording(keeps="clean", reference=True, whole_groups=True, shares_noise=True)
 
 
-def test_a_class_of_ones_own_says_what_it_asks_for():
-    assert config(loss_type="dppo").traits == AlgorithmTraits()
-    assert config(loss_type="dpo").traits == AlgorithmTraits(True, True, True, True)
+def test_the_settings_follow_what_a_class_of_ones_own_asks_for():
     args = config(loss_type=f"{__name__}.BestOnly", num_inference_steps=6)
-    assert args.traits == AlgorithmTraits(is_renoised=True)
-    assert args.window == (1, 6) and not args.needs_reference
+    assert args.recording == Recording(keeps="clean") and args.window == (1, 6) and not args.needs_reference
     args = config(loss_type=f"{__name__}.Comparing")
-    assert args.traits == AlgorithmTraits(True, True, True, True) and args.needs_reference
+    assert args.recording is Comparing.recording and args.needs_reference
     with pytest.raises(ValueError, match="must be a multiple of num_generations"):
         config(loss_type=f"{__name__}.Comparing", per_device_train_batch_size=2)
+
+
+def test_a_loss_of_a_step_asks_for_means_if_it_is_marked():
+    assert find_recording("dppo").old == find_recording(f"{dppo.__module__}.dppo").old == "mean"
+    assert find_recording("grpo") == Recording()
+
+
+TWO = {"steps_per_generation": 64}  # updates on a rollout
+
+
+@pytest.mark.parametrize(
+    ("settings", "anchor"),
+    [
+        ({}, "own"),
+        ({"old_log_prob": "replay"}, "own"),
+        ({"old_log_prob": "rollout"}, "rollout"),
+        (TWO, "rollout"),
+        (TWO | {"old_log_prob": "replay"}, "replay"),
+        (TWO | {"loss_type": "dppo"}, "replay"),
+        (TWO | {"loss_type": "dppo", "old_log_prob": "rollout"}, "rollout"),
+        (TWO | {"loss_type": "awm"}, "replay"),
+        (TWO | {"loss_type": "nft"}, "rollout"),
+        ({"loss_type": "awm"}, "own"),
+    ],
+)
+def test_where_old_values_come_from(settings, anchor):
+    assert config(**settings).anchor == anchor
 
 
 @pytest.mark.parametrize(("name", "window", "reference"), [("grpo", (0, 5), False), ("nft", (1, 10), False)])
