@@ -29,6 +29,7 @@ def run(folder, settings, strategies):
     """Train and push with each `hub_strategy`; write the places in the repository that this process pushed to."""
     uploads, found = [], {}
     transformers.trainer.hf_api = base.hf_api = make_client(uploads)
+    base.check_hub_access = lambda token: None
     for strategy in strategies:
         trainer = trainer_for(
             folder / strategy, push_to_hub=True, hub_model_id="mine", hub_strategy=strategy, **settings

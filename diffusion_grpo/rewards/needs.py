@@ -1,8 +1,7 @@
 """Check, before a model is loaded, that rewards have the packages and weights that they need.
 
-Rewards load at their first call, after the first rollout, which a large run reaches late. Only this machine is
-checked. A Hub id that is not in the cache is downloaded at the first call, so it counts as missing only if
-`HF_HUB_OFFLINE` is set.
+Rewards load at their first call, after the first rollout, which a large run reaches late. A file that is not in the
+cache is then downloaded, so it counts as missing only if the Hub lacks it or cannot be reached.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class Source(NamedTuple):
         return names
 
     def check(self) -> None:
-        """Raise FileNotFoundError if a file is missing that will not be downloaded."""
+        """Raise FileNotFoundError if a file is neither here nor on the Hub."""
         folder = Path(self.place).expanduser()
         if not folder.is_dir():
             if not _is_hub_id(self.place):
@@ -83,8 +82,24 @@ class Source(NamedTuple):
             from huggingface_hub import constants
 
             if not constants.HF_HUB_OFFLINE:
+                self._check_hub()
                 return
         self.find()
+
+    def _check_hub(self) -> None:
+        from huggingface_hub import file_exists
+
+        for alternatives in self.files:
+            if any(self.path(name) is not None for name in alternatives):
+                continue
+            place = f"{self.setting}={self.place} (revision {self.revision})"
+            try:
+                is_there = any(file_exists(self.place, name, revision=self.revision) for name in alternatives)
+            except Exception as error:  # a gated repository, or errors of the network
+                reason = " ".join(str(error).split())[:200]
+                raise FileNotFoundError(f"{place} is not in the cache and cannot be downloaded: {reason}") from error
+            if not is_there:
+                raise FileNotFoundError(f"{place} has no {' or '.join(alternatives)} on the Hub; correct it.")
 
     def _lacking(self, what: str) -> str:
         if Path(self.place).expanduser().is_dir():
@@ -99,7 +114,7 @@ class Source(NamedTuple):
 
 
 def check_needs(rewards: Iterable[Reward]) -> None:
-    """Refuse rewards that will not be able to score, as far as this machine can tell without the network.
+    """Refuse rewards that will not be able to score: a package, a file or a server is missing.
 
     If a reward's function or object has an attribute `check_needs`, it is called with the reward's arguments and
     raises OSError, ImportError or ValueError.

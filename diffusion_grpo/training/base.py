@@ -17,7 +17,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import HubStrategy, rotate_checkpoints
 from transformers.utils import PushInProgress, hf_api
 
-from ..config.early_checks import check_resume_folder
+from ..config.early_checks import check_hub_access, check_resume_folder
 from ..config.names import suggest
 from ..distributed import checkpoint_mode
 from ..distributed.backend import DistributedBackend
@@ -414,6 +414,8 @@ class DiffusersTrainer(Trainer):
 
         See `Trainer.push_to_hub` for the arguments; `kwargs` are those of `create_model_card`.
         """
+        if self.is_world_process_zero():
+            check_hub_access(token or self.args.hub_token)
         self._card_details = self._card_details.add(**kwargs)  # raises before anything is pushed
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         if self.hub_model_id is None:

@@ -107,7 +107,7 @@ def test_a_folder_that_there_is_not_is_refused_in_every_setting(name, bare) -> N
 
 
 @pytest.mark.parametrize("name", WITH_WEIGHTS)
-def test_a_hub_id_is_looked_for_in_the_cache_only_when_offline(name, bare, monkeypatch) -> None:
+def test_a_hub_id_is_looked_for_in_the_cache_and_then_on_the_hub(name, bare, monkeypatch) -> None:
     options, _ = pretended(name, bare / "made")
     sources = REWARDS[name](**PLACES.get(name, {})).sources()
     for source in sources:  # as `hf download` leaves them
@@ -123,7 +123,19 @@ def test_a_hub_id_is_looked_for_in_the_cache_only_when_offline(name, bare, monke
     assert f"{sources[-1].setting}={sources[-1].place} (revision main)" in message and lost in message
     assert f"the cache {bare / 'cache'}" in message and f"`hf download {sources[-1].place}" in message
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for answer, expected in (
+        (lambda *file, **options: True, ""),
+        (lambda *file, **options: False, "has no "),
+        (fail, "no route"),
+    ):
+        monkeypatch.setattr("huggingface_hub.file_exists", answer)
+        assert expected in refusal({name: PLACES.get(name, {})})
+    monkeypatch.setattr("huggingface_hub.file_exists", lambda *file, **options: True)
     assert refusal({name: PLACES.get(name, {})}) == ""
+
+
+def fail(*file, **options):
+    raise OSError("no route to host")
 
 
 def test_the_official_files_of_lpips_are_looked_for(bare) -> None:

@@ -387,6 +387,7 @@ def test_push_to_hub_uploads_the_weights_and_the_card(tmp_path, monkeypatch, pus
 
     monkeypatch.setattr("transformers.trainer.hf_api", Client)
     monkeypatch.setattr("diffusion_grpo.training.base.hf_api", Client)
+    monkeypatch.setattr("diffusion_grpo.training.base.check_hub_access", lambda token: None)
     trainer = trainer_for(
         tmp_path,
         push_to_hub=True,
@@ -440,6 +441,7 @@ def test_settings_of_the_hub_reach_it(tmp_path, monkeypatch, settings, folders):
 
     monkeypatch.setattr("transformers.trainer.hf_api", Client)
     monkeypatch.setattr("diffusion_grpo.training.base.hf_api", Client)
+    monkeypatch.setattr("diffusion_grpo.training.base.check_hub_access", lambda token: None)
     saves = {"save_strategy": "steps", "save_steps": 1, "num_inference_steps": 2, "gradient_accumulation_steps": 1}
     hub_settings = {"push_to_hub": True, "hub_model_id": "mine", "hub_token": "hf_mine", "hub_revision": "trial"}
     trainer = trainer_for(tmp_path, **saves, **hub_settings, **settings)

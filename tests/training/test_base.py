@@ -188,6 +188,7 @@ def test_what_is_given_for_the_card_reaches_it_and_the_push(tmp_path, monkeypatc
 
     monkeypatch.setattr("transformers.trainer.hf_api", Client)
     monkeypatch.setattr("diffusion_grpo.training.base.hf_api", Client)
+    monkeypatch.setattr("diffusion_grpo.training.base.check_hub_access", lambda token: None)
     trainer = trainer_for(tmp_path, hub_model_id="mine")
     trainer.create_model_card("My model", tags="anime", language=["en", "fr"])
     assert "# My model\n" in (tmp_path / "README.md").read_text()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import httpx2
 
+HEALTH_SECONDS = 5.0  # time limit of an answer that needs no scoring
 CONNECT_SECONDS = 5.0
 SHORTEST_WAIT, LONGEST_WAIT = 0.1, 10.0  # seconds before a busy server is asked again, whatever its Retry-After
 MAX_ANSWER = 2**22  # bytes; scores need far less

@@ -18,9 +18,11 @@ from urllib.parse import quote
 from ...media.samples import frame_positions
 from ..answers import RewardError
 from ..contract import PROVIDED
+from ..event_loop import run_in_loop
 from ..models.pixels import open_image
 from ..needs import check_package
 from .http import (
+    HEALTH_SECONDS,
     SCORED,
     Answer,
     FailedRequest,
@@ -37,7 +39,6 @@ from .wire import CONTENT_TYPES, Body, write_request
 if TYPE_CHECKING:
     import httpx2
 
-HEALTH_SECONDS = 5.0  # time limit of an answer that needs no scoring
 POLL_SECONDS = 2.0  # between checks of whether a server is back
 BUSY = (429, 503)
 REFUSALS = (400, 401, 403, 404, 413)  # a retry would not help
@@ -151,8 +152,29 @@ class RemoteReward:
         self.body, self.num_frames = body, num_frames
 
     def check_needs(self) -> None:
-        """Raise ImportError if the HTTP client is missing; servers are not asked before the first scoring."""
+        """Raise an error if the HTTP client is missing, all servers are down, or one does not serve the reward."""
         check_package("httpx2", 'pip install "diffusion-grpo[rewards]"')
+        run_in_loop(self._check_servers()).result()
+
+    async def _check_servers(self) -> None:
+        import httpx2
+
+        reasons = []
+        async with httpx2.AsyncClient(headers=self._headers(), trust_env=False) as client:
+            for server in self.servers:
+                try:
+                    answer = await ask(client, "GET", f"{server.url}/health", min(HEALTH_SECONDS, self.timeout))
+                    names = read_object(answer).get("rewards") if answer.status == 200 else None
+                except (FailedRequest, *transport_errors()) as error:
+                    reasons.append(f"{server.url}: {str(error) or type(error).__name__}")
+                    continue
+                if isinstance(names, list) and (self.reward not in names if self.reward else len(names) > 1):
+                    raise ValueError(f"{server.url} serves {', '.join(map(str, names))}; set reward to one of these.")
+        if len(reasons) == len(self.servers) and self.wait == 0:
+            raise ValueError(
+                f"no server answers ({'; '.join(reasons)}); start one with `diffusion-grpo rewards serve`, or set "
+                "wait to the seconds to wait for one."
+            )
 
     def settings(self) -> dict[str, Any]:
         """Return all settings by name, without the state of the servers."""

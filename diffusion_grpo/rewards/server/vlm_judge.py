@@ -22,9 +22,11 @@ from PIL import Image
 
 from ...media.samples import frame_positions
 from ..answers import RewardError
+from ..event_loop import run_in_loop
 from ..models.qwen_vl import read_template
 from ..needs import check_package
 from .http import (
+    HEALTH_SECONDS,
     Answer,
     FailedRequest,
     Slots,
@@ -121,8 +123,19 @@ class VlmJudge:
         self.needed_columns = self._fields - {"prompt"}
 
     def check_needs(self) -> None:
-        """Raise ImportError if the HTTP client is missing; the server is not asked before the first scoring."""
+        """Raise an error if the HTTP client is missing or the server cannot be reached."""
         check_package("httpx2", 'pip install "diffusion-grpo[rewards]"')
+        run_in_loop(self._check_server()).result()
+
+    async def _check_server(self) -> None:
+        import httpx2
+
+        async with httpx2.AsyncClient(trust_env=not is_loopback(self.url)) as client:
+            try:
+                await ask(client, "GET", f"{self.url}/models", min(HEALTH_SECONDS, self.timeout))  # any answer will do
+            except (FailedRequest, *transport_errors()) as error:
+                reason = str(error) or type(error).__name__
+                raise ValueError(f"no server answers at {self.url} ({reason}); start it first.") from error
 
     def __hash__(self) -> int:
         return hash((type(self), self.url, self.model))

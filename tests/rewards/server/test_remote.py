@@ -27,6 +27,7 @@ from diffusion_grpo.rewards import (
     RewardError,
     batchwise,
     check_eval_rewards,
+    check_needs,
     groupwise,
     load_rewards,
     score,
@@ -393,6 +394,24 @@ def test_nobody_there(serve) -> None:
     both = RemoteReward([closed_port(), serve("brightness")], "brightness", retries=0, batch_size=2, **FAST)
     with pytest.warns(UserWarning, match="taken out"):
         assert scores_of(both) == pytest.approx(SHADES)
+
+
+def test_servers_that_cannot_score_are_refused_before_a_run(serve, answering) -> None:
+    url = serve({"brightness": {}, "sharpness": {}})
+    for refused, message in (
+        ({"url": [closed_port()] * 2}, "no server answers"),
+        ({"url": url}, "serves brightness, sharpness"),
+        ({"url": url, "reward": "text"}, "serves brightness, sharpness"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_needs(load_rewards({"remote": refused}))
+    other, _ = answering(lambda number: None)  # a server of another kind, without /health
+    for accepted in (
+        {"url": [closed_port(), url], "reward": "brightness"},
+        {"url": closed_port(), "wait": 1.0},
+        {"url": other, "reward": "text"},
+    ):
+        check_needs(load_rewards({"remote": accepted}))
 
 
 def test_waits_for_a_server_to_come_back(serve) -> None:

@@ -16,7 +16,7 @@ import pytest
 import uvicorn
 from PIL import Image
 
-from diffusion_grpo.rewards import RewardError, check_eval_rewards, load_rewards, score
+from diffusion_grpo.rewards import RewardError, check_eval_rewards, check_needs, load_rewards, score
 from diffusion_grpo.rewards.server.http import is_loopback
 from diffusion_grpo.rewards.server.vlm_judge import UnifiedReward, VlmJudge
 
@@ -274,6 +274,8 @@ def test_a_slow_server_and_none_at_all(model) -> None:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
     with pytest.raises(RewardError, match="got no answer from"):
         values(judge(url, retries=1))
+    with pytest.raises(ValueError, match="no server answers at"):
+        check_needs(load_rewards([judge(url)]))
 
 
 def test_what_it_cannot_score(model) -> None:
