@@ -1,6 +1,7 @@
 """Make rollouts: sample, score, assign credit, and keep what the updates need. Nothing here needs gradients."""
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable
 
@@ -30,6 +31,7 @@ from .scoring import RewardScorer, gather_by_position, takes_only_latents
 from .signal import SignalCheck
 from .value_model import record_conditions, reduce_calls
 
+logger = logging.getLogger(__name__)
 Samples = list[Trajectory] | list[TokenTrajectory] | list[CleanSamples]
 
 
@@ -105,6 +107,8 @@ class RolloutGenerator:
             self._metrics.samples += len(rewards)
 
             found = self._credit(rewards, positions, divergences, states)
+            if logger.isEnabledFor(logging.DEBUG):
+                self._describe(step, trajectories[0], rewards)
             metrics = found.metrics | self._measure_diversity(samples, order)
             self._metrics.add_all(metrics)
             self._signal.add(rewards, metrics)
@@ -213,6 +217,14 @@ class RolloutGenerator:
     def _note_trajectories(self, trajectories: Samples) -> None:
         if self._policy.draws_tokens:
             self._metrics.add_all(type(trajectories[0]).cat(trajectories).metrics())
+
+    def _describe(self, step: int, trajectory: Trajectory | TokenTrajectory | CleanSamples, rewards: Tensor) -> None:
+        """Write lines for debugging about a rollout: the shapes of what it recorded, its rewards and its schedule."""
+        recorded = {name: tuple(value.shape) for name, value in vars(trajectory).items() if isinstance(value, Tensor)}
+        logger.debug("RL_METRIC: rollout after update %d, recorded of a sample: %s", step, recorded)
+        logger.debug("RL_METRIC: rewards %s, mean %s", tuple(rewards.shape), rewards.nanmean(0).tolist())
+        timesteps = getattr(getattr(self._policy, "scheduler", None), "timesteps", ())  # there are none for tokens
+        logger.debug("RL_METRIC: timesteps %s", [round(float(timestep), 3) for timestep in timesteps])
 
     def _measure_diversity(self, samples: list, order: RolloutOrder) -> dict[str, float]:
         """Measure how much the samples of each prompt differ, whichever process made them."""

@@ -4,6 +4,7 @@ All other metrics go only to the trackers.
 """
 
 import contextlib
+import logging
 import sys
 import time
 from collections.abc import Callable
@@ -20,7 +21,9 @@ from ..config.settings import DiffusionGRPOConfig
 from ..data.held_out import name_prompts
 from ..quiet import replace_unprintable
 from ..run.folder import format_measured, format_updates
+from .memory import measure_peak_memory
 
+logger = logging.getLogger(__name__)
 FEW_UPDATES = 50  # a run of fewer, whose max_steps is not set, says why it is short
 NOTICE = 60.0  # seconds without output after which a long update prints its progress
 STAGES = ("time/rollout", "time/reward", "time/update")
@@ -53,6 +56,7 @@ class UpdateProgress:
             total: units of this process in this stage.
             copies: number of processes that do as much at the same time; their units are counted too.
         """
+        self._note_memory()
         self.stage, self.done, self.total, self.copies = stage, 0, total * copies, copies
         self.watch()
 
@@ -63,8 +67,14 @@ class UpdateProgress:
 
     def end(self) -> None:
         """Leave the last stage of an update."""
+        self._note_memory()
         self.stage = None
         self.watch()
+
+    def _note_memory(self) -> None:
+        if self.stage is not None and logger.isEnabledFor(logging.DEBUG):
+            device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+            logger.debug("RL_METRIC: after %s: peak memory %.2f GiB", self.stage, measure_peak_memory(device))
 
 
 def describe_run(args: DiffusionGRPOConfig, run: dict[str, Any], updates_of_run: int) -> str:

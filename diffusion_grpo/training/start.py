@@ -143,6 +143,7 @@ def check_run(
         ImportError: a tracker, quantization backend or processor needs a package that is not installed.
     """
     args = prepare_args(model, args)
+    set_log_level(args)
     if isinstance(model, str):
         check_model_name(model)
         model = os.path.expanduser(model)
@@ -203,6 +204,18 @@ def prepare_args(model: str | DiffusionPipeline, args: DiffusionGRPOConfig | Non
     if model == "tiny":
         args.fill(default_settings({name: getattr(args, name) for name in args.given}))
     return args
+
+
+def set_log_level(args: DiffusionGRPOConfig) -> None:
+    """Show this library's lines from the level that `log_level` names, as transformers does with its own."""
+    if args.log_level == "passive":
+        return
+    ours = logging.getLogger(__name__.partition(".")[0])
+    ours.setLevel(args.get_process_log_level())
+    if not ours.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        ours.addHandler(handler)
 
 
 def note_settings(args: DiffusionGRPOConfig) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """One update of the weights, micro-batch by micro-batch: forward and backward passes, and their metrics."""
 
 import dataclasses
+import logging
 import math
 from typing import Any
 
@@ -13,6 +14,8 @@ from ..rollout.runtime import Runtime
 from ..rollout.value_model import ValueTargets
 from .finite import refuse_non_finite
 from .learner import Learner
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +112,9 @@ class PolicyUpdate:
                 backend.backward(loss * backend.groups.size)  # DDP averages; a context group needs the sum
             self._progress.advance()
             total += loss.detach()
+            if place.is_first and number == 1:
+                drift, logged = outputs[0].drift, outputs[0].metrics
+                logger.debug("RL_METRIC: update %d, first pass: ratio off by %.3g, %s", place.update, drift, logged)
         backend.finish_micro_batch(model, self._weights)
         return total
 

@@ -34,6 +34,29 @@ from diffusion_grpo.training.start import (
 )
 
 
+def test_debug_lines_have_a_mark_of_their_own(tmp_path, caplog):
+    ours = logging.getLogger("diffusion_grpo")
+    before = ours.level
+    try:
+        trainer_for(tmp_path, max_steps=1, log_level="debug").train()
+    finally:
+        ours.setLevel(before)
+    lines = [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno == logging.DEBUG and "diffusion_grpo" in record.name
+    ]
+    assert lines and all(line.startswith("RL_METRIC: ") for line in lines)
+    for part in (
+        "'latents': (",
+        "rewards (8, 1)",
+        "timesteps [",
+        "update 1, first pass: ratio off by 0",
+        "peak memory",
+    ):
+        assert any(part in line for line in lines), part
+
+
 def test_learning_rates_by_default(tmp_path):
     assert trainer_for(tmp_path, learning_rate=None).args.learning_rate == 3e-4
     assert trainer_for(tmp_path, learning_rate=None, lora=False).args.learning_rate == 1e-5
