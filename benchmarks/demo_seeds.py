@@ -18,6 +18,7 @@ from PIL import Image, ImageDraw, ImageFont
 from diffusion_grpo import tiny
 from diffusion_grpo.run.folder import Run, read_run
 from diffusion_grpo.run.report import measure_gain
+from diffusion_grpo.training.trackers import TITLE_HEIGHT
 
 ROOT = Path(__file__).parent.parent
 PAGE, PICTURE = ROOT / "docs" / "demo_runs.md", ROOT / "docs" / "images" / "demo.png"
@@ -68,7 +69,7 @@ def save_picture(folder: Path, words: int = 10) -> None:
     """Draw the first words of a run before and after under their prompts, above its curve."""
     with Image.open(folder / "grid.png") as grid, Image.open(folder / "curve.png") as curve:
         width, last = LABEL + words * CELL[0], grid.height - CELL[1]
-        rows = [grid.crop((0, top, width, top + CELL[1])) for top in (0, last)]
+        rows = [grid.crop((0, top, width, top + CELL[1])) for top in (TITLE_HEIGHT, last)]
         picture = Image.new("RGB", (width, 3 * CELL[1] + 8 + curve.height), "white")
         picture.paste(draw_prompts(tiny.prompts("test", n=words)["prompt"]))
         for number, row in enumerate(rows, start=1):

@@ -13,11 +13,9 @@ import PIL.Image
 
 from .folder import Run, format_updates
 
-SHOWN = 24  # evaluation prompts shown in order
-EXTREMES = 4  # of the other prompts, the most and the least improved
+SHOWN = 24  # evaluation prompts shown
 EVALUATIONS = 8  # evaluations shown, including the first and the last
 ROLLOUTS, ROLLOUT_SAMPLES = 3, 8  # rollouts of training, and samples per rollout
-FILM_ROWS = 6  # prompts in the strip
 WIDEST = 384  # width in pixels of an embedded image or video
 SMALL_VIDEO = 100_000  # bytes up to which a video is embedded as it is
 MOST_BYTES = 12_000_000  # for evaluations between first and last; browsers can handle a page of this size
@@ -66,10 +64,8 @@ def make_gallery(run: Run) -> dict[str, Any] | None:
         "worse": sum(change < -noticed for change in changes),
     }
     shown = [(pair, change) for pair, change in zip(pairs, changes) if _has_images(run, pair)]
-    others = sorted(shown[SHOWN:], key=lambda item: item[1])
-    extremes = others[:EXTREMES] + others[max(EXTREMES, len(others) - EXTREMES) :]
     steps = choose_steps(sorted(run.samples))
-    cards = _make_cards(run, shown[:SHOWN] + extremes, steps)
+    cards = _make_cards(run, shown[:SHOWN], steps)
     names = ["before" if step == 0 else format_updates(step) for step in steps]
     if len(steps) == 2 and steps[0] == 0:
         names[1] = "after"
@@ -80,7 +76,6 @@ def make_gallery(run: Run) -> dict[str, Any] | None:
         "steps": chosen,
         "names": dict(zip(steps, names)),
         "cards": cards,
-        "has_extremes": bool(extremes),
         "is_wide": any(sample["kind"] for card in cards for sample in card["samples"]),
     }
 
@@ -176,21 +171,6 @@ def show_rollouts(run: Run) -> list[dict[str, Any]]:
         ]
         found += [{"when": format_updates(step), "cards": cards}] if cards else []
     return found
-
-
-def make_film(run: Run) -> dict[str, Any] | None:
-    """Return images of the same prompts and seeds in evaluations over the whole run, with their steps."""
-    if len(run.samples) < 3:
-        return None
-    steps = choose_steps(sorted(run.samples))
-    evaluations, rows = [_index_rows(run.samples[step]) for step in steps], []
-    for key in evaluations[0]:
-        samples = [evaluation[key] for evaluation in evaluations if key in evaluation]
-        paths = [find_file(run, row["image"]) if row.get("image") else None for row in samples]
-        if len(rows) < FILM_ROWS and len(paths) == len(steps) and None not in paths:
-            rewards = [row["reward"] for row in samples]
-            rows.append({"prompt": samples[0]["prompt"], "images": list(zip(map(embed_image, paths), rewards))})
-    return {"steps": steps, "rows": rows} if rows else None
 
 
 def embed_media(path: Path) -> str:

@@ -84,7 +84,7 @@ def _curve_figure(curve: Curve, width: float, height: float, legend: bool) -> Fi
         style = {"color": color, "marker": "o", "markersize": 4.5, "linewidth": 1.8, "capsize": 3}
         axes.errorbar(curve.eval_steps, curve.eval, yerr=errors, label=label, **style)
     if legend and (curve.train or curve.eval):  # baselines come later and are named at the right edge
-        axes.legend(loc="lower right")
+        figure.legend(loc="outside upper left", ncols=2 if width > 5 else 1)
     _draw_baselines(axes, curve.baselines)
     axes.set_xlabel("update")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=9, **TICKS))

@@ -15,7 +15,7 @@ import yaml
 from ..config.arguments import read_experiment
 from ..data.held_out import describe_prompts, name_prompts
 from .folder import Run, count_updates, format_updates, name_method, read_run, summarise
-from .gallery import make_film, make_gallery, show_rollouts
+from .gallery import make_gallery, show_rollouts
 from .watch import find_collapse
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ def write_report(run_dir: str | Path, experiment: str | Path | None = None) -> P
         findings=list_findings(run),
         watched=make_watched_table(run),
         curves=draw_curves(run),
+        narrow_curve=draw_narrow_curve(run),
         gallery=make_gallery(run),
         rollouts=show_rollouts(run),
         method=name_method(run.info)[0],
@@ -95,7 +96,6 @@ def write_report(run_dir: str | Path, experiment: str | Path | None = None) -> P
         aggregation=AGGREGATIONS.get(
             (run.info.get("settings") or {}).get("multi_objective_aggregation"), "Weighted sum"
         ),
-        film=make_film(run),
         times=summarise_times(run),
         diagnostics=draw_diagnostics(run),
         settings=yaml.safe_dump(run.info.get("settings") or {}, sort_keys=True, default_flow_style=None),
@@ -263,6 +263,14 @@ def draw_curves(run: Run) -> dict[str, str]:
         if curve is not None:
             plots[name] = draw_curve(curve) if name == "reward" else draw_curve(curve, 4.4, 2.6, legend=False)
     return plots
+
+
+def draw_narrow_curve(run: Run) -> str | None:
+    """Draw the curve of the combined reward for a phone, whose screen would shrink the letters of the wide one."""
+    from .plots import draw_curve
+
+    curve = make_reward_curve(run, "reward")
+    return None if curve is None else draw_curve(curve, 3.6, 3.0)
 
 
 def make_reward_curve(run: Run, name: str) -> "Curve | None":

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow.parquet
 import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
@@ -138,7 +139,13 @@ class SampleGridCallback(TrainerCallback):
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         last = state.log_history[-1] if state.log_history else {}
         if state.is_world_process_zero and "eval_reward" in last:  # those of another dataset are not logged
-            _show(self.handler, Path(args.output_dir), "evaluations", "grid.png", "samples", state.global_step)
+            run, step = Path(args.output_dir), state.global_step
+            tables = sorted((run / "evaluations").glob(f"step-{step:06d}*.parquet"))  # one per process
+            rows = [
+                row for table in tables for row in pyarrow.parquet.read_table(table).to_pylist() if row.get("image")
+            ]
+            prompts = {Path(row["image"]).name: row["prompt"] for row in rows}
+            _show(self.handler, run, "evaluations", "grid.png", "samples", step, prompts)
 
 
 class ValidationCallback(TrainerCallback):
@@ -172,11 +179,14 @@ class ValidationCallback(TrainerCallback):
             self.write()
             if state.is_world_process_zero:
                 name = "validation"
-                _show(self.handler, Path(args.output_dir), name, f"{name}.png", name, state.global_step)
+                prompts = {f"{number:04d}.png": prompt for number, prompt in enumerate(args.validation_prompts)}
+                _show(self.handler, Path(args.output_dir), name, f"{name}.png", name, state.global_step, prompts)
 
 
-def _show(handler: CallbackHandler, run: Path, folder: str, file: str, name: str, step: int) -> None:
-    """Draw a grid of the steps in a folder; send the row of this step to the trackers, with its videos and sounds.
+def _show(
+    handler: CallbackHandler, run: Path, folder: str, file: str, name: str, step: int, prompts: dict[str, str]
+) -> None:
+    """Draw a grid of the steps in a folder, below the files' prompts; send this step's row and media to the trackers.
 
     Do nothing if this step left no samples: an evaluation with a prefix other than "eval" keeps none.
     """
@@ -190,8 +200,9 @@ def _show(handler: CallbackHandler, run: Path, folder: str, file: str, name: str
     inputs = [run / folder / "inputs" / path.name for path in own]  # samples made from text alone have none
     taken = [path if path.is_file() else None for path in inputs]
     first = {"input": taken} if any(taken) else {}
-    draw_grid(first | rows).save(run / file)
-    log_image(handler.callbacks, name, draw_grid(first | {f"step {step}": own}), step)
+    titles = [prompts.get(path.name, "") for path in own]
+    draw_grid(first | rows, titles=titles).save(run / file)
+    log_image(handler.callbacks, name, draw_grid(first | {f"step {step}": own}, titles=titles), step)
     files = [path for path in sorted(newest.iterdir()) if path.suffix in (".mp4", ".wav")]
     log_files(handler.callbacks, name, files, step)
 

@@ -4,7 +4,8 @@ import contextlib
 import functools
 import importlib.util
 import os
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from ..media.files import read_sound, read_video
 from ..media.samples import frame_positions
 from ..policy.network_gate import replace_attribute
 
+TITLE_HEIGHT, TITLE_LINES = 52, 4  # pixels and lines of the prompts above a grid
 GRID_CELL = 256  # pixels, the longest side of an image in the grid
 STRIP_FRAMES, STRIP_CELL = 8, 128  # frames and their size in the image that shows a video
 # Modules of each tracker, by its name in transformers; torch also writes with tensorboardX
@@ -101,22 +103,28 @@ def _show_config(setup: Callable[..., None]) -> Callable[..., None]:
     return set_up
 
 
-def draw_grid(rows: dict[str, list[Path | Image.Image | None]], cell: int = GRID_CELL) -> Image.Image:
-    """Draw images in rows, each row with a label on its left; images are scaled down to `cell` pixels.
+def draw_grid(
+    rows: dict[str, list[Path | Image.Image | None]], cell: int = GRID_CELL, titles: Sequence[str] = ()
+) -> Image.Image:
+    """Draw images in rows, each with a label on its left, and a title above each column.
 
-    A place whose image is None stays empty.
+    Images are scaled down to `cell` pixels; a place whose image is None stays empty.
     """
     loaded = {label: [image and _fit(image, cell) for image in images] for label, images in rows.items()}
     width = max((image.width for images in loaded.values() for image in images if image), default=1)
     height = max((image.height for images in loaded.values() for image in images if image), default=1)
     columns, margin, gap = max((len(images) for images in loaded.values()), default=0), 64, 4
-    grid = Image.new("RGB", (margin + columns * (width + gap), len(loaded) * (height + gap)), "white")
+    top = TITLE_HEIGHT if titles else 0
+    grid = Image.new("RGB", (margin + columns * (width + gap), top + len(loaded) * (height + gap)), "white")
     draw = ImageDraw.Draw(grid)
+    for column, title in enumerate(titles):
+        lines = textwrap.wrap(title, max(width // 6, 4), max_lines=TITLE_LINES, placeholder="...")  # 6 pixels a letter
+        draw.multiline_text((margin + column * (width + gap), 2), "\n".join(lines), fill="black", spacing=1)
     for row, (label, images) in enumerate(loaded.items()):
-        draw.text((4, row * (height + gap) + 4), label, fill="black")
+        draw.text((4, top + row * (height + gap) + 4), label, fill="black")
         for column, image in enumerate(images):
             if image is not None:
-                grid.paste(image, (margin + column * (width + gap), row * (height + gap)))
+                grid.paste(image, (margin + column * (width + gap), top + row * (height + gap)))
     return grid
 
 

@@ -13,7 +13,7 @@ from run_folders import make_run
 from diffusion_grpo.media.files import write_sound, write_video
 from diffusion_grpo.run import gallery
 from diffusion_grpo.run.folder import read_run
-from diffusion_grpo.run.gallery import choose_steps, make_film, make_gallery, show_rollouts
+from diffusion_grpo.run.gallery import choose_steps, make_gallery, show_rollouts
 from diffusion_grpo.run.report import write_report
 
 
@@ -48,9 +48,8 @@ def test_the_first_and_the_last_evaluation_are_always_chosen():
     assert len(steps) == gallery.EVALUATIONS == len(set(steps)) and (steps[0], steps[-1]) == (0, 100)
 
 
-def test_of_many_prompts_the_first_and_the_extremes_are_shown(tmp_path, monkeypatch):
+def test_of_many_prompts_the_first_are_shown_and_all_are_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(gallery, "SHOWN", 2)
-    monkeypatch.setattr(gallery, "EXTREMES", 1)
     run = make_run(tmp_path / "run", prompts=6, eval_every=20)
 
     def change(rows):
@@ -58,8 +57,8 @@ def test_of_many_prompts_the_first_and_the_extremes_are_shown(tmp_path, monkeypa
 
     change_rows(run, 20, change)
     found = make_gallery(read_run(run))
-    assert [card["prompt"].split('"')[1] for card in found["cards"]] == ["WORD0", "WORD1", "WORD3", "WORD4"]
-    assert found["has_extremes"] and found["total"] == 6 and found["counts"] == {"better": 5, "same": 0, "worse": 1}
+    assert [card["prompt"].split('"')[1] for card in found["cards"]] == ["WORD0", "WORD1"]
+    assert found["total"] == 6 and found["counts"] == {"better": 5, "same": 0, "worse": 1}
 
 
 def test_a_change_below_a_hundredth_of_the_range_of_rewards_is_none(tmp_path):
@@ -132,19 +131,6 @@ def test_videos_and_sounds_of_rollouts_are_embedded_too(tmp_path):
     assert all(card["media"] in page for card in rollout["cards"][:2])
 
 
-def test_the_film_follows_a_few_prompts_wherever_they_are_in_an_evaluation(tmp_path, monkeypatch):
-    monkeypatch.setattr(gallery, "FILM_ROWS", 2)
-    run = make_run(tmp_path / "run", prompts=4)
-    expected = make_film(read_run(run))
-    assert expected["steps"] == [0, 10, 20]
-    assert [row["prompt"].split('"')[1] for row in expected["rows"]] == ["WORD0", "WORD1"]
-    images = [image for row in expected["rows"] for image, _ in row["images"]]
-    assert len(set(images)) == 6 and [reward for _, reward in expected["rows"][0]["images"]] == [0.4, 0.65, 0.9]
-    change_rows(run, 10, lambda rows: rows.reverse())
-    assert make_film(read_run(run)) == expected
-    assert make_film(read_run(make_run(tmp_path / "short", eval_every=20))) is None
-
-
 def test_datasets_with_the_same_prompts_are_not_mixed(tmp_path):
     path = make_run(tmp_path / "run", prompts=2)
 
@@ -161,9 +147,7 @@ def test_datasets_with_the_same_prompts_are_not_mixed(tmp_path):
     assert [card["change"] for card in found["cards"]] == pytest.approx([0.5, -0.5])
     assert [card["dataset"] for card in found["cards"]] == ["plain", "hard"]
     images = {sample["image"] for card in found["cards"] for sample in card["samples"]}
-    film = make_film(run)["rows"]
-    assert images == {image for row in film for image, _ in row["images"]} and len(images) == 6
-    assert [row["prompt"] for row in film] == ["a fox"] * 2
+    assert len(images) == 6
 
 
 def test_without_two_evaluations_there_is_no_gallery(tmp_path):

@@ -31,7 +31,7 @@ from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.media.files import write_sound, write_video
 from diffusion_grpo.run import adapters
 from diffusion_grpo.training import trackers
-from diffusion_grpo.training.trackers import draw_grid, log_files, log_image, patch_trackers
+from diffusion_grpo.training.trackers import TITLE_HEIGHT, draw_grid, log_files, log_image, patch_trackers
 
 RUN = {"name": "wan", "rewards": first_frame_brightness, "num_inference_steps": 3, "fps": 8.0, "max_steps": 1}
 RUN |= {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}
@@ -240,3 +240,7 @@ def test_a_grid_has_a_row_per_evaluation_and_scales_images_down(tmp_path):
     red = sum(count for count, color in grid.getcolors(maxcolors=100_000) if color == (255, 0, 0))
     blue = sum(count for count, color in grid.getcolors(maxcolors=100_000) if color == (0, 0, 255))
     assert red == 100 * 50 and blue == 2 * 20 * 20
+    titled = draw_grid({"step 0": [tmp_path / "a.png", small]}, cell=100, titles=["a red wall", "a sea " * 50])
+    above = titled.crop((60, 0, titled.width, TITLE_HEIGHT))
+    assert titled.height == TITLE_HEIGHT + 54 and len(above.getcolors(maxcolors=100_000)) > 1  # letters, no image
+    assert not {(255, 0, 0), (0, 0, 255)} & {color for _, color in above.getcolors(maxcolors=100_000)}
