@@ -221,7 +221,7 @@ def save_plot(path: Path, rows: list[Row], costs: dict[str, float]) -> None:
     from matplotlib import colormaps, rc_context
     from matplotlib.figure import Figure
 
-    from diffusion_grpo.run.plots import STYLE
+    from diffusion_grpo.report.plots import STYLE
 
     shown = {name: own for name in RECIPES if not RECIPES[name].tuned_as and (own := choose_shown(rows, name))}
     budgets = sorted({own[0]["max_passes"] for own in shown.values()}, reverse=True)

@@ -29,13 +29,12 @@ from .data.prompts import choose_evaluated, load_given
 from .data.sampler import GroupSampler
 from .distributed.failure import ProcessGroupMonitor
 from .policy.attention import avoid_cudnn_attention
+from .report.card import CardDetails, write_model_card
+from .report.page import write_curve
 from .rewards import Reward, RewardError, check_columns
 from .rollout.runtime import Runtime
-from .run.card import write_model_card
 from .run.card_data import name_repository
-from .run.card_details import CardDetails
 from .run.records import write_json
-from .run.report import write_curve
 from .run.resume_point import explain_interrupt, holds_run
 from .training import setup, start
 from .training.base import DiffusersTrainer

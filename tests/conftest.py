@@ -13,7 +13,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not s
 import pytest
 import torch
 
-from diffusion_grpo.run import plots
+from diffusion_grpo.report import plots
 
 torch.set_num_threads(1)
 

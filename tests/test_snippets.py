@@ -21,8 +21,8 @@ from diffusion_grpo.cli import build_parser, split_overrides
 from diffusion_grpo.config.fields import list_fields, read_value, script_fields
 from diffusion_grpo.config.parse import parse_train_arguments, read_overrides
 from diffusion_grpo.policy.processes import PROCESSES
+from diffusion_grpo.report.page import write_report
 from diffusion_grpo.rewards import REWARDS, load_rewards
-from diffusion_grpo.run.report import write_report
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

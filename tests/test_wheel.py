@@ -19,7 +19,7 @@ import diffusion_grpo
 
 ROOT = Path(__file__).parent.parent
 # modules that only an extra's packages can import
-WITH_EXTRAS = {"diffusion_grpo.rewards.server.serve", "diffusion_grpo.run.plots"}
+WITH_EXTRAS = {"diffusion_grpo.rewards.server.serve", "diffusion_grpo.report.plots"}
 IMPORT_ALL = """
 import importlib, pkgutil, diffusion_grpo
 failed = []
@@ -56,7 +56,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     files = [path for path in (ROOT / "diffusion_grpo").rglob("*") if path.is_file() and path.suffix != ".pyc"]
     assert names == {str(path.relative_to(ROOT)) for path in files}
-    assert {"diffusion_grpo/py.typed", "diffusion_grpo/run/report.js"} <= names
+    assert {"diffusion_grpo/py.typed", "diffusion_grpo/report/page.js"} <= names
 
 
 def test_the_wheel_says_what_it_is(wheel):

@@ -17,9 +17,9 @@ from diffusion_grpo.algorithms.base import Algorithm, PassOutput, Reference
 from diffusion_grpo.algorithms.batch import MicroBatch, Part
 from diffusion_grpo.losses import LossInputs, LossOutput, needs_old_mean
 from diffusion_grpo.policy.base import Policy
+from diffusion_grpo.report.page import write_report, write_summary
 from diffusion_grpo.rewards import RemoteReward, batchwise, groupwise, load_rewards, takes_latents
 from diffusion_grpo.rewards.contract import Reward
-from diffusion_grpo.run.report import write_report, write_summary
 
 
 @groupwise

@@ -17,7 +17,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Rewrite report.html and summary.json from a run's files, and return the exit code."""
-    from ..run.report import write_report, write_summary
+    from ..report.page import write_report, write_summary
 
     run_dir = Path(arguments.run_dir)
     call_or_refuse(write_summary, run_dir)

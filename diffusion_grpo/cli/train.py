@@ -237,8 +237,8 @@ def measure_baselines(
 
 def finish_run(run_dir: Path, experiment: str | None) -> None:
     """Add the earlier experiment to the report, write the summary, and print where the results are."""
+    from ..report.page import missing_packages, write_report, write_summary
     from ..run.folder import describe_change, read_run
-    from ..run.report import missing_packages, write_report, write_summary
 
     if experiment is not None and not missing_packages():
         write_report(run_dir, experiment=experiment)

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 from diffusers import DiffusionPipeline
 from huggingface_hub import metadata_load, try_to_load_from_cache
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 logger = logging.getLogger(__name__)
 # names of secrets
@@ -58,6 +59,15 @@ def public_source_name(source: str, model: str | None) -> str:
     if model and is_local and path.resolve().is_relative_to(Path(model).expanduser().resolve()):
         return public_model_name(model)
     return public_model_name(source)
+
+
+def is_repo_id(name: str) -> bool:
+    """Return whether a name is valid for a repository on the Hub, and is not an existing local path."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return not Path(name).exists()
 
 
 def name_repository(pushed: str | None, planned: str | None) -> str | None:

@@ -22,8 +22,8 @@ from ..config.names import suggest
 from ..distributed import checkpoint_mode
 from ..distributed.backend import DistributedBackend
 from ..distributed.collectives import gather_json, is_shared
+from ..report.card import CardDetails
 from ..run import resume_point
-from ..run.card_details import CardDetails
 from ..run.lock import lock_folder
 from ..run.manifest import ResumeError, write_manifest
 from ..run.records import check_same_run, warn_of_other_prompts, write_json
@@ -375,8 +375,6 @@ class DiffusersTrainer(Trainer):
             tags: tags in addition to those of this library.
             kwargs: `language`, `license`, `finetuned_from`, `tasks`, `dataset_tags` and `dataset`, as in `Trainer`.
 
-        Raises:
-            ValueError: a value that the card cannot express; see [`~diffusion_grpo.run.card_details.CardDetails`].
         """
         given = {"model_name": model_name, "dataset_name": dataset_name, "tags": tags}
         self._card_details = self._card_details.add(**given, **kwargs)

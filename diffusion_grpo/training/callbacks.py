@@ -17,7 +17,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 from ..data.held_out import describe_prompts
 from ..distributed.weights import TrainedWeights
-from ..run.gallery import choose_steps
+from ..report.gallery import choose_steps
 from ..run.resume_point import set_later_aside
 from ..run.watch import find_collapse
 from .trackers import draw_grid, log_files, log_image
@@ -275,8 +275,8 @@ class ReportCallback(TrainerCallback):
             logger.exception("The report was not written. To try again: diffusion-grpo report %s", args.output_dir)
 
     def _report(self, args, state):
+        from ..report.page import missing_packages, write_report, write_summary
         from ..run.folder import describe_change, format_updates, read_run
-        from ..run.report import missing_packages, write_report, write_summary
 
         state.save_to_json(str(Path(args.output_dir) / "trainer_state.json"))
         write_summary(args.output_dir)

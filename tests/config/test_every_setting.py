@@ -350,6 +350,7 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "deepspeed": Elsewhere("distributed/test_deepspeed.py::test_a_lora_with_zero3_trains_as_one_process_does"),
     "accelerator_config": Refused({"split_batches": True}, "split_batches=True would redistribute"),
     "eval_strategy": Turned("steps", "evaluation files", "weights@2 samples@2", {"eval_steps": 2}),
+    "log_level": Elsewhere("training/test_start.py::test_debug_lines_have_a_mark_of_their_own"),
     "disable_tqdm": Elsewhere("training/test_progress.py::test_a_terminal_shows_a_bar_and_the_lines"),
     "fp16": Refused(True, "needs a GPU"),
     "fsdp": Elsewhere("distributed/test_fsdp.py::test_settings_ask_as_a_launcher_does"),

@@ -9,6 +9,7 @@ import pytest
 from run_folders import make_run
 
 from diffusion_grpo.algorithms import ALGORITHMS
+from diffusion_grpo.report.page import summarise_times, write_report, write_summary
 from diffusion_grpo.run.folder import (
     format_measured,
     format_updates,
@@ -19,7 +20,6 @@ from diffusion_grpo.run.folder import (
     read_samples,
     summarise_table,
 )
-from diffusion_grpo.run.report import summarise_times, write_report, write_summary
 
 pytestmark = pytest.mark.plots
 

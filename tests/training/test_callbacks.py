@@ -52,7 +52,7 @@ def test_a_report_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypa
     def fail(folder):
         raise ValueError("damaged")
 
-    monkeypatch.setattr("diffusion_grpo.run.report.write_report", fail)
+    monkeypatch.setattr("diffusion_grpo.report.page.write_report", fail)
     trainer = trainer_for(tmp_path, max_steps=1)
     trainer.train()
     assert trainer.state.global_step == 1 and not (tmp_path / "report.html").exists()

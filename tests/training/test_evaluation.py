@@ -17,9 +17,9 @@ from transformers import TrainerCallback
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.data.prompts import load_prompts
 from diffusion_grpo.policy.rollout import rollout
+from diffusion_grpo.report.gallery import make_gallery, show_rollouts
 from diffusion_grpo.rewards import batchwise
 from diffusion_grpo.run.folder import read_run
-from diffusion_grpo.run.gallery import make_gallery, show_rollouts
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
 
@@ -310,7 +310,7 @@ def test_the_default_schedule_warms_up(tmp_path, steps, first):
 
 
 def test_the_run_is_read_without_the_extra_report(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("diffusion_grpo.run.report.PACKAGES", ("no_such_package",))
+    monkeypatch.setattr("diffusion_grpo.report.page.PACKAGES", ("no_such_package",))
     trainer = trainer_for(tmp_path, **EVALUATED)
     trainer.train()
     trainer.save_model()

@@ -11,7 +11,7 @@ from typing import Any
 
 import PIL.Image
 
-from .folder import Run, format_updates
+from ..run.folder import Run, format_updates
 
 SHOWN = 24  # evaluation prompts shown
 EVALUATIONS = 8  # evaluations shown, including the first and the last
@@ -98,12 +98,12 @@ def _is_number(value: float | None) -> bool:
 def _has_images(run: Run, pair: dict[str, Any]) -> bool:
     """Return whether both images of a pair were kept; a run saves only the first few."""
     files = [pair["before"].get("image"), pair["after"].get("image")]
-    return all(file and find_file(run, file) is not None for file in files)
+    return all(find_file(run, file) is not None for file in files)
 
 
-def find_file(run: Run, file: str) -> Path | None:
+def find_file(run: Run, file: str | None) -> Path | None:
     """Find a sample's file; its recorded path is relative to the run's folder or to its evaluations folder."""
-    for folder in (run.path, run.path / "evaluations"):
+    for folder in (run.path, run.path / "evaluations") if file else ():
         if (folder / file).is_file():
             return folder / file
     return None

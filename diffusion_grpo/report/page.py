@@ -14,16 +14,16 @@ import yaml
 
 from ..config.arguments import read_experiment
 from ..data.held_out import describe_prompts, name_prompts
-from .folder import Run, count_updates, format_updates, name_method, read_run, summarise
+from ..run.folder import Run, count_updates, format_updates, name_method, read_run, summarise
+from ..run.watch import find_collapse
 from .gallery import make_gallery, show_rollouts
-from .watch import find_collapse
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
     from .plots import Curve
 
-PACKAGES = ("jinja2", "matplotlib")  # the extra `report`
+PACKAGES = ("matplotlib",)  # the extra `report`
 HERE = Path(__file__).parent
 
 DIAGNOSTICS = {
@@ -77,7 +77,7 @@ def write_report(run_dir: str | Path, experiment: str | Path | None = None) -> P
     import markupsafe
 
     run = read_run(run_dir)
-    script = (HERE / "report.js").read_text(encoding="utf-8")
+    script = (HERE / "page.js").read_text(encoding="utf-8")
     page = _load_template().render(
         run=run,
         zip=zip,
@@ -115,7 +115,7 @@ def _load_template() -> "Template":
 
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["number"] = format_number
-    return environment.from_string((HERE / "report.html.jinja").read_text(encoding="utf-8"))
+    return environment.from_string((HERE / "page.html.jinja").read_text(encoding="utf-8"))
 
 
 def missing_packages() -> list[str]:

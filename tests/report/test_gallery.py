@@ -11,10 +11,10 @@ from PIL import Image
 from run_folders import make_run
 
 from diffusion_grpo.media.files import write_sound, write_video
-from diffusion_grpo.run import gallery
+from diffusion_grpo.report import gallery
+from diffusion_grpo.report.gallery import choose_steps, make_gallery, show_rollouts
+from diffusion_grpo.report.page import write_report
 from diffusion_grpo.run.folder import read_run
-from diffusion_grpo.run.gallery import choose_steps, make_gallery, show_rollouts
-from diffusion_grpo.run.report import write_report
 
 
 def change_rows(run, step, change):

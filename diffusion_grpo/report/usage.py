@@ -4,8 +4,8 @@ import json
 from typing import Any
 
 from ..policy.base import split_component
-from .card_details import is_repo_id
-from .weights import LORA_WEIGHTS
+from ..run.card_data import is_repo_id
+from ..run.weights import LORA_WEIGHTS
 
 WIDEST = 119  # characters per line; a longer call gets a line per argument
 

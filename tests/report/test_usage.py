@@ -10,7 +10,7 @@ from PIL import Image
 from tiny_runs import LORA, SETTINGS, brightness, first_frame_brightness, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
-from diffusion_grpo.run.card_usage import write_usage
+from diffusion_grpo.report.usage import write_usage
 from diffusion_grpo.run.weights import name_half_dtype
 
 RUN = {

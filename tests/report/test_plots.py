@@ -5,7 +5,7 @@ import base64
 import pytest
 from PIL import Image
 
-from diffusion_grpo.run import plots
+from diffusion_grpo.report import plots
 
 pytestmark = pytest.mark.plots
 CURVE = plots.Curve("text", [1, 2, 3], [0.1, 0.2, 0.4], [0, 3], [0.1, 0.5], [0.02, 0.03], {"guidance 2": 0.7})

@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 from run_folders import make_run
 
+from diffusion_grpo.report.page import write_report, write_summary
 from diffusion_grpo.run.folder import describe_change, read_run
-from diffusion_grpo.run.report import write_report, write_summary
 
 pytestmark = pytest.mark.plots
 

@@ -1,0 +1,275 @@
+"""The model card: what it says of a run, and that what others named stands for itself in it."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import tiny_pipelines
+from datasets import Dataset
+from huggingface_hub import ModelCard
+from peft import LoraConfig
+from PIL import Image
+from run_folders import make_run
+from tiny_runs import LORA, SETTINGS, brightness, trainer_for
+
+from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
+from diffusion_grpo.media.files import write_sound, write_video
+from diffusion_grpo.report.card import CardDetails, code, escape, write_card_samples, write_model_card
+from diffusion_grpo.run.folder import read_run
+
+
+@pytest.mark.plots
+def test_the_model_card(tmp_path):
+    trainer = trainer_for(tmp_path, eval_strategy="steps", eval_steps=1, eval_on_start=True)
+    trainer.run["model"] = "someone/some-model"
+    trainer.train()
+    trainer.save_model()
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.library_name == "diffusers" and card.data.base_model == "someone/some-model"
+    for part in (
+        "| brightness | 1.0 |",
+        "grid.png",
+        "curve.png",
+        '"num_generations": 4',
+        "pipe.load_lora_weights",
+        "LoRA rank 4",
+    ):
+        assert part in card.content, part
+    assert Image.open(tmp_path / "curve.png").width > 500
+    assert card.data.pipeline_tag == "text-to-image" and card.data.license is None
+    assert "for 2 updates." in card.content and "| before training | after 2 updates |" in card.content
+    assert f"`{tmp_path.name}` is the folder that holds this file" in card.content
+    assert "The first 2 samples of the evaluations" in card.content  # several may share a prompt
+    assert "![before training](images/0-before.png)" in card.content and (tmp_path / "images/0-after.png").is_file()
+    assert card.data.widget[0] == {"text": "held out", "output": {"url": "images/0-after.png"}}
+    assert "It was started from Python" in card.content and "diffusion-grpo 0.1.0, torch " in card.content
+    assert "2 held-out prompts, none of which is trained on" in card.content
+
+
+def test_the_card_of_a_local_base_model_names_no_folder_of_this_machine(tmp_path):
+    pipe, inputs = tiny_pipelines.build("sd3")
+    pipe.save_pretrained(tmp_path / "base" / "my-model")
+    (tmp_path / "base" / "my-model" / "README.md").write_text("---\nlicense: mit\n---\n")
+    settings = SETTINGS | {"height": 16, "width": 16, "max_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    trainer = DiffusionGRPOTrainer(
+        model=str(tmp_path / "base" / "my-model"),
+        reward_funcs=brightness,
+        args=DiffusionGRPOConfig(str(tmp_path / "run"), **settings, pipeline_kwargs={"max_sequence_length": 8}),
+        train_dataset=Dataset.from_dict({"prompt": ["a", "b"]}),
+        eval_dataset=Dataset.from_dict({"prompt": ["a", "b"]}),
+        peft_config=LoraConfig(**LORA),
+    )
+    trainer.train()
+    trainer.save_model()
+    card = ModelCard.load(tmp_path / "run" / "README.md")
+    line = 'from_pretrained("my-model", dtype=torch.float32)  # a folder on the machine that trained it'
+    assert line in card.content and card.data.license == "mit" and card.data.base_model is None
+    assert "| reward | weight | after 1 update |" in card.content  # one evaluation, one number
+    for file in ("README.md", "run.json", "summary.json"):
+        assert str(tmp_path) not in (tmp_path / "run" / file).read_text(), file
+    assert "<h1>my-model learns brightness</h1>" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_the_card_of_the_embedded_model_loads_it_by_its_path_and_names_the_method(tmp_path):
+    trainer = trainer_for(tmp_path, max_steps=1, loss_type="nft")
+    trainer.run["model"] = "tiny"
+    trainer.train()
+    trainer.save_model()
+    card = (tmp_path / "README.md").read_text()
+    assert "DiffusionPipeline.from_pretrained(tiny.PATH)" in card
+    assert "trained with DiffusionNFT by" in card
+    assert "The method: [DiffusionNFT](https://huggingface.co/papers/2509.16117)." in card
+
+
+@pytest.mark.parametrize("text", ["# Mine\n", "---\ntags: [lora]\n---\nMine\n", "---\ntags: [\n---\nMine\n"])
+def test_a_readme_that_somebody_wrote_stays(tmp_path, caplog, text):
+    trainer = trainer_for(tmp_path / "run")
+    write_model_card(tmp_path, {**trainer.run, "model": "tiny"}, [], 0)
+    written = (tmp_path / "README.md").read_text()
+    (tmp_path / "README.md").write_text(text)
+    write_model_card(tmp_path, {**trainer.run, "model": "tiny"}, [], 0)
+    assert (tmp_path / "README.md").read_text() == text and "was not written by a run" in caplog.text
+    (tmp_path / "README.md").write_text(f"{written}more")
+    write_model_card(tmp_path, {**trainer.run, "model": "tiny"}, [], 0)
+    assert (tmp_path / "README.md").read_text() == written
+
+
+EVIL = "a|b](javascript:x) <script>*"
+RUN = {
+    "model": "/home/me/base `model`\n---\n# not a heading",
+    "trains_by": "LoRA rank 4",
+    "pipeline": "SomePipeline",
+    "component": "transformer",
+    "reward_funcs": [EVIL],
+    "eval_reward_funcs": ["judge_of_two"],
+    "reward_weights": [1.0],
+    "settings": {"validation_prompts": ["```\n# a prompt\n---\n<b>"]},
+    "versions": {"torch": "2"},
+}
+
+
+def test_what_others_named_stands_for_itself_in_the_card(tmp_path):
+    folder = tmp_path / 'run "x"'
+    folder.mkdir()
+    write_model_card(folder, RUN, [], updates=3, details=CardDetails(title="my <b>run</b>\n# and more"))
+    text = (folder / "README.md").read_text()
+    card = ModelCard.load(folder / "README.md")
+    assert card.data.to_dict().get("base_model") is None and card.data.library_name == "diffusers"
+    lines = card.content.splitlines()
+    assert "# my \\<b\\>run\\</b\\> \\# and more" in lines
+    assert "| a\\|b\\](javascript:x) \\<script\\>\\* | 1.0 |" in lines
+    assert "| judge_of_two | only evaluated |" in lines
+    assert "SomePipeline ``/home/me/base `model` --- # not a heading``, its transformer trained" in text
+    assert lines.count("---") == 2 and text.count("```") == 5 and text.count("\n```") == 4
+    assert 'pipe.load_lora_weights("run \\"x\\"")' in lines
+    code = text.split("```python\n")[1].split("\n```")[0]
+    compile(code, "card", "exec")
+
+
+@pytest.mark.parametrize("model", ["../away", "a b/c", "x/y: z"])
+def test_a_base_model_that_is_no_repository_is_not_linked(tmp_path, model):
+    write_model_card(tmp_path, RUN | {"model": model}, [], updates=3)
+    assert "base_model" not in ModelCard.load(tmp_path / "README.md").data.to_dict()
+
+
+DETAILED = RUN | {"model": "a/b", "pipeline_tag": "text-to-image", "settings": {}}
+OTHER = {"license": "other", "license_name": "flux", "license_link": "https://somewhere"}
+
+
+def write(folder, **given):
+    write_model_card(folder, DETAILED | {"license": OTHER}, [], updates=1, details=CardDetails().add(**given))
+    return ModelCard.load(folder / "README.md")
+
+
+def test_what_is_given_stands_in_the_header_and_the_text(tmp_path):
+    given = {"dataset_name": "me/prompts", "license": "mit", "language": "en", "tasks": "image-to-image"}
+    card = write(tmp_path, model_name="My *model*", tags=["anime", "grpo"], finetuned_from="c/d", **given)
+    data = card.data.to_dict()
+    assert data["datasets"] == ["me/prompts"] and data["language"] == ["en"] and data["license"] == "mit"
+    assert "license_name" not in data and "license_link" not in data  # those of the base model's licence
+    assert data["tags"] == ["diffusion-grpo", "grpo", "reinforcement-learning", "lora", "anime"]
+    assert data["base_model"] == "c/d" and data["base_model_relation"] == "adapter"
+    assert data["pipeline_tag"] == "image-to-image" and data["library_name"] == "diffusers"
+    assert "# My \\*model\\*" in card.content
+    assert "The prompts are from [me/prompts](https://huggingface.co/datasets/me/prompts)." in card.content
+
+
+def test_without_details_the_run_speaks(tmp_path):
+    card = write(tmp_path)
+    data = card.data.to_dict()
+    assert {name: data[name] for name in OTHER} == OTHER and data["base_model"] == "a/b"
+    assert not {"datasets", "language"} & data.keys() and "The prompts are from" not in card.content
+
+
+def test_datasets_without_a_page_on_the_hub_stand_in_the_text_alone(tmp_path):
+    (tmp_path / "prompts.txt").write_text("a")
+    card = write(tmp_path, dataset_name=[str(tmp_path / "prompts.txt"), "<all> mine"])
+    assert "datasets" not in card.data.to_dict()
+    assert "The prompts are from prompts.txt, \\<all\\> mine." in card.content
+    card = write(tmp_path, dataset_tags=["me/a", "me/b"], dataset="Signs")
+    assert card.data.datasets == ["me/a", "me/b"]
+    links = "[me/a](https://huggingface.co/datasets/me/a), [me/b](https://huggingface.co/datasets/me/b)"
+    assert f"The prompts are from Signs ({links})." in card.content
+
+
+def test_what_was_given_before_stays():
+    details = CardDetails().add(tags="anime", license="mit").add(license="apache-2.0", model_name="x")
+    assert details == CardDetails(title="x", tags=("anime",), license="apache-2.0")
+    assert details.add() == details
+
+
+def card_of(run):
+    write_model_card(run.path, RUN | run.info, run.evaluations, run.updates)
+    return ModelCard.load(run.path / "README.md")
+
+
+def test_the_first_prompts_are_shown_before_and_after(tmp_path):
+    run = read_run(make_run(tmp_path / "run", prompts=6, size=(1024, 512)))
+    pairs = write_card_samples(run)
+    assert [pair["prompt"] for pair in pairs] == [f'the word "WORD{index}" in red' for index in range(4)]
+    files = [pair[when]["image"] for pair in pairs for when in ("before", "after")]
+    assert sorted(path.name for path in (run.path / "images").iterdir()) == sorted(Path(file).name for file in files)
+    shown = Image.open(run.path / pairs[1]["after"]["image"])
+    assert shown.size == (512, 256)
+    source = Image.open(run.path / "evaluations" / "step-000020" / "0001.png").resize((512, 256))
+    assert np.abs(np.asarray(shown, dtype=float) - np.asarray(source, dtype=float)).mean() < 3
+    widget = card_of(run).data.widget
+    assert widget[1] == {"text": 'the word "WORD1" in red', "output": {"url": "images/1-after.png"}}
+
+
+def test_the_table_names_both_evaluations_and_escapes_prompts(tmp_path):
+    path = make_run(tmp_path / "run", prompts=2)
+    for step, reward in ((0, 0.4), (20, math.nan)):  # which no reward scored
+        table = path / "evaluations" / f"step-{step:06d}.parquet"
+        rows = pyarrow.parquet.read_table(table).to_pylist()
+        rows[0] |= {"prompt": "a|b <i>", "reward": reward}
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), table)
+    lines = card_of(read_run(path)).content.splitlines()
+    first = lines.index("| prompt | before training | after 20 updates |")
+    images = "![before training](images/0-before.png) 0.400 | ![after 20 updates](images/0-after.png) –"
+    assert lines[first + 1 : first + 3] == ["|---|---|---|", f"| a\\|b \\<i\\> | {images} |"]
+    assert lines[first + 3].endswith("(images/1-before.png) 0.400 | ![after 20 updates](images/1-after.png) 0.900 |")
+
+
+def test_videos_and_sounds_lie_behind_their_images(tmp_path):
+    path = make_run(tmp_path / "run", prompts=2, eval_every=20)
+    for step in (0, 20):
+        folder, table = f"step-{step:06d}", path / "evaluations" / f"step-{step:06d}.parquet"
+        write_video([Image.new("RGB", (16, 16))] * 3, path / "evaluations" / folder / "0000.mp4", 8)
+        write_sound(np.zeros(100), path / "evaluations" / folder / "0001.wav", 8000)
+        rows = pyarrow.parquet.read_table(table).to_pylist()
+        rows[0]["file"], rows[1]["file"] = f"{folder}/0000.mp4", f"{folder}/0001.wav"
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), table)
+    run = read_run(path)
+    card = card_of(run)
+    assert "[![after 20 updates](images/0-after.png)](images/0-after.mp4)" in card.content
+    assert (path / "images" / "0-before.mp4").is_file() and (path / "images" / "1-after.wav").is_file()
+    assert [entry["output"]["url"] for entry in card.data.widget] == ["images/0-after.mp4"]  # the Hub shows no sound
+
+
+def test_images_of_an_earlier_card_are_removed(tmp_path):
+    run = read_run(make_run(tmp_path / "run", prompts=1))
+    (run.path / "images").mkdir()
+    (run.path / "images" / "3-after.png").touch()
+    write_card_samples(run)
+    assert sorted(path.name for path in (run.path / "images").iterdir()) == ["0-after.png", "0-before.png"]
+
+
+def test_other_files_beside_the_samples_stay(tmp_path):
+    run = read_run(make_run(tmp_path / "run", prompts=1))
+    own = ["photo.png", "0-before.txt", "a0-after.png", "deep/1-after.png"]
+    for name in own:
+        (run.path / "images" / name).parent.mkdir(parents=True, exist_ok=True)
+        (run.path / "images" / name).write_text("mine")
+    for _ in range(2):
+        write_card_samples(run)
+        assert all((run.path / "images" / name).read_text() == "mine" for name in own)
+
+
+def test_without_kept_samples_there_are_none(tmp_path):
+    assert write_card_samples(read_run(make_run(tmp_path / "run", updates=5))) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a|b <i>", "a\\|b \\<i\\>"),
+        ("# no title", "\\# no title"),
+        ("snake_case stays, _this_ does not", "snake_case stays, \\_this\\_ does not"),
+        ("two\nlines\tand\x00more", "two lines and more"),
+        ("[a](b) `c` $d$ &amp; !", "\\[a\\](b) \\`c\\` \\$d\\$ \\&amp; \\!"),
+    ],
+)
+def test_special_characters_are_escaped(text, expected):
+    assert escape(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("a b", "`a b`"), ("a`b", "``a`b``"), ("`a``", "``` `a`` ```"), ("", "`  `"), ("a\nb", "`a b`")],
+)
+def test_a_span_of_code_has_more_backquotes_than_its_text(text, expected):
+    assert code(text) == expected
