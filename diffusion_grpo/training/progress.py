@@ -226,5 +226,6 @@ def replace_progress(
     """Replace transformers' progress callback, which shows losses, with one that shows rewards."""
     shown = PrinterCallback if args.disable_tqdm else transformers.trainer.DEFAULT_PROGRESS_CALLBACK
     replace_unprintable()
-    handler.remove_callback(shown)
+    for callback in [callback for callback in handler.callbacks if type(callback) is shown]:  # a user's own stay
+        handler.remove_callback(callback)
     handler.add_callback(RewardProgressCallback(progress, run))
