@@ -200,7 +200,7 @@ def _show(
     inputs = [run / folder / "inputs" / path.name for path in own]  # samples made from text alone have none
     taken = [path if path.is_file() else None for path in inputs]
     first = {"input": taken} if any(taken) else {}
-    titles = [prompts.get(path.name, "") for path in own]
+    titles = [prompts.get(path.name, "") for path in own] if prompts else []
     draw_grid(first | rows, titles=titles).save(run / file)
     log_image(handler.callbacks, name, draw_grid(first | {f"step {step}": own}, titles=titles), step)
     files = [path for path in sorted(newest.iterdir()) if path.suffix in (".mp4", ".wav")]

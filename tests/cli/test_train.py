@@ -58,7 +58,7 @@ def test_bad_settings_are_refused_before_a_model_is_loaded(changes, expected, co
     ("name", "content", "expected"),
     [
         ("empty.txt", "\n\n", ["dataset", "empty"]),
-        ("columns.jsonl", '{"text": "a cat"}\n', ["dataset", "prompt", "text"]),
+        ("columns.jsonl", '{"text": "a cat", "title": "Cat"}\n', ["dataset", "prompt_column", "text"]),
         ("numbers.jsonl", '{"prompt": 1}\n{"prompt": 2}\n', ["dataset", "row 0"]),
     ],
 )
