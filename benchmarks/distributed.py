@@ -85,7 +85,7 @@ def work(folder: Path, mode: str, is_lora: bool, samples: int, rounds: int) -> N
         per_device_train_batch_size=MICRO_BATCH,
         gradient_accumulation_steps=samples // (MICRO_BATCH * processes),
         num_inference_steps=8,
-        sde_window=[0, 4],
+        trained_steps=[0, 4],
         guidance_scale=1.0,
         height=32,
         width=96,

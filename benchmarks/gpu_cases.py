@@ -36,7 +36,7 @@ RATIO = {
     "num_generations": 16,
     "per_device_train_batch_size": 16,
     "num_inference_steps": 6,
-    "sde_window": [0, 3],
+    "trained_steps": [0, 3],
     "height": 256,
     "width": 256,
     "guidance_scale": 4.5,
@@ -46,7 +46,7 @@ RATIO = {
 }
 SMALL_RATIO = {
     "num_inference_steps": 2,
-    "sde_window": [0, 1],
+    "trained_steps": [0, 1],
     "height": 32,
     "width": 32,
     "num_generations": 4,
@@ -67,8 +67,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "leaf-offload": {"group_offload": "leaf_level", "group_offload_stream": True, "gradient_checkpointing": True},
     "tf32": {"tf32": True},
     "adamw-8bit": {"optim": "adamw_bnb_8bit"},
-    "nft": {"loss_type": "nft", "sde_window": None},
-    "nft-compile": {"loss_type": "nft", "sde_window": None, "torch_compile": True},
+    "nft": {"loss_type": "nft", "trained_steps": None},
+    "nft-compile": {"loss_type": "nft", "trained_steps": None, "torch_compile": True},
 }
 ATTENTION = {  # torch's back ends of scaled_dot_product_attention
     "sdpa-flash": "FLASH_ATTENTION",
@@ -300,7 +300,7 @@ def measure_demo(name: str, work: Path, is_tiny: bool) -> dict[str, Any]:
     if is_tiny:
         settings |= {"max_steps": 1, "eval_steps": 1, "eval_max_prompts": 2, "num_generations": 2}
         settings |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
-        settings |= {"num_inference_steps": 3, "sde_window": [0, 2]}
+        settings |= {"num_inference_steps": 3, "trained_steps": [0, 2]}
     trainer = train(settings, work)
     evaluated = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
     names = [key for key in evaluated[0] if key == "eval_reward" or re.fullmatch("eval_rewards/.*/mean", key)]

@@ -23,7 +23,7 @@ USUAL = {
     "num_generations": 4,
     "per_device_train_batch_size": 4,
     "num_inference_steps": 6,
-    "sde_window": [0, 2],
+    "trained_steps": [0, 2],
     "gradient_checkpointing": True,
     "height": 512,
     "width": 512,
@@ -56,7 +56,7 @@ def choose_settings(name: str, folder: Path, is_tiny: bool) -> dict[str, Any]:
     (folder / "prompts.txt").write_text("a red cat on a sofa\na blue dog in the snow\n")
     small: dict[str, Any] = {}
     if is_tiny:
-        small = {"height": 32, "width": 32, "num_inference_steps": 2, "sde_window": [0, 1], "bf16": False, **ONE}
+        small = {"height": 32, "width": 32, "num_inference_steps": 2, "trained_steps": [0, 1], "bf16": False, **ONE}
         small |= {"num_frames": 5} if "num_frames" in own else {}
     where = {"model": str(folder / "model"), "dataset": str(folder / "prompts.txt")}
     return USUAL | own | small | where

@@ -21,8 +21,8 @@ TARGET = 0.86  # held-out reward that recipes are to reach
 BASE = {
     "num_inference_steps": 6,
     "sigmas": None,
-    "sde_window": [0, 3],
-    "sde_window_size": None,
+    "trained_steps": [0, 3],
+    "num_trained_steps": None,
     "num_iterations": 1,
     "steps_per_generation": None,
 }
@@ -62,32 +62,31 @@ class Recipe:
 # weights, and noise in the last step
 FLOW_GRPO = {
     "num_inference_steps": 10,
-    "sde_window": [0, 9],
-    "deterministic_outside_window": False,
-    "same_initial_noise": False,
+    "trained_steps": [0, 9],
+    "noisy_steps": "all",
+    "samples_per_latent": 1,
     "scale_rewards": "group",
     "epsilon": 1e-4,
 }
-HALF = FLOW_GRPO | {"sde_window": [0, 5], "deterministic_outside_window": True}  # only the first half may be trained
+HALF = FLOW_GRPO | {"trained_steps": [0, 5], "noisy_steps": "trained"}  # only the first half may be trained
 TWO_UPDATES = {"steps_per_generation": 8}  # a rollout of two updates, each sample trained once
 # MixGRPO's script moves its window by one step every 25 rollouts, 12 times in 300. About 50 updates fit into the long
 # budget here, so a move every 4 updates gives as many
-MOVING = {"sde_window_order": "sliding", "sde_window_interval": 4}
-FIRST_STEP = {"num_inference_steps": 6, "sde_window": [0, 1]}
-FIRST_OF_4 = {"num_inference_steps": 4, "sde_window": [0, 1]}
+MOVING = {"step_selection": "sliding", "step_interval": 4}
+FIRST_STEP = {"num_inference_steps": 6, "trained_steps": [0, 1]}
+FIRST_OF_4 = {"num_inference_steps": 4, "trained_steps": [0, 1]}
 # The first of six steps, and three longer ones after it
-COARSE = {"num_inference_steps": 4, "sigmas": [1.0, 0.8, 0.53, 0.27], "sde_window": [0, 1], "num_iterations": 2}
+COARSE = {"num_inference_steps": 4, "sigmas": [1.0, 0.8, 0.53, 0.27], "trained_steps": [0, 1], "num_iterations": 2}
 
 # Algorithms on re-noised samples roll out without noise, and train at levels of the rollout's steps after the first
 CLEAN = {
     "num_inference_steps": 10,
     "sde_type": "auto",
     "noise_level": None,
-    "sde_window": None,
-    "deterministic_outside_window": False,
-    "same_initial_noise": False,  # without noise in the steps the samples of a prompt would be equal
+    "trained_steps": None,
+    "samples_per_latent": 1,  # without noise in the steps the samples of a prompt would be equal
 }
-SHORT_CLEAN = CLEAN | {"num_inference_steps": 6, "timestep_fraction": 0.6, "permute_steps": True}  # 3 levels of 5
+SHORT_CLEAN = CLEAN | {"num_inference_steps": 6, "num_trained_steps": 3, "step_selection": "sample"}  # 3 levels of 5
 
 RECIPES = {
     recipe.name: recipe
@@ -105,7 +104,7 @@ RECIPES = {
         Recipe(
             "flow_grpo_fast",
             "Flow-GRPO-Fast: 2 consecutive steps of the first 5, drawn for each rollout",
-            HALF | {"sde_window_size": 2},
+            HALF | {"num_trained_steps": 2},
             LONG,
         ),
         Recipe("demo", "the first 3 of 6 steps trained, one latent per prompt (the demo before the race)", {}),
@@ -130,33 +129,33 @@ RECIPES = {
         Recipe(
             "first_of_8_twice",
             "the first of 8 steps trained, one latent per prompt, each rollout used twice",
-            {"num_inference_steps": 8, "sde_window": [0, 1], "num_iterations": 2},
+            {"num_inference_steps": 8, "trained_steps": [0, 1], "num_iterations": 2},
             LONG,
         ),
         Recipe(
             "fast",
             "the steps of examples/fast: one of the first 4 of 8 steps per rollout, each rollout used twice",
-            {"num_inference_steps": 8, "sde_window": [0, 4], "sde_window_size": 1, "num_iterations": 2},
+            {"num_inference_steps": 8, "trained_steps": [0, 4], "num_trained_steps": 1, "num_iterations": 2},
             LONG,
         ),
         Recipe(
             "first_of_4_own_latents",
             "the first of 4 steps trained, each sample with a latent of its own",
-            FIRST_OF_4 | {"same_initial_noise": False},
+            FIRST_OF_4 | {"samples_per_latent": 1},
         ),
         Recipe(
             "defaults",
             "the defaults of DiffusionGRPOConfig: one of the first 5 of 10 steps per rollout, one latent per prompt",
-            {"num_inference_steps": 10, "sde_window": None, "scale_rewards": "group"}
-            | {"deterministic_outside_window": None, "same_initial_noise": None},
+            {"num_inference_steps": 10, "trained_steps": None, "scale_rewards": "group"}
+            | {"noisy_steps": "trained", "samples_per_latent": None},
         ),
-        Recipe("first_two_of_6", "the first 2 of 6 steps trained, one latent per prompt", {"sde_window": [0, 2]}),
+        Recipe("first_two_of_6", "the first 2 of 6 steps trained, one latent per prompt", {"trained_steps": [0, 2]}),
         # Step weights, processes and ratios on recorded steps
         Recipe(
             "tempflow",
             "TempFlow-GRPO: 4 initial latents of 4 branches at one step of 10, weighted by its noise",
             FLOW_GRPO
-            | {"sde_window": [1, 9], "sde_window_size": 1, "deterministic_outside_window": True, "branches": 4}
+            | {"trained_steps": [1, 9], "num_trained_steps": 1, "noisy_steps": "trained", "samples_per_latent": 4}
             | {"step_weight": "noise"},
             LONG,
         ),
@@ -171,31 +170,31 @@ RECIPES = {
             FLOW_GRPO
             | {
                 "num_inference_steps": 20,
-                "sde_window": [0, 10],
-                "sde_window_size": 1,
-                "sde_window_order": "per_prompt",
+                "trained_steps": [0, 10],
+                "num_trained_steps": 1,
+                "step_selection": "prompt",
             }
-            | {"deterministic_outside_window": True, "step_weight": "velocity", "epsilon": 1e-3},
+            | {"noisy_steps": "trained", "step_weight": "velocity", "epsilon": 1e-3},
             LONG,
         ),
         Recipe(
             "flash_tuned",
             "one of the first 3 of 6 steps, drawn for each prompt, with Flash-GRPO's weights; one latent per prompt",
-            {"sde_window_size": 1, "sde_window_order": "per_prompt", "step_weight": "velocity"},
+            {"num_trained_steps": 1, "step_selection": "prompt", "step_weight": "velocity"},
         ),
         Recipe(
             "mixgrpo",
             "MixGRPO: 4 consecutive steps of 25, one step later every 4 updates; one latent per prompt",
             FLOW_GRPO
-            | {"num_inference_steps": 25, "sde_window": [0, 23], "sde_window_size": 4}
+            | {"num_inference_steps": 25, "trained_steps": [0, 23], "num_trained_steps": 4}
             | MOVING
-            | {"deterministic_outside_window": True, "same_initial_noise": True},
+            | {"noisy_steps": "trained", "samples_per_latent": "group"},
             LONG,
         ),
         Recipe(
             "mixgrpo_tuned",
             "one of the first 3 of 6 steps, the next one every 4 updates; one latent per prompt",
-            {"sde_window_size": 1} | MOVING,
+            {"num_trained_steps": 1} | MOVING,
         ),
         Recipe(
             "grpo_guard",
@@ -235,7 +234,7 @@ RECIPES = {
             "Flow-DPPO: a mask on the divergence, 3 of the first 5 of 10 steps, a rollout for two updates",
             HALF
             | TWO_UPDATES
-            | {"sde_window_size": 3, "scale_rewards": "batch"}
+            | {"num_trained_steps": 3, "scale_rewards": "batch"}
             | {"loss_type": "dppo", "loss_kwargs": {"threshold": 1e-5}},
             LONG,
         ),
@@ -260,7 +259,7 @@ RECIPES = {
             "awm",
             "AWM: 14 steps without noise, trained at 6 levels of the first 90 %, with average and reference",
             CLEAN
-            | {"num_inference_steps": 14, "sde_window": [1, 13], "timestep_fraction": 0.5, "permute_steps": True}
+            | {"num_inference_steps": 14, "trained_steps": [1, 13], "num_trained_steps": 6, "step_selection": "sample"}
             | {"loss_type": "awm", "beta": 1e-3, "loss_kwargs": {"ema_beta": 1.0, "clip": 1.0}},
             LONG,
         ),
@@ -273,7 +272,7 @@ RECIPES = {
             "dgpo",
             "DGPO: 10 steps at guidance 4.5, trained at 4 of 6 levels without guidance",
             CLEAN
-            | {"sde_window": [1, 7], "timestep_fraction": 0.67, "permute_steps": True, "guidance_scale": 4.5}
+            | {"trained_steps": [1, 7], "num_trained_steps": 4, "step_selection": "sample", "guidance_scale": 4.5}
             | {"loss_type": "dgpo", "loss_kwargs": {"preference_beta": 100.0}},
             LONG,
         ),
@@ -284,7 +283,7 @@ RECIPES = {
             "dpo",
             "online Diffusion-DPO: best and worst of a group at one level of 9",
             CLEAN
-            | {"timestep_fraction": 0.1, "permute_steps": True}
+            | {"num_trained_steps": 1, "step_selection": "sample"}
             | {"loss_type": "dpo", "loss_kwargs": {"preference_beta": 2000.0}, "best_of_n": 2},
             LONG,
         ),

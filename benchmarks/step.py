@@ -213,13 +213,13 @@ BENCHMARKS = {
         lambda: StableDiffusion3Pipeline.from_pretrained(tiny.PATH),
         ["brightness"],  # a reward with a network would score while the next samples are made, and take their cores
         dict(num_generations=16, per_device_train_batch_size=64, gradient_accumulation_steps=4, height=32, width=96)
-        | dict(num_inference_steps=8, sde_window=[0, 4]),
+        | dict(num_inference_steps=8, trained_steps=[0, 4]),
     ),
     "medium": (
         medium_pipeline,
         ["brightness"],
         dict(num_generations=4, per_device_train_batch_size=4, gradient_accumulation_steps=2, height=128, width=128)
-        | dict(num_inference_steps=6, sde_window=[0, 3]),
+        | dict(num_inference_steps=6, trained_steps=[0, 3]),
     ),
 }
 

@@ -25,12 +25,12 @@ RUNS: dict[str, dict] = {
     "nft": {"loss_type": "nft", "beta": 1e-4, **TWO_UPDATES},
     "dppo": {"loss_type": "dppo", **TWO_UPDATES},
     "steps per prompt": {
-        "sde_window_order": "per_prompt",
-        "sde_window_size": 1,
-        "deterministic_outside_window": True,
+        "step_selection": "prompt",
+        "num_trained_steps": 1,
+        "noisy_steps": "trained",
         "step_weight": "velocity",
     },
-    "kl": {"beta": 0.01, "kl_reward": 0.1, "timestep_fraction": 0.7, "permute_steps": True, "best_of_n": 2},
+    "kl": {"beta": 0.01, "kl_reward": 0.1, "num_trained_steps": 2, "step_selection": "sample", "best_of_n": 2},
     "full": {"lora": False, "beta": 0.01, "ema_decay": 0.9, "learning_rate": 1e-4, **TWO_UPDATES},
     "gae": {"advantage_estimator": "gae", "num_generations": 1},
     "tokens": {

@@ -30,7 +30,7 @@ def make_run(
         "eval_reward_funcs": [evaluated],
         "reward_weights": [0.6, 0.4],
         "trains_by": "LoRA rank 16",
-        "settings": {"learning_rate": 0.002, "num_inference_steps": 8, "sde_window": [0, 4]},
+        "settings": {"learning_rate": 0.002, "num_inference_steps": 8, "trained_steps": [0, 4]},
         "versions": {"diffusers": "0.42.1"},
         "prompts": {"train": 608, "eval": prompts, "eval_in_train": shared},
     }

@@ -45,11 +45,9 @@ def train(pipe, inputs, folder, steps):
     columns = {key: value for key, value in inputs.items() if _is_column(value)}
     rows = {"prompt": ["a red cat", "a blue dog"], **{key: value for key, value in columns.items() if key != "prompt"}}
     fixed = {key: value for key, value in inputs.items() if key not in rows}
-    own = {"sde_window": [0, min(steps, 2)], "epsilon": 0.1}
+    own = {"trained_steps": [0, min(steps, 2)], "epsilon": 0.1}
     if any(isinstance(value, list) and isinstance(value[0], list) for value in fixed.values()):
-        own["same_initial_noise"] = (
-            False  # they fit calls of two samples, and samples that share calls make smaller ones
-        )
+        own["samples_per_latent"] = 1  # they fit calls of two samples, and samples that share calls make smaller ones
     args = DiffusionGRPOConfig(str(folder), **{**SETTINGS, **FEW, **own}, pipeline_kwargs=fixed)
     trainer = DiffusionGRPOTrainer(
         pipe, first_number, args, train_dataset=Dataset.from_dict(rows), peft_config=LoraConfig(**LORA)

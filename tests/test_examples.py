@@ -80,8 +80,8 @@ def test_the_fast_file_of_two_experts_trains_each_as_often():
     flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, **values["scheduler_kwargs"]}
     scheduler = stochastic_scheduler(UniPCMultistepScheduler(**flow), values["sde_type"])
     scheduler.set_timesteps(values["num_inference_steps"])
-    trained = scheduler.timesteps[slice(*values["sde_window"])]
-    assert (trained >= 875).tolist() == [True] * 3 + [False] * 3 and values["sde_window_size"] == 1
+    trained = scheduler.timesteps[slice(*values["trained_steps"])]
+    assert (trained >= 875).tolist() == [True] * 3 + [False] * 3 and values["num_trained_steps"] == 1
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -42,12 +42,12 @@ def made_row(recipe, rate, seed, rewards):
 @pytest.mark.parametrize(
     ("settings", "passes"),
     [
-        ({"sde_window": [0, 1]}, FIRST + 5 + 3 * FIRST),
-        ({"sde_window": [0, 1], "gradient_checkpointing": True}, FIRST + 5 + 4 * FIRST),
-        ({"sde_window": [0, 1], "guidance_scale": 2.0}, 2 * (FIRST + 5 + 3 * FIRST)),
-        ({"sde_window": [0, 2], "beta": 0.01}, FIRST + 5 + 3 * (FIRST + 1) + FIRST + 1),
-        ({"sde_window": [0, 1], "num_iterations": 2}, (FIRST + 5) / 2 + 3 * FIRST),
-        (CLEAN | {"loss_type": "dpo", "timestep_fraction": 0.6, "best_of_n": 2}, 6 + 3 * (3 + 1) / 2),
+        ({"trained_steps": [0, 1]}, FIRST + 5 + 3 * FIRST),
+        ({"trained_steps": [0, 1], "gradient_checkpointing": True}, FIRST + 5 + 4 * FIRST),
+        ({"trained_steps": [0, 1], "guidance_scale": 2.0}, 2 * (FIRST + 5 + 3 * FIRST)),
+        ({"trained_steps": [0, 2], "beta": 0.01}, FIRST + 5 + 3 * (FIRST + 1) + FIRST + 1),
+        ({"trained_steps": [0, 1], "num_iterations": 2}, (FIRST + 5) / 2 + 3 * FIRST),
+        (CLEAN | {"loss_type": "dpo", "trained_steps": [1, 4], "best_of_n": 2}, 6 + 3 * (3 + 1) / 2),
     ],
 )
 def test_network_passes_are_those_counted_by_hand(settings, passes):

@@ -94,12 +94,12 @@ def small(values, inputs):
         changed["learning_rate"] = 0.02  # smaller steps change no token
     if "sigmas" in values:
         changed["sigmas"] = values["sigmas"][: SMALL["num_inference_steps"]]
-    if "sde_window" in values:
-        changed["sde_window"] = [0, 2]
+    if "trained_steps" in values:
+        changed["trained_steps"] = [0, 2]
     if "ema_decay" in values:
         changed["ema_update_interval"] = 1  # what is saved is the average, and there are two updates
-    if values.get("sde_window_size", 1) > 1:
-        changed["sde_window_size"] = 2
+    if values.get("num_trained_steps", 1) > 1:
+        changed["num_trained_steps"] = 2
     fixed = {key: value for key, value in inputs.items() if key not in SETTINGS and _is_plain(value)}
     own = {key: value for key, value in values.get("pipeline_kwargs", {}).items() if key not in SIZES}
     changed["pipeline_kwargs"] = fixed | own
@@ -189,7 +189,7 @@ def prepare(name, folder, monkeypatch):
 def assert_trained(log, values):
     """The ratio is 1 in every update, each was evaluated, and each reward was called."""
     # steps drawn for each sample are replayed beside other samples than in the rollout, which moves the last bits
-    limit = 1e-5 if "permute_steps" in values else 0.0
+    limit = 1e-5 if values.get("step_selection") == "sample" else 0.0
     assert max(entry["ratio/max_error"] for entry in log if "ratio/max_error" in entry) <= limit
     assert sum("eval_reward" in entry for entry in log) == 2 + values.get("eval_on_start", True)
     scored = {key for entry in log for key in entry if re.fullmatch("rewards/.*/mean", key)}

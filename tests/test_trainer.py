@@ -33,8 +33,8 @@ from diffusion_grpo.training.metrics import Metrics
         {"lora": False, "beta": 0.1, "offload_ref_model": True},
         {"gradient_checkpointing": True},
         {"bf16": True},
-        {"same_initial_noise": True},
-        {"num_inference_steps": 6, "sde_window": [1, 4], "deterministic_outside_window": True},
+        {"samples_per_latent": "group"},
+        {"num_inference_steps": 6, "trained_steps": [1, 4], "noisy_steps": "trained"},
         {"offload_trajectories": True, "scale_rewards": "batch", "sde_type": "cps"},
         {"name": "sd15", "beta": 0.1},
         {"name": "wan"},
@@ -58,7 +58,7 @@ def test_the_first_ratio_is_one_and_the_weights_move(tmp_path, settings):
     [
         {"rollout_batch_size": 3},
         {"best_of_n": 2, "num_generations": 4},
-        {"timestep_fraction": 0.67, "permute_steps": True, "num_inference_steps": 4},
+        {"num_trained_steps": 2, "step_selection": "sample", "num_inference_steps": 4},
         {"old_log_prob": "replay", "rollout_batch_size": 8},
     ],
     ids=str,
@@ -238,9 +238,9 @@ def test_loss_and_gradient_are_grpos(tmp_path):
     "settings",
     [
         {"steps_per_generation": 4, "num_iterations": 2, "max_steps": 4},
-        {"timestep_fraction": 0.67, "permute_steps": True, "num_inference_steps": 4, "max_steps": 1},
+        {"num_trained_steps": 2, "step_selection": "sample", "num_inference_steps": 4, "max_steps": 1},
         OPTIONAL | {"num_generations": 2, "max_steps": 1},
-        {"timestep_fraction": 0.67, "permute_steps": True, "step_weight": "noise", "max_steps": 1},
+        {"num_trained_steps": 2, "step_selection": "sample", "step_weight": "noise", "max_steps": 1},
     ],
     ids=["several updates", "permuted steps", "parts of a micro-batch", "weighted steps"],
 )
@@ -376,7 +376,7 @@ def test_an_image_that_cannot_be_read_stops_the_run_after_a_checkpoint(tmp_path)
     paths = [str(tmp_path / f"{number}.png") for number in range(len(PROMPTS))]
     for path in paths:
         Image.new("RGB", (32, 32), "red").save(path)
-    settings = {"columns": {"image": paths}, "shuffle_dataset": False, "sde_window": [0, 2], "max_steps": 9}
+    settings = {"columns": {"image": paths}, "shuffle_dataset": False, "trained_steps": [0, 2], "max_steps": 9}
     trainer = trainer_for(tmp_path / "run", "sd15_img2img", **settings)
     Path(paths[-1]).write_bytes(b"no picture")
     with pytest.raises(RowError, match=f"Row {len(PROMPTS) - 1} .*column 'image': cannot identify image file"):
@@ -524,7 +524,7 @@ def test_training_again_starts_with_a_new_rollout(tmp_path):
 
 def test_a_wandering_window_moves_with_the_rollouts(tmp_path):
     steps = []
-    settings = {"num_inference_steps": 6, "sde_window_size": 2, "deterministic_outside_window": True, "max_steps": 4}
+    settings = {"num_inference_steps": 6, "num_trained_steps": 2, "noisy_steps": "trained", "max_steps": 4}
     trainer = trainer_for(tmp_path, **settings)
 
     class Note(TrainerCallback):
@@ -533,7 +533,7 @@ def test_a_wandering_window_moves_with_the_rollouts(tmp_path):
 
     trainer.add_callback(Note)
     trainer.train()
-    assert steps == [list(range(*make_sampling_plan(trainer.args).draw_window(generation))) for generation in range(4)]
+    assert steps == [list(make_sampling_plan(trainer.args).draw_steps(generation)) for generation in range(4)]
     assert max(logged(trainer, "ratio/max_error")) == 0.0
 
 
@@ -726,16 +726,16 @@ def test_a_step_that_no_trained_network_takes_is_refused(tmp_path):
     experts = {"name": "wan_experts", "rewards": counted, "num_inference_steps": 6}
     experts |= {"train_component": "transformer_2", "max_steps": 1}
     with pytest.raises(UntrainedStepError) as caught:
-        trainer_for(tmp_path / "first", sde_window=[0, 2], **experts).train()
+        trainer_for(tmp_path / "first", trained_steps=[0, 2], **experts).train()
     assert str(caught.value) == (
         "Step 0 of WanPipeline's loop does not pass transformer_2 (train_component), so there is nothing to train in "
-        "it; set sde_window to the steps that transformer_2 takes (2 to 5), or train them all with "
+        "it; set trained_steps to the steps that transformer_2 takes (2 to 5), or train them all with "
         "train_component='transformer, transformer_2'."
     )
     with pytest.raises(UntrainedStepError, match="Step 1 .*2 to 5"):
-        trainer_for(tmp_path / "both", sde_window=[1, 5], sde_window_size=1, **experts).train()
+        trainer_for(tmp_path / "both", trained_steps=[1, 5], num_trained_steps=1, **experts).train()
     assert not scored
-    trainer_for(tmp_path / "last", sde_window=[3, 5], **experts).train()
+    trainer_for(tmp_path / "last", trained_steps=[3, 5], **experts).train()
 
 
 @pytest.mark.parametrize(
@@ -752,7 +752,7 @@ def test_an_expert_that_no_trained_step_passes_is_named(tmp_path, caplog, window
         name="wan_experts",
         rewards=first_frame_brightness,
         num_inference_steps=6,
-        sde_window=window,
+        trained_steps=window,
         max_steps=1,
     )
     before = {name: weight.clone() for name, weight in trained_weights(trainer).items()}
@@ -769,5 +769,5 @@ def test_an_expert_that_no_trained_step_passes_is_named(tmp_path, caplog, window
         (line,) = idle
         (network,) = kept
         other = {"transformer": "transformer_2", "transformer_2": "transformer"}[network]
-        assert line == f"{words}Set sde_window to train it too, or train_component={other!r} to spare its memory."
+        assert line == f"{words}Set trained_steps to train it too, or train_component={other!r} to spare its memory."
         assert words.startswith(f"{network} ")

@@ -105,7 +105,7 @@ def test_the_installed_wheel_is_what_runs(installed):
     folder, options = installed
     where = call(folder / "bin" / "python", "-c", "from diffusion_grpo import tiny; print(tiny.PATH)", **options)
     assert Path(where.strip()).is_relative_to(folder) and (Path(where.strip()) / "model_index.json").is_file()
-    assert "sde_window_size" in call(folder / "bin" / "diffusion-grpo", "train", "--list-settings", **options)
+    assert "num_trained_steps" in call(folder / "bin" / "diffusion-grpo", "train", "--list-settings", **options)
 
 
 def test_without_an_extra_every_module_imports_and_the_first_script_trains(installed):

@@ -43,10 +43,11 @@ def with_every_step(settings: dict) -> dict:
     What the settings say themselves stays. The defaults train one step, whose calls samples of a prompt share; most
     tests want to see more than that.
     """
-    own = {"same_initial_noise": False, "deterministic_outside_window": "branches" in settings}
+    own: dict = {"samples_per_latent": 1}
     loss_type = settings.get("loss_type", "grpo")
     if loss_type not in RENOISED and "." not in loss_type and settings.get("train_component") not in LANGUAGE_MODELS:
-        own["sde_window"] = [0, settings["num_inference_steps"] - 1]
+        is_branched = settings.get("samples_per_latent") not in (None, 1, "group")
+        own |= {"trained_steps": "all", "noisy_steps": "trained" if is_branched else "all"}
     return own | settings
 
 

@@ -59,9 +59,9 @@ class MyAlgorithm(Algorithm):
 
 
 def use_trainer(pipe: DiffusionPipeline) -> None:
-    args = DiffusionGRPOConfig(output_dir="run", num_generations=4, beta=0.1, sde_window=[0, 2])
+    args = DiffusionGRPOConfig(output_dir="run", num_generations=4, beta=0.1, trained_steps=[0, 2])
     assert_type(args.num_generations, int)
-    assert_type(args.sde_window, list[int] | None)
+    assert_type(args.trained_steps, list[int] | None)
     assert_type(tiny.PATH, Path)
     prompts = tiny.prompts("train", n=4)
     assert_type(prompts, Dataset)

@@ -29,13 +29,13 @@ AT_LEAST = {
     0: "seed learning_rate value_learning_rate kl_reward beta epsilon epsilon_high top_k num_completions_to_log",
     1: "num_generations num_generations_eval height width num_frames eval_num_inference_steps num_batches_per_step "
     "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps steps_per_generation "
-    "rollout_batch_size decode_batch_size num_iterations sde_window_size sde_window_interval context_parallel_size "
+    "rollout_batch_size decode_batch_size num_iterations num_trained_steps step_interval context_parallel_size "
     "group_offload_blocks ema_update_interval ref_model_sync_steps save_samples_steps log_samples_steps "
     "validation_steps",
-    2: "num_inference_steps branches",
+    2: "num_inference_steps",
 }
 ABOVE_0 = ("noise_level", "advantage_clip", "value_clip", "max_ratio_error", "fps", "temperature")
-SHARES = ("timestep_fraction", "selective_checkpointing", "top_p")
+SHARES = ("selective_checkpointing", "top_p")
 
 OWN_CLIPS = ("grpo_guard", "dppo")  # losses with a limit of their own
 
@@ -74,7 +74,7 @@ def check_types(args: Sizes) -> None:
         kind, value = setting.type.removesuffix(" | None"), getattr(args, name, None)
         if value is None and (kind != setting.type or setting.default is None):
             continue
-        if kind.startswith("list[") and name != "sigmas":  # of which `check_steps` says more
+        if kind.startswith("list[") and name not in ("sigmas", "trained_steps"):  # of which `check_steps` says more
             of = kind[len("list[") : -1]
             is_list = isinstance(value, Sequence) and not isinstance(value, str)
             if not is_list or of in TYPES and not all(_is_of(item, of) for item in value):
@@ -247,21 +247,20 @@ def _check_numbers(args: Sizes) -> None:
 
 def _check_renoised(args: Sizes) -> None:
     """Refuse settings of recorded steps for an algorithm that noises finished samples again."""
-    recorded = ["sde_type", "noise_level", "deterministic_outside_window", "noise_in_last_step", "log_prob_type"]
+    recorded = ["sde_type", "noise_level", "noisy_steps", "log_prob_type", "advantage_estimator"]
     recorded += ["epsilon", "epsilon_high", "old_log_prob", "step_weight", "importance_sampling_level", "kl_reward"]
-    recorded += ["advantage_estimator", "branches"]
     usual = {name: getattr(type(args), name) for name in recorded}
-    usual |= {"epsilon_high": args.epsilon, "deterministic_outside_window": False}
+    usual |= {"epsilon_high": args.epsilon}
     for name in recorded:
         if getattr(args, name) not in (getattr(type(args), name), usual[name]):
             raise ValueError(
                 f"{name}={getattr(args, name)!r} is for recorded steps, but loss_type={args.loss_type!r} trains on "
                 "finished samples, sampled without noise in the steps; leave it out."
             )
-    if args.same_initial_noise:
+    if args.latent_sharing > 1:
         raise ValueError(
-            f"same_initial_noise=True makes all samples of a prompt identical with loss_type={args.loss_type!r}, "
-            "whose rollouts draw no noise in the steps; leave it out."
+            f"samples_per_latent={args.samples_per_latent!r} makes samples identical with loss_type="
+            f"{args.loss_type!r}, whose rollouts draw no noise in the steps; leave it out."
         )
     if args.multi_objective_aggregation == "loss_per_reward":
         raise ValueError(
@@ -375,11 +374,9 @@ def check_token_settings(args: Sizes) -> None:
     Raises:
         ValueError: a setting has no effect or no meaning for tokens, or the loss is for Gaussian steps.
     """
-    usual = {"sde_type": "auto", "noise_level": None, "sde_window": None, "timestep_fraction": 1.0, "sigmas": None}
-    usual |= {"sde_window_size": None, "permute_steps": False, "deterministic_outside_window": None}
-    usual |= {"noise_in_last_step": False, "log_prob_type": "gaussian"}
-    usual |= {"step_weight": "none", "kl_reward": 0.0, "advantage_estimator": "group", "branches": None}
-    usual |= {"sde_window_order": "random", "sde_window_interval": type(args).sde_window_interval}
+    usual = {"sde_type": "auto", "noise_level": None, "trained_steps": None, "num_trained_steps": None, "sigmas": None}
+    usual |= {"step_selection": "rollout", "step_interval": type(args).step_interval, "noisy_steps": "trained"}
+    usual |= {"log_prob_type": "gaussian", "step_weight": "none", "kl_reward": 0.0, "advantage_estimator": "group"}
     for name, default in usual.items():
         if getattr(args, name) not in (default, False):
             raise ValueError(

@@ -88,65 +88,44 @@ class Sizes:
         return "replay" if is_replayed else "rollout"
 
     @property
-    def trains_any_step(self) -> bool:
-        """Whether all steps may be trained unless `sde_window` says otherwise.
-
-        This is the case if another setting selects steps or adds noise to all of them, if a value model reads whole
-        trajectories, and for re-noised samples. Otherwise one early step is trained.
-        """
-        is_chosen = self.permute_steps or self.timestep_fraction < 1
-        return is_chosen or self.noise_in_last_step or self.advantage_estimator == "gae" or self.is_renoised
-
-    @property
-    def window(self) -> tuple[int, int]:
-        """The range [start, stop) of the steps that may be trained."""
-        if self.sde_window:
-            start, stop = self.sde_window
-            return start, stop
-        if self.is_renoised:  # step 0 cannot be handed a sample; the last step can be trained
-            return 1, self.num_inference_steps
-        return 0, self.num_inference_steps - 1 if self.trains_any_step else max(1, self.num_inference_steps // 2)
-
-    @property
-    def window_size(self) -> int:
-        """How many consecutive steps of `window` a sample may train."""
-        if self.sde_window_size is not None:
-            return self.sde_window_size
-        start, stop = self.window
-        return stop - start if self.sde_window or self.trains_any_step else 1
-
-    @property
     def trainable_steps(self) -> range:
-        """The steps that may be trained; without `permute_steps`, only the first steps in each part of the window."""
-        start, stop = self.window
-        left_out = (
-            0 if self.permute_steps else self.window_size - max(1, round(self.timestep_fraction * self.window_size))
-        )
-        return range(start, stop - left_out)
+        """The steps that may be trained."""
+        if self.trained_steps not in (None, "all"):
+            return range(*self.trained_steps)
+        if self.is_renoised:  # step 0 cannot be handed a sample; the last step can be trained
+            return range(1, self.num_inference_steps)
+        is_half = self.trained_steps is None and self.advantage_estimator != "gae"
+        return range(max(1, self.num_inference_steps // 2) if is_half else self.num_inference_steps - 1)
 
     @property
-    def silent_outside_window(self) -> bool:
-        """Whether steps outside the trained part of the window draw no noise."""
-        if self.deterministic_outside_window is not None:
-            return self.deterministic_outside_window
-        return not (self.noise_in_last_step or self.is_renoised)
+    def trained_count(self) -> int:
+        """How many of `trainable_steps` a sample trains."""
+        if self.num_trained_steps is not None:
+            return self.num_trained_steps
+        trains_all = self.trained_steps or self.advantage_estimator == "gae" or self.is_renoised
+        return len(self.trainable_steps) if trains_all else 1
 
     @property
-    def shares_initial_noise(self) -> bool:
-        """Whether all samples of a prompt start from the same initial latent."""
-        if self.same_initial_noise is not None:
-            return self.same_initial_noise
-        return not (self.branches or self.advantage_estimator == "gae" or self.is_renoised)
+    def drawn_count(self) -> int:
+        """How many consecutive steps hold the trained steps of a sample."""
+        return len(self.trainable_steps) if self.step_selection == "sample" else self.trained_count
+
+    @property
+    def is_noise_limited(self) -> bool:
+        """Whether only the steps that hold the trained ones draw noise."""
+        return self.noisy_steps == "trained" and not self.is_renoised
 
     @property
     def trains_own_steps(self) -> bool:
         """Whether samples of one rollout train different steps."""
-        return self.permute_steps or self.sde_window_order == "per_prompt"
+        return self.step_selection in ("prompt", "sample") and self.trained_count < len(self.trainable_steps)
 
     @property
     def latent_sharing(self) -> int:
         """How many samples start from the same initial latent."""
-        return self.num_generations if self.shares_initial_noise else self.branches or 1
+        usual = 1 if self.advantage_estimator == "gae" or self.is_renoised else "group"
+        sharing = usual if self.samples_per_latent is None else self.samples_per_latent
+        return self.num_generations if sharing == "group" else sharing
 
     @property
     def trained_sharing(self) -> float:
@@ -167,24 +146,24 @@ class Sizes:
     @property
     def trained_share(self) -> float:
         """How often the step with the last shared network call is trained, from 0 to 1."""
-        start, stop = self.window
-        places = stop - start - self.window_size + 1
-        is_trained = 1.0 if self.silent_outside_window else 1 / places if start == 0 else 0.0
-        return is_trained * (self.timestep_fraction if self.permute_steps else 1.0)
+        steps = self.trainable_steps
+        places = len(steps) - self.drawn_count + 1
+        is_trained = 1.0 if self.is_noise_limited else 1 / places if steps.start == 0 else 0.0
+        return is_trained * self.trained_count / self.drawn_count
 
     @property
     def trains_shared_step_alone(self) -> bool:
         """Whether each sample trains only one step, the one with the last shared network call."""
-        return self.trained_share == 1 and self.window_size == 1
+        return self.trained_share == 1 and self.trained_count == 1
 
     @property
     def shared_calls(self) -> float:
-        """How many network calls of a rollout samples with the same initial latent share, averaged over windows."""
+        """How many network calls of a rollout samples with the same initial latent share, averaged over rollouts."""
         if not self.shares_calls:
             return 0.0
-        start, stop = self.window
-        before = (start + stop - self.window_size) / 2
-        return 1.0 + (before if self.silent_outside_window else 0.0)
+        steps = self.trainable_steps
+        before = (steps.start + steps.stop - self.drawn_count) / 2
+        return 1.0 + (before if self.is_noise_limited else 0.0)
 
     @property
     def batch_sizes(self) -> BatchSizes:

@@ -90,12 +90,16 @@ def read_value(name: str, value: Any, kind: str) -> Any:
     """Convert a value to its type; raise ValueError if it does not fit."""
     if name in REWARDS and isinstance(value, (dict, list)) and value:
         return value
+    kinds = {word.strip() for word in kind.split("|")} - {"None"}
+    if isinstance(value, str) and "str" in kinds and kinds & {"int", "list[int]"}:  # such as a number, or "all"
+        return int(value) if value.isdigit() else value
     if kind.startswith("list[") and isinstance(value, (str, int, float)) and not isinstance(value, bool):
         value = [value]
     for cls, word in ((type(None), "None"), (bool, "bool"), (list, "list"), (dict, "dict")):
         if isinstance(value, cls) and word not in kind and not (cls is bool and name in TAKE_BOOL):
             raise ValueError(f"`{name}` is {value}, expected one {kind}.")
-    kinds = {word.strip() for word in kind.split("|")} - {"None"}
+    if isinstance(value, list):
+        kinds = {word for word in kinds if word.startswith("list[")} or kinds
     if isinstance(value, list) and len(kinds) == 1:
         inner = kind.partition("[")[2].partition("]")[0]
         return [_convert(name, item, inner) for item in value]

@@ -82,22 +82,14 @@ class SamplingSettings:
             "The seams are blended, so the samples change slightly."
         },
     )
-    same_initial_noise: bool | None = field(
+    samples_per_latent: int | str | None = field(
         default=None,
         metadata={
-            "help": "Start all samples of a prompt from the same initial latent. The samples are identical until "
-            "noise is first drawn, so the network calls up to that point are made only once for all of them. Within a "
-            "micro-batch, they also share the forward and backward pass of the first noisy step. By default true, but "
-            "false with branches, with advantage_estimator gae and for losses on re-noised samples."
-        },
-    )
-    branches: int | None = field(
-        default=None,
-        metadata={
-            "help": "Number of samples that share one initial latent. Network calls before their first noise are made "
-            "only once for all of them (TempFlow-GRPO: num_generations 24 and branches 6 give 4 latents with 6 "
-            "branches each). Must divide num_generations, and requires deterministic_outside_window. If this is not "
-            "set, same_initial_noise decides which samples share a latent."
+            "help": "Number of samples that share one initial latent: a divisor of num_generations, or group for all "
+            "samples of a prompt. Such samples are identical until noise is first drawn, so the network calls up to "
+            "that point are made only once for all of them. Within a micro-batch, they also share the forward and "
+            "backward pass of the first noisy step. By default group, but 1 with advantage_estimator gae and for "
+            "losses on re-noised samples. TempFlow-GRPO: 6, with num_generations 24."
         },
     )
     best_of_n: int | None = field(
@@ -130,57 +122,41 @@ class SamplingSettings:
             )
         },
     )
-    sde_window: list[int] | None = field(
+    trained_steps: list[int] | str | None = field(
         default=None,
         metadata={
-            "help": "Range [start, stop) of the steps that may be trained. By default the first half of the steps. "
-            "With timestep_fraction, permute_steps, noise_in_last_step or advantage_estimator gae, the default is all "
-            "steps except the last; for losses on re-noised samples it is all steps except the first."
+            "help": "The denoising steps that may be trained: a range [start, stop), or all (but the last, which has "
+            "no noise, or but the first for losses on re-noised samples). By default the first half of the steps, but "
+            "all with advantage_estimator gae and for losses on re-noised samples."
         },
     )
-    sde_window_size: int | None = field(
+    num_trained_steps: int | None = field(
         default=None,
         metadata={
-            "help": "Number of consecutive steps within sde_window to train; sde_window_order selects which ones. The "
-            "default is 1 if sde_window is unset and its own default is the first half of the steps; otherwise it is "
-            "the whole window."
+            "help": "How many of trained_steps are trained; step_selection says which. By default all of them, but 1 "
+            "of the default first half."
         },
     )
-    sde_window_order: Literal["random", "per_prompt", "sliding"] = field(
-        default="random",
+    step_selection: Literal["rollout", "prompt", "sliding", "sample"] = field(
+        default="rollout",
         metadata={
-            "help": "How sde_window_size steps are selected from sde_window. random: at random for each rollout "
-            "(Flow-GRPO-Fast). per_prompt: at random for each prompt of a rollout (Flash-GRPO). sliding: one step "
-            "further every sde_window_interval updates, from the start of sde_window to its end, and then from the "
-            "start again (MixGRPO)."
+            "help": "How num_trained_steps are selected from trained_steps. rollout: consecutive steps, drawn for "
+            "each rollout (Flow-GRPO-Fast). prompt: consecutive steps, drawn for each prompt of a rollout "
+            "(Flash-GRPO). sliding: consecutive steps, one step further every step_interval updates, from the start "
+            "of trained_steps to its end and then from the start again (MixGRPO). sample: steps drawn one by one for "
+            "each sample (DanceGRPO)."
         },
     )
-    sde_window_interval: int = field(
-        default=25, metadata={"help": "Number of updates between two moves of a sliding window (sde_window_order)."}
+    step_interval: int = field(
+        default=25, metadata={"help": "Number of updates between two moves of step_selection sliding."}
     )
-    timestep_fraction: float = field(
-        default=1.0, metadata={"help": "Fraction of the steps in the window that is trained for each sample."}
-    )
-    permute_steps: bool = field(
-        default=False,
+    noisy_steps: Literal["trained", "all", "all_and_last"] = field(
+        default="trained",
         metadata={
-            "help": "Select the trained steps at random for each sample. By default the first ones of the window are "
-            "trained."
-        },
-    )
-    deterministic_outside_window: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Draw no noise in steps outside the window (Flow-GRPO-Fast, MixGRPO). By default true, but false "
-            "with noise_in_last_step."
-        },
-    )
-    noise_in_last_step: bool = field(
-        default=False,
-        metadata={
-            "help": "Draw noise in the last step of a rollout too, as Flow-GRPO's base scripts for SD3 and FLUX do. "
-            "This noise remains in the finished sample, and the step is never trained. Works with flow_sde, "
-            "dance_sde, wan_sde and ddim; cps, precise and ancestral have no noise in the last step."
+            "help": "The denoising steps that draw noise. trained: those that are trained, or may be with "
+            "step_selection sample (Flow-GRPO-Fast, MixGRPO). all: all but the last. all_and_last: the last too, as "
+            "in Flow-GRPO's base scripts for SD3 and FLUX; this noise remains in the finished sample, and the step is "
+            "never trained. cps, precise and ancestral have no noise in the last step."
         },
     )
     log_prob_type: str = field(

@@ -1,4 +1,4 @@
-"""Refuse settings of the denoising steps: windows, branches, noise levels, the last step."""
+"""Refuse denoising steps and noise levels that a rollout cannot have."""
 
 import numbers
 
@@ -7,68 +7,34 @@ from .defaults import Sizes
 
 
 def check_steps(args: Sizes) -> None:
-    """Refuse steps and noise levels that a rollout cannot have.
-
-    Raises:
-        ValueError: in one sentence, what was found and what to change.
-    """
+    """Refuse steps and noise levels that a rollout cannot have."""
     check_pipeline_kwargs(args.pipeline_kwargs)
     _check_sigmas(args)
-    _check_last_step(args)
-    last = args.num_inference_steps - 1
-    window = list(args.sde_window or args.window)
-    if args.is_renoised:
-        if len(window) != 2 or not 1 <= window[0] < window[1] <= last + 1:
-            raise ValueError(
-                f"sde_window={window} must be [start, stop) with 1 <= start < stop <= {last + 1}: "
-                f"loss_type={args.loss_type!r} needs a step before the trained one to pass on the noised sample, so "
-                "step 0 cannot be trained."
-            )
-    elif len(window) != 2 or not 0 <= window[0] < window[1] <= last:
+    _check_trained_steps(args)
+    sharing = args.samples_per_latent
+    if sharing not in (None, "group") and (
+        not isinstance(sharing, int) or sharing < 1 or args.num_generations % sharing
+    ):
         raise ValueError(
-            f"sde_window={window} must be [start, stop) with 0 <= start < stop <= {last}: of {last + 1} steps the "
-            "last has no noise and is never trained."
+            f"samples_per_latent={sharing!r} must be group or a divisor of num_generations={args.num_generations}."
         )
-    if args.window_size > window[1] - window[0]:
-        raise ValueError(
-            f"sde_window_size={args.sde_window_size} does not fit into the steps {window[0]} to {window[1] - 1} "
-            "that may be trained; lower it, or widen sde_window."
-        )
-    if args.sde_window_order != "random" and args.window_size == window[1] - window[0]:
-        chooses = f"sde_window_order={args.sde_window_order!r} chooses"
-        if args.window_size == 1:
-            raise ValueError(
-                f"{chooses} which steps of the window are trained, but the window has only one step; widen sde_window."
-            )
-        raise ValueError(
-            f"{chooses} which part of the window is trained, but all {args.window_size} steps of the window are "
-            "trained; set sde_window_size to a smaller number."
-        )
-    _check_branches(args)
 
 
-def _check_branches(args: Sizes) -> None:
-    if args.branches is None:
-        return
-    if args.num_generations % args.branches:
+def _check_trained_steps(args: Sizes) -> None:
+    steps, first = args.trained_steps, int(args.is_renoised)
+    last = args.num_inference_steps - 1 + first
+    if steps not in (None, "all"):
+        is_range = isinstance(steps, (list, tuple)) and len(steps) == 2 and all(isinstance(at, int) for at in steps)
+        if not is_range or not first <= steps[0] < steps[1] <= last:
+            why = "step 0 cannot be handed a noised sample" if first else "the last step has no noise"
+            raise ValueError(
+                f"trained_steps={steps!r} must be all or [start, stop) with {first} <= start < stop <= {last} (of "
+                f"num_inference_steps={args.num_inference_steps}, {why})."
+            )
+    if args.trained_count > len(args.trainable_steps):
         raise ValueError(
-            f"branches={args.branches} does not divide num_generations={args.num_generations}: each initial "
-            "latent of a prompt needs the same number of samples; change one of them."
-        )
-    if not args.silent_outside_window:
-        raise ValueError(
-            f"branches={args.branches} lets samples share the steps before their first noisy one, but all steps draw "
-            "noise; set deterministic_outside_window=True and leave noise_in_last_step out."
-        )
-    if args.same_initial_noise and args.branches != args.num_generations:
-        raise ValueError(
-            f"same_initial_noise=True gives each prompt one initial latent, but branches={args.branches} gives it "
-            f"{args.num_generations // args.branches}; leave one of them out."
-        )
-    if args.advantage_estimator == "gae":
-        raise ValueError(
-            "advantage_estimator='gae' reads the conditions of each sample in its first step, but branches share that "
-            "step; leave one of them out."
+            f"num_trained_steps={args.num_trained_steps} is more than the {len(args.trainable_steps)} steps that may "
+            "be trained; lower it, or widen trained_steps."
         )
 
 
@@ -95,12 +61,4 @@ def _check_sigmas(args: Sizes) -> None:
         raise ValueError(
             "sigmas are for training rollouts, and evaluations keep the pipeline's own spacing; set "
             "eval_num_inference_steps to say with how many steps."
-        )
-
-
-def _check_last_step(args: Sizes) -> None:
-    if args.noise_in_last_step and args.deterministic_outside_window:
-        raise ValueError(
-            "noise_in_last_step=True and deterministic_outside_window=True contradict each other: the last step is "
-            "outside every window; set one of them to False."
         )

@@ -80,7 +80,7 @@ def _find_form(
     count = args.rollout_call_size
     if count == 1:  # evaluations and updates may have larger calls
         count = min(2, max(args.per_device_train_batch_size, args.eval_batch_size))
-    start, stop = args.window
+    start, stop = args.trainable_steps.start, args.trainable_steps.stop
     last = args.num_inference_steps - 1  # has no noise; only re-noised samples train it
     start = min(start, last - 1)
     drew, policy.draws_globally = policy.draws_globally, False  # draws of rewards and decoders do not count
@@ -132,7 +132,7 @@ def _check_window(inputs: PipelineInputs, policy: Policy, args: DiffusionGRPOCon
         raise UnsupportedPipeline(
             f"{inputs.pipeline.__name__} takes {length} of {args.num_inference_steps} steps with these inputs (as "
             f"with a strength below 1), but steps {steps.start} to {steps.stop - 1} may be trained, and the last "
-            "one has no noise; set sde_window, or raise num_inference_steps."
+            "one has no noise; set trained_steps, or raise num_inference_steps."
         )
 
 
@@ -167,7 +167,7 @@ def _check_networks(
     for name in experts:
         if passing[name].isdisjoint(args.trainable_steps):
             logger.warning(
-                "%s will not be trained: it runs in %s, and only %s may be trained. Set sde_window to train it "
+                "%s will not be trained: it runs in %s, and only %s may be trained. Set trained_steps to train it "
                 "too, or train_component=%r to spare its memory.",
                 name,
                 _describe_steps(passing[name]),

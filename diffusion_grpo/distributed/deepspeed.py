@@ -97,8 +97,8 @@ class DeepSpeedBackend(DistributedBackend):
             raise ValueError(ONE_GROUP.format(networks=", ".join(component)))
         if self.stage >= 2 and own_steps and processes > 1:
             reason, change = (
-                "with permute_steps or sde_window_order='per_prompt' processes would train different ones at once",
-                "set permute_steps=False and another sde_window_order",
+                "with step_selection='prompt' or 'sample' processes would train different ones at once",
+                "set step_selection='rollout' or 'sliding'",
             )
         elif self.stage == 3 and self._plugin.hf_ds_config.get_value("zero_optimization.offload_optimizer"):
             reason = "ZeRO-3 offloads gradients of one of them only"

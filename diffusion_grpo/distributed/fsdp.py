@@ -97,8 +97,8 @@ class FSDP2Backend(DistributedBackend):
             raise ValueError(f"FSDP does not train {', '.join(component)}: {TOKENS}")
         if len(component) > 1 and own_steps:
             raise ValueError(
-                f"{', '.join(component)} take turns, and with permute_steps or sde_window_order='per_prompt' "
-                "processes would train different ones at once; set permute_steps=False and another sde_window_order, "
+                f"{', '.join(component)} take turns, and with step_selection='prompt' or 'sample' "
+                "processes would train different ones at once; set step_selection='rollout' or 'sliding', "
                 "or name one network in train_component."
             )
 

@@ -73,7 +73,7 @@ class Batches:
             micro_batches_per_update=args.gradient_accumulation_steps,
             updates_per_rollout=per_rollout,
             samples_per_update=accumulated * args.data_processes,
-            trained_steps=max(1, round(args.timestep_fraction * args.window_size)),
+            trained_steps=args.trained_count,
             num_inference_steps=args.num_inference_steps,
             rollouts_per_epoch=rollouts,
             updates_per_epoch=per_epoch,

@@ -159,7 +159,7 @@ class Policy(ABC):
         both = f", or train them all with train_component={', '.join(sorted([*self.component, *others]))!r}"
         raise UntrainedStepError(
             f"Step {step} of {type(self.pipe).__name__}'s loop does not pass {trained} (train_component), so there is "
-            f"nothing to train in it; set sde_window to the steps that {trained} takes{window}"
+            f"nothing to train in it; set trained_steps to the steps that {trained} takes{window}"
             f"{both if others else ''}."
         )
 

@@ -430,18 +430,6 @@ class DenoisingPolicy(Policy):
         with self.family.bridged(self.pipe), replace_attribute(self.writer, "generate", generate):
             yield
 
-    def check_noise_in_last_step(self) -> None:
-        """Refuse noise in the last step of a process that has none there.
-
-        Raises:
-            ValueError: `noise_in_last_step` would change nothing.
-        """
-        if self.scheduler.process.is_silent_at_end:
-            raise ValueError(
-                f"noise_in_last_step=True changes nothing: {type(self.pipe).__name__} is sampled by "
-                f"{self.scheduler.process.name}, which never draws noise in the last step; leave it out."
-            )
-
     # Latents, for rewards that take them
 
     def check_latents(self) -> None:

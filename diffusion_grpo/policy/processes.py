@@ -298,14 +298,13 @@ class Process:
             * "sigma": data + sigma * noise. Positional arguments are the predicted clean sample, sample, sigma and
               sigma_next.
         noise_level: the usual noise level, the default of the setting `noise_level`.
-        is_silent_at_end: whether its noise vanishes at the end of the schedule, so that the last step never has any.
 
     Examples:
         >>> def fading(prediction, sample, sigma, sigma_next, *, noise_level):
         ...     std = noise_level * sigma_next
         ...     clean, noise = sample - sigma * prediction, sample + (1 - sigma) * prediction
         ...     return (1 - sigma_next) * clean + torch.sqrt(sigma_next**2 - std**2) * noise, std
-        >>> process = Process("fading", fading, "flow", noise_level=0.5, is_silent_at_end=True)
+        >>> process = Process("fading", fading, "flow", noise_level=0.5)
         >>> sigmas = torch.tensor(0.8), torch.tensor(0.6)
         >>> mean, std = process(torch.ones(1, 4), torch.zeros(1, 4), *sigmas, noise_level=0.5)
         >>> round(float(std), 1)
@@ -316,7 +315,6 @@ class Process:
     function: Callable[..., MeanStd]
     coordinates: Coordinates
     noise_level: float
-    is_silent_at_end: bool = False
 
     def __call__(self, *tensors: Tensor, noise_level: float, **offered: Any) -> MeanStd:
         """Return mean and standard deviation of the next latent."""
@@ -330,10 +328,10 @@ PROCESSES = {
     "flow_sde": Process("flow_sde", flow_sde, "flow", 0.7),
     "dance_sde": Process("dance_sde", dance_sde, "flow", 0.3),
     "wan_sde": Process("wan_sde", wan_sde, "flow", 1.0),
-    "cps": Process("cps", cps, "flow", 0.8, is_silent_at_end=True),
-    "precise": Process("precise", precise, "flow", 1.5, is_silent_at_end=True),
+    "cps": Process("cps", cps, "flow", 0.8),
+    "precise": Process("precise", precise, "flow", 1.5),
     "ddim": Process("ddim", ddim, "variance_preserving", 1.0),
-    "ancestral": Process("ancestral", ancestral, "sigma", 1.0, is_silent_at_end=True),
+    "ancestral": Process("ancestral", ancestral, "sigma", 1.0),
 }
 
 

@@ -71,7 +71,7 @@ class Recorder(Driver):
             raise UnsupportedPipeline(
                 f"The pipeline takes {self.loop_length} steps, and the last has no noise: trained steps must be below "
                 f"{self.loop_length - 1}, got {sorted(set(trained))}; it makes fewer steps than num_inference_steps "
-                "says (strength below 1), so raise num_inference_steps or set sde_window."
+                "says (strength below 1), so raise num_inference_steps or set trained_steps."
             )
 
     def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
@@ -259,7 +259,7 @@ class PrefixDriver(Driver):
         if self.length >= scheduler.loop_length - 1:
             raise UnsupportedPipeline(
                 f"The pipeline takes {scheduler.loop_length} steps, so samples cannot branch at step {self.length}, "
-                "which must come before the last; choose an earlier one (sde_window)."
+                "which must come before the last; choose an earlier one (trained_steps)."
             )
         if index > self.length:  # now each scheduler has its prediction
             self.found = self._collect()

@@ -26,12 +26,12 @@ from .trajectory import (
     RolloutRequest,
     StepDistribution,
     Trajectory,
-    choose_trained_steps,
     sample_seed,
 )
 
 BRANCHING_TOKENS = (
-    "{}'s policy samples tokens, so there are no steps without noise that branches could share; leave out branches."
+    "{}'s policy samples tokens, so there are no noiseless steps that samples could share; leave out "
+    "samples_per_latent."
 )
 
 __all__ = [
@@ -51,7 +51,6 @@ __all__ = [
     "rollout",
     "run_prefix",
     "sample_seed",
-    "choose_trained_steps",
 ]
 
 

@@ -177,7 +177,7 @@ class Denoiser(Follower):
             raise UnsupportedPipeline(
                 f"The pipeline takes {scheduler.loop_length} steps, so there is no step {self.index} to train at; it "
                 "makes fewer steps than num_inference_steps says (strength below 1), so raise num_inference_steps or "
-                "set sde_window."
+                "set trained_steps."
             )
         if index < self.index:
             return self.hand_over(index, sample, scheduler)

@@ -215,7 +215,7 @@ def list_findings(run: Run) -> list[str]:
     if silent and sum(silent) / len(silent) > 0.5:
         found.append(
             "In the last rollouts more than half of the groups had equal rewards and taught nothing. If the samples "
-            "look alike, raise noise_level or sde_window_size."
+            "look alike, raise noise_level or num_trained_steps."
         )
     collapsed = find_collapse(run.train)
     found += [] if collapsed is None else [collapsed]

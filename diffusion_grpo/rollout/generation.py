@@ -175,7 +175,7 @@ class RolloutGenerator:
                 num_inference_steps=self._plan.num_inference_steps,
                 steps=[plan.steps[index] for index in indices],
                 noise_steps=None if plan.noise_steps is None else [plan.noise_steps[index] for index in indices],
-                noise_in_last_step=self._args.noise_in_last_step,
+                noise_in_last_step=self._args.noisy_steps == "all_and_last",
                 noise_level=self._noise_level,
                 device=self._args.trajectory_device,
                 latents=latents,
@@ -195,9 +195,9 @@ class RolloutGenerator:
 
     @property
     def _may_share_calls(self) -> bool:
-        """Whether samples with equal inputs also make equal network calls; always true for branches."""
+        """Whether samples with equal inputs make equal network calls; not asked if a prompt has several latents."""
         differs = self._policy.draws_tokens or self.inputs.draws_globally
-        return self._plan.branches is not None or not differs
+        return 1 < self._plan.samples_per_latent < self._plan.num_generations or not differs
 
     def _take_shared_steps(
         self, rows: Rows, calls: list[list[int]], plan: RolloutPlan

@@ -49,7 +49,7 @@ class SignalCheck:
         elif metrics.get("diversity") == 0:
             self._warn(
                 "The samples of each prompt in this rollout look the same, so their rewards say nothing about what to "
-                "change; raise noise_level, or add noise to earlier steps (sde_window)."
+                "change; raise noise_level, or add noise to earlier steps (trained_steps)."
             )
         elif metrics["frac_advantage_zero"] == 1 and metrics["frac_reward_zero_std"] == 1:
             self._warn(

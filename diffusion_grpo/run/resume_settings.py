@@ -28,14 +28,12 @@ IDENTITY_SETTINGS = (
     "sigmas",
     "sde_type",
     "noise_level",
-    "noise_in_last_step",
     "log_prob_type",
-    "sde_window",
-    "sde_window_size",
-    "sde_window_order",
-    "deterministic_outside_window",
-    "branches",
-    "same_initial_noise",
+    "trained_steps",
+    "num_trained_steps",
+    "step_selection",
+    "noisy_steps",
+    "samples_per_latent",
     "scheduler_kwargs",
     "num_iterations",
     "best_of_n",
@@ -46,10 +44,8 @@ IDENTITY_SETTINGS = (
 )
 # properties that give the value in effect when a setting is left open
 RESOLVED = {
-    "sde_window": "window",
-    "sde_window_size": "window_size",
-    "deterministic_outside_window": "silent_outside_window",
-    "same_initial_noise": "shares_initial_noise",
+    "num_trained_steps": "trained_count",
+    "samples_per_latent": "latent_sharing",
 }
 LORA_SETTINGS = (
     "lora_alpha",
@@ -63,9 +59,7 @@ LORA_SETTINGS = (
 # Further settings that a replay depends on. Batch sizes are left out: they change results only by rounding.
 ROLLOUT_SETTINGS = (
     "loss_type",
-    "timestep_fraction",
-    "permute_steps",
-    "sde_window_interval",
+    "step_interval",
     "temperature",
     "top_k",
     "top_p",
@@ -81,6 +75,7 @@ def resolve_settings(args: DiffusionGRPOConfig) -> dict[str, Any]:
     `is_renoised` tells for which kind of algorithm the defaults are.
     """
     found = {name: getattr(args, RESOLVED.get(name, name)) for name in IDENTITY_SETTINGS}
+    found |= {"trained_steps": [args.trainable_steps.start, args.trainable_steps.stop]}
     found["is_renoised"] = args.is_renoised
     process = PROCESSES.get(args.sde_type)
     if process is None:  # "auto": the scheduler decides once the model is loaded

@@ -320,8 +320,7 @@ class Sampler:
     def _sample_with_noise(self, inputs: dict[str, Any], positions: list[int]) -> Any:
         settings, count = self.settings, self.settings.num_generations
         seeds = [settings.seed + position for position in positions]
-        branches = None if settings.train is None else settings.train.branches
-        sharing = count if settings.same_initial_noise else min(branches or 1, count)
+        sharing = min(settings.samples_per_latent or count, count)
         self.policy.prompts.clear()
         samples, _ = rollout(
             self.policy,
@@ -331,7 +330,7 @@ class Sampler:
             num_inference_steps=settings.num_inference_steps,
             steps=[[]] * len(positions),
             noise_steps=self.choose_noise_steps(positions),
-            noise_in_last_step=settings.train is not None and settings.train.noise_in_last_step,
+            noise_in_last_step=getattr(settings.train, "noisy_steps", None) == "all_and_last",
             noise_level=settings.noise_level,
         )
         return samples
@@ -339,14 +338,14 @@ class Sampler:
     def choose_noise_steps(self, positions: list[int]) -> list[range] | None:
         """Choose the steps that draw noise for the sample at each position; None for all steps.
 
-        If the training window moves, it moves after as many samples as a training rollout has.
+        If the trained steps move, they move after as many samples as a training rollout has.
         """
         train = self.settings.train
-        if train is None or not train.silent_outside_window:
+        if train is None or not train.is_noise_limited:
             return None
         plan, prompts = make_sampling_plan(train), train.batch_sizes.prompts_per_rollout
         rollouts = [divmod(position // self.settings.num_generations, prompts) for position in positions]
-        return [range(*plan.draw_window(*rollout)) for rollout in rollouts]
+        return [plan.draw_steps(*rollout) for rollout in rollouts]
 
 
 def _score(

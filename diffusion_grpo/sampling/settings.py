@@ -30,8 +30,8 @@ OPTIONS = (
 )
 OPTIONS += ("noise_level", "seed", "fps", "dtype", "device", "offload_frozen")
 OPTIONS += ("guidance_scale", "height", "width", "num_frames")
-WINDOW = ("sde_window", "sde_window_size", "deterministic_outside_window", "branches")
-OF_THE_RUN = ("scheduler_kwargs", *WINDOW, "noise_in_last_step", "train_component", "temperature", "top_k", "top_p")
+STEPS = ("trained_steps", "num_trained_steps", "step_selection", "step_interval", "noisy_steps")
+OF_THE_RUN = ("scheduler_kwargs", *STEPS, "train_component", "temperature", "top_k", "top_p")
 OF_THE_RUN += ("bf16", "fp16", "load_in_4bit", "load_in_8bit", "quantization")
 CALL = ("guidance_scale", "height", "width", "num_frames")  # arguments of the pipeline's call, passed if given
 
@@ -48,6 +48,7 @@ class SampleSettings:
         noise_level: noise level of the stochastic process (None: its default); 0 keeps the pipeline's own scheduler.
         guidance_scale, height, width, num_frames, pipeline_kwargs: arguments of the pipeline's call.
         offload_frozen: "cpu" to keep all but the network in CPU memory until it is needed, as in training.
+        samples_per_latent: samples that start from the same initial latent; None for all of a prompt.
         sigmas: noise levels of a run's rollouts; None for the pipeline's own spacing.
         train: settings of the run that the job was read from; None if there is no run.
     """
@@ -66,7 +67,7 @@ class SampleSettings:
     num_inference_steps: int | None = None
     sde_type: str = "auto"
     noise_level: float | None = 0.0
-    same_initial_noise: bool = False
+    samples_per_latent: int | None = 1
     seed: int = 0
     fps: float | None = None
     dtype: str | None = None
@@ -99,16 +100,13 @@ class SampleSettings:
     def identity(self) -> dict[str, Any]:
         """Values that two jobs must share for their samples to belong in one table."""
         names = ("model", "lora", "num_generations", "num_inference_steps", "sigmas", "sde_type", "noise_level", "fps")
-        names += ("same_initial_noise", "seed", "dtype", "reward_funcs", "eval_reward_funcs", "pipeline_kwargs", *CALL)
+        names += ("samples_per_latent", "seed", "dtype", "reward_funcs", "eval_reward_funcs", "pipeline_kwargs", *CALL)
         values = {name: getattr(self, name) for name in names}
         for name in ("model", "lora"):  # ignore a slash at the end of a folder
             if values[name] and Path(values[name]).exists():
                 values[name] = str(Path(values[name]))
         values["lora_weights"] = hash_weights(self.lora)
         values |= {name: getattr(self.train, name, None) for name in OF_THE_RUN}
-        order = getattr(self.train, "sde_window_order", "random")
-        if order != "random":
-            values["sde_window_order"] = [order, self.train.sde_window_interval]
         return json.loads(json.dumps(values, default=repr))  # as they are read back from a file
 
 
@@ -257,11 +255,13 @@ def _read_yaml(arguments: argparse.Namespace, overrides: list[str], given: dict[
     from ..config.parse import parse_train_arguments
 
     overrides = [*overrides, f"--output_dir={arguments.output_dir}"]
-    if arguments.num_inference_steps is not None:  # the noise window depends on it
+    if arguments.num_inference_steps is not None:  # the noisy steps depend on it
         overrides.append(f"--num_inference_steps={arguments.num_inference_steps}")
     script, _, train = parse_train_arguments(arguments.source, overrides)
     names = ("num_generations", "num_inference_steps", "sigmas", "sde_type", "noise_level", "seed", "fps")
     settings = {name: getattr(train, name) for name in (*names, "reward_weights", *CALL)}
+    # a number stays even where it is the run's group, as --num_generations may make groups of another size
+    is_of_group = train.samples_per_latent in (None, "group") and train.latent_sharing == train.num_generations
     settings |= {
         "model": script.model,
         "prompts": script.dataset,
@@ -269,7 +269,7 @@ def _read_yaml(arguments: argparse.Namespace, overrides: list[str], given: dict[
         "split": script.dataset_train_split,
         "reward_funcs": script.reward_funcs,
         "eval_reward_funcs": script.eval_reward_funcs,
-        "same_initial_noise": train.shares_initial_noise,
+        "samples_per_latent": None if is_of_group else train.latent_sharing,
         "batch_size": train.rollout_call_size,
         "offload_frozen": train.offload_frozen,
         "train": train,

@@ -36,7 +36,7 @@ DEFAULTS: dict[str, tuple[Any, set[str]]] = {
     "width": (96, {"height"}),
     "guidance_scale": (1.0, set()),
     "pipeline_kwargs": ({"max_sequence_length": 1}, set()),
-    "num_inference_steps": (6, {"sde_window", "sde_window_size"}),
+    "num_inference_steps": (6, {"trained_steps", "num_trained_steps"}),
     "activation_checkpointing": (False, {"gradient_checkpointing", "selective_checkpointing"}),
     "per_device_train_batch_size": (16, set()),
     "num_generations": (8, set()),

@@ -73,7 +73,5 @@ def check_policy(args: DiffusionGRPOConfig, policy: Policy, rewards: RunRewards)
         ValueError: settings are for another kind of policy, or rewards take latents and there are none.
     """
     policy.check_noise_level(args.noise_level)
-    if not policy.draws_tokens and args.noise_in_last_step:
-        policy.check_noise_in_last_step()
     if any(map(takes_only_latents, rewards.all)):
         policy.check_latents()

@@ -13,7 +13,7 @@ from diffusion_grpo.algorithms.advantages import best_of_n
 from diffusion_grpo.algorithms.losses import kl_divergence
 from diffusion_grpo.policy.processes import cps, flow_sde, log_density, squared_error
 from diffusion_grpo.policy.recorders import Recorder
-from diffusion_grpo.policy.rollout import DenoisingPolicy, choose_trained_steps, replay, rollout
+from diffusion_grpo.policy.rollout import DenoisingPolicy, replay, rollout
 from diffusion_grpo.policy.schedulers import stochastic_scheduler
 from diffusion_grpo.policy.trajectory import Trajectory
 
@@ -152,6 +152,18 @@ def test_noise_in_the_last_step_is_one_more_step_of_the_process(process):
     assert (noisy - plain).abs().max() > 0.01
 
 
+@pytest.mark.parametrize(("name", "process"), [("sd3", "cps"), ("sd3", "precise"), ("cosmos", "ancestral")])
+def test_processes_whose_noise_vanishes_have_none_in_the_last_step(name, process):
+    pipe, inputs = tiny_pipelines.build(name)
+    policy, made = DenoisingPolicy(pipe, sde_type=process), []
+    for last in (False, True):
+        call = dict(seeds=SEEDS, num_inference_steps=3, noise_in_last_step=last, is_decoded=False)
+        latents = []
+        rollout(policy, inputs, latents=latents, **call)
+        made.append(torch.stack(latents))
+    assert made[0].isfinite().all() and torch.equal(*made)
+
+
 def steps_of_a_loop(begin, noise_steps, noise_in_last_step):
     """Which steps of a loop of 6 that begins at `begin` drew noise."""
     scheduler = stochastic_scheduler(FlowMatchEulerDiscreteScheduler(shift=3.0))
@@ -183,19 +195,12 @@ def test_a_window_keeps_the_last_step_without_noise():
 
 def test_the_setting_reaches_the_rollout(tmp_path):
     samples = []
-    for last in (False, True):
-        trainer = trainer_for(tmp_path / str(last), noise_in_last_step=last, max_steps=1)
+    for last in ("all", "all_and_last"):
+        trainer = trainer_for(tmp_path / last, noisy_steps=last, max_steps=1)
         trainer.train()
         samples.append((joined_buffer(trainer).next_latents, logged(trainer, "reward")))
         assert logged(trainer, "ratio/max_error") == [0.0]
     assert torch.equal(samples[0][0], samples[1][0]) and samples[0][1] != samples[1][1]
-
-
-def test_noise_in_a_last_step_that_has_none_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="noise_in_last_step=True changes nothing with sde_type='cps'"):
-        trainer_for(tmp_path, sde_type="cps", noise_in_last_step=True)
-    with pytest.raises(ValueError, match="CosmosTextToWorldPipeline is sampled by ancestral.*leave it out"):
-        trainer_for(tmp_path, name="cosmos", noise_in_last_step=True)
 
 
 # Samples whose advantage is 0
@@ -267,22 +272,7 @@ def test_weights_survive_a_resume_within_a_rollout(tmp_path):
     assert all(torch.equal(value, expected[name]) for name, value in trained_weights(again).items())
 
 
-# Fractions of the steps, best of n
-
-
-@pytest.mark.parametrize("steps", [2, 6, 10, 16, 20, 50])
-def test_every_number_of_trained_steps_has_a_fraction_of_two_decimals(steps):
-    for count in range(1, steps):
-        fraction = math.ceil(100 * count / (steps - 1)) / 100
-        assert choose_trained_steps(steps, fraction=fraction) == [list(range(count))]
-
-
-def test_fractions_that_the_page_converts():
-    """They truncate, Flow-GRPO of all steps and DanceGRPO of all but the last; here it is rounded."""
-    assert int(10 * 0.99) == len(choose_trained_steps(10)[0]) == 9
-    assert int(15 * 0.6) == len(choose_trained_steps(16, fraction=0.6)[0]) == 9
-    assert int(11 * 0.6) == 6 and len(choose_trained_steps(12, fraction=0.6)[0]) == 7
-    assert len(choose_trained_steps(12, fraction=0.55)[0]) == 6
+# Best of n
 
 
 def test_dancegrpos_best_of_n_of_one_prompt():

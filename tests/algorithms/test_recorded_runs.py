@@ -19,7 +19,7 @@ SHORT = {"gradient_accumulation_steps": 1, "num_inference_steps": 4}
 # two updates per rollout: losses that compare with the policy that rolled out differ from grpo's only in the second
 TWICE = {"num_iterations": 2, "max_steps": 3}
 # one of two steps, of two prompts
-WINDOW = {"sde_window": [1, 3], "sde_window_size": 1, "deterministic_outside_window": True}
+WINDOW = {"trained_steps": [1, 3], "num_trained_steps": 1, "noisy_steps": "trained"}
 WINDOW |= {"gradient_accumulation_steps": 2}
 
 KINDS = {
@@ -38,9 +38,9 @@ EVERY_STEP = {
     "wan_sde": {"sde_type": "wan_sde"},
 }
 ONE_STEP = {
-    "per_prompt": {"sde_window_order": "per_prompt"},
-    "branches": {"branches": 2},
-    "sliding": {"sde_window_order": "sliding", "sde_window_interval": 1},
+    "per_prompt": {"step_selection": "prompt"},
+    "branches": {"samples_per_latent": 2},
+    "sliding": {"step_selection": "sliding", "step_interval": 1},
 }
 # what tests of sampling plans train anyway, with EDM only where slow tests run
 ELSEWHERE = {(kind, order) for kind in ("DDIM", "video") for order in ONE_STEP}

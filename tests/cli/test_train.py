@@ -29,7 +29,7 @@ from diffusion_grpo.run.lock import lock_folder
         ({"num_generations": "many"}, ["`num_generations`", "invalid int"]),
         ({"num_generations": None}, ["`num_generations` is None"]),
         ({"num_generations": [2, 3]}, ["`num_generations` is [2, 3]"]),
-        ({"sde_window": [3, 12]}, ["sde_window=[3, 12]"]),
+        ({"trained_steps": [3, 12]}, ["trained_steps=[3, 12]"]),
         ({"sde_type": "flow"}, ["sde_type='flow'", "flow_sde", "dance_sde"]),
         ({"loss_type": "grop"}, ["'grop'", "grpo"]),
         ({"reward_funcs": ["brigthness"]}, ["'brigthness'", "'brightness'", "jpeg_compressibility"]),

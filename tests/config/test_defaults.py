@@ -36,28 +36,28 @@ def test_json_for_dictionaries_as_the_command_line_gives_them():
 
 
 @pytest.mark.parametrize(
-    ("given", "window", "size", "is_silent", "is_shared"),
+    ("given", "steps", "count", "is_limited", "sharing"),
     [
-        ({}, (0, 5), 1, True, True),
-        ({"num_inference_steps": 3}, (0, 1), 1, True, True),
-        ({"num_inference_steps": 2}, (0, 1), 1, True, True),
-        ({"sde_window_size": 2}, (0, 5), 2, True, True),
-        ({"sde_window": [2, 6]}, (2, 6), 4, True, True),
-        ({"sde_window": [2, 6], "sde_window_size": 1}, (2, 6), 1, True, True),
-        ({"sde_window_order": "per_prompt"}, (0, 5), 1, True, True),
-        ({"branches": 4}, (0, 5), 1, True, False),
-        ({"same_initial_noise": False, "deterministic_outside_window": False}, (0, 5), 1, False, False),
-        # settings that choose among all steps, or need all of them
-        ({"timestep_fraction": 0.6}, (0, 9), 9, True, True),
-        ({"permute_steps": True}, (0, 9), 9, True, True),
-        ({"noise_in_last_step": True}, (0, 9), 9, False, True),
-        ({"advantage_estimator": "gae"}, (0, 9), 9, True, False),
-        ({"loss_type": "nft"}, (1, 10), 9, False, False),
+        ({}, range(5), 1, True, 16),
+        ({"num_inference_steps": 3}, range(1), 1, True, 16),
+        ({"num_inference_steps": 2}, range(1), 1, True, 16),
+        ({"num_trained_steps": 2}, range(5), 2, True, 16),
+        ({"trained_steps": [2, 6]}, range(2, 6), 4, True, 16),
+        ({"trained_steps": [2, 6], "num_trained_steps": 1}, range(2, 6), 1, True, 16),
+        ({"trained_steps": "all"}, range(9), 9, True, 16),
+        ({"step_selection": "prompt"}, range(5), 1, True, 16),
+        ({"samples_per_latent": 4}, range(5), 1, True, 4),
+        ({"samples_per_latent": 1, "noisy_steps": "all"}, range(5), 1, False, 1),
+        ({"noisy_steps": "all_and_last"}, range(5), 1, False, 16),
+        # of which all steps are trained
+        ({"advantage_estimator": "gae"}, range(9), 9, True, 1),
+        ({"advantage_estimator": "gae", "samples_per_latent": "group"}, range(9), 9, True, 16),
+        ({"loss_type": "nft"}, range(1, 10), 9, False, 1),
     ],
 )
 def test_one_step_of_the_first_half_is_trained_unless_something_asks_for_more(
-    given, window, size, is_silent, is_shared
+    given, steps, count, is_limited, sharing
 ):
     args = make_config(**given)
-    assert (args.window, args.window_size) == (window, size)
-    assert (args.silent_outside_window, args.shares_initial_noise) == (is_silent, is_shared)
+    assert (args.trainable_steps, args.trained_count) == (steps, count)
+    assert (args.is_noise_limited, args.latent_sharing) == (is_limited, sharing)

@@ -124,9 +124,9 @@ COMMON = {
 }
 COMMON |= {"watch_rewards": None, "log_samples_steps": None, "num_inference_steps": 3}
 AGAIN = {"num_iterations": 2, "epsilon": 1e-5}  # the second update is off-policy, and clipped
-WINDOWED = {"sde_window": [0, 1]}
-SLIDING = {"sde_window_order": "sliding", "sde_window_interval": 2}
-BRANCHED = {"sde_window": [2, 3], "num_inference_steps": 4, "deterministic_outside_window": True}
+WINDOWED = {"trained_steps": [0, 1]}
+SLIDING = {"step_selection": "sliding", "step_interval": 2}
+BRANCHED = {"trained_steps": [2, 3], "num_inference_steps": 4, "noisy_steps": "trained"}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 SAVED = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
 WATCHED_BEST = {"eval_steps": 1, "metric_for_best_model": "eval_reward"}
@@ -167,32 +167,30 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     ),
     "scheduler_kwargs": Turned({"shift": 9.0}, "samples@1 path@1 evaluation", f"prompts@1 {NO_NOISE}", EVALUATED),
     "rollout_batch_size": Turned(1, "passes", "samples@1 path@1 seeds@1 gradient@1"),
-    "same_initial_noise": Turned(True, "initial_seeds@1 samples@1 path@1", "prompts@1 seeds@1"),
-    "branches": Turned(2, "initial_seeds@1 samples@1 path@1 passes", "prompts@1 seeds@1 steps@1", BRANCHED),
+    "samples_per_latent": Turned(2, "initial_seeds@1 samples@1 path@1 passes", "prompts@1 seeds@1 steps@1", BRANCHED),
     "best_of_n": Turned(2, "prompts@1 made@1 samples@1", "count@1", {"num_generations": 4}),
     "offload_trajectories": Turned(True, "kept_on", "samples@1 path@1 weights@2"),
     # Process
     "sde_type": Turned("cps", "samples@1 path@1 gradient@1", f"prompts@1 steps@1 {NO_NOISE}"),
     "noise_level": Turned(0.2, "samples@1 path@1 gradient@1", f"prompts@1 steps@1 {NO_NOISE}"),
-    "sde_window": Turned([1, 2], "steps@1 gradient@1", f"samples@1 {NO_NOISE}"),
-    "sde_window_size": Turned(1, "steps@1 gradient@1", f"samples@1 {NO_NOISE}"),
-    "sde_window_order": Turned(
-        "per_prompt", "steps@1 gradient@1", f"samples@1 {NO_NOISE}", {"sde_window_size": 1, "num_inference_steps": 6}
+    "trained_steps": Turned([1, 2], "steps@1 gradient@1", f"samples@1 {NO_NOISE}"),
+    "num_trained_steps": Turned(1, "steps@1 gradient@1", f"samples@1 {NO_NOISE}"),
+    "step_selection": Turned(
+        "prompt", "steps@1 gradient@1", f"samples@1 {NO_NOISE}", {"num_trained_steps": 1, "num_inference_steps": 6}
     ),
-    "sde_window_interval": Turned(
-        1, "steps@2 gradient@2", f"steps@1 gradient@1 samples@2 {NO_NOISE}", {"sde_window_size": 1, **SLIDING}
+    "step_interval": Turned(
+        1, "steps@2 gradient@2", f"steps@1 gradient@1 samples@2 {NO_NOISE}", {"num_trained_steps": 1, **SLIDING}
     ),
-    "timestep_fraction": Turned(0.5, "steps@1 gradient@1", f"samples@1 {NO_NOISE}"),
-    "permute_steps": Turned(True, "steps@1 gradient@1", f"samples@1 {NO_NOISE}", {"timestep_fraction": 0.5}),
-    "deterministic_outside_window": Turned(True, "samples@1", f"steps@1 path@1 {NO_NOISE}", WINDOWED),
-    "noise_in_last_step": Turned(True, "samples@1", f"path@1 steps@1 {NO_NOISE}", {"sde_type": "dance_sde"}),
+    "noisy_steps": Turned("trained", "samples@1", f"steps@1 path@1 {NO_NOISE}", WINDOWED),
     "log_prob_type": Turned("squared_error", "gradient@1", "samples@1 path@1 advantages@1", {"sde_type": "cps"}),
     # Tokens
     "temperature": Turned(0.2, "samples@1 path@1", f"prompts@1 {NO_NOISE}", TOKENS),
     "top_k": Turned(2, "samples@1 path@1", f"prompts@1 {NO_NOISE}", TOKENS),
     "top_p": Turned(0.3, "samples@1 path@1", f"prompts@1 {NO_NOISE}", TOKENS),
     # Optimisation
-    "loss_type": Turned(f"{__name__}.doubled", "gradient@1", "samples@1 advantages@1"),
+    "loss_type": Turned(
+        f"{__name__}.doubled", "gradient@1", "samples@1 advantages@1", {"trained_steps": "all", "noisy_steps": "all"}
+    ),
     "loss_kwargs": Turned(
         {"factor": 2.0}, "gradient@1", "samples@1 advantages@1", {"loss_type": f"{__name__}.multiplied"}
     ),
@@ -286,7 +284,7 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "lora_adapter": Elsewhere("run/test_adapters.py::test_an_adapter_of_the_pipeline_is_trained_further"),
     "lora_path": Elsewhere("run/test_adapters.py::test_a_saved_lora_is_trained_further"),
     "train_component": Turned(
-        "transformer_2", "trained", "prompts@1", VIDEO | {"name": "wan_experts", "sde_window": [1, 2]}
+        "transformer_2", "trained", "prompts@1", VIDEO | {"name": "wan_experts", "trained_steps": [1, 2]}
     ),
     "model_init_kwargs": Turned({"torch_dtype": "bfloat16"}, "dtype", "prompts@1", {"name": "folder"}),
     "load_in_4bit": Elsewhere("config/test_quantization.py::test_the_short_form"),

@@ -13,12 +13,12 @@ from diffusion_grpo.config.parse import (
 
 
 def test_overrides_win_over_the_file(config_file):
-    words = ["--beta", "0.1", "--sde_window", "1", "3", "--advantage-clip", "null", "--reward_funcs", "text", "color"]
+    words = "--beta 0.1 --trained_steps 1 3 --advantage-clip null --reward_funcs text color".split()
     script, lora, settings = parse_train_arguments(
         config_file(beta=0.5, pipeline_kwargs={"a": 1}), [*words, "--use_peft", "--pipeline_kwargs", '{"b": 1e-3}']
     )
     assert settings.beta == 0.1
-    assert settings.sde_window == [1, 3]
+    assert settings.trained_steps == [1, 3]
     assert settings.advantage_clip is None
     assert settings.pipeline_kwargs == {"b": 0.001}
     assert script.reward_funcs == ["text", "color"]

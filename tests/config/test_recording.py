@@ -65,7 +65,9 @@ class Comparing(BestOnly):
 
 def test_the_settings_follow_what_a_class_of_ones_own_asks_for():
     args = config(loss_type=f"{__name__}.BestOnly", num_inference_steps=6)
-    assert args.recording == Recording(keeps="clean") and args.window == (1, 6) and not args.needs_reference
+    assert (
+        args.recording == Recording(keeps="clean") and args.trainable_steps == range(1, 6) and not args.needs_reference
+    )
     args = config(loss_type=f"{__name__}.Comparing")
     assert args.recording is Comparing.recording and args.needs_reference
     with pytest.raises(ValueError, match="must be a multiple of num_generations"):
@@ -99,10 +101,10 @@ def test_where_old_values_come_from(settings, anchor):
     assert config(**settings).anchor == anchor
 
 
-@pytest.mark.parametrize(("name", "window", "reference"), [("grpo", (0, 5), False), ("nft", (1, 10), False)])
-def test_which_steps_may_be_trained(name, window, reference):
+@pytest.mark.parametrize(("name", "steps", "reference"), [("grpo", range(5), False), ("nft", range(1, 10), False)])
+def test_which_steps_may_be_trained(name, steps, reference):
     args = config(loss_type=name)
-    assert (args.window, args.needs_reference) == (window, reference)
+    assert (args.trainable_steps, args.needs_reference) == (steps, reference)
 
 
 # Refusals
@@ -111,8 +113,7 @@ def test_which_steps_may_be_trained(name, window, reference):
 RECORDED = {
     "sde_type": "cps",
     "noise_level": 0.5,
-    "deterministic_outside_window": True,
-    "noise_in_last_step": True,
+    "noisy_steps": "all",
     "log_prob_type": "squared_error",
     "epsilon": 1e-3,
     "epsilon_high": 1e-3,
@@ -134,13 +135,13 @@ def test_settings_of_recorded_steps_are_refused(name, setting):
 
 REFUSED = [
     (
-        {"sde_window": [0, 4]},
-        r"sde_window=\[0, 4\] must be .* 1 <= start < stop <= 10: .*step 0 cannot be trained",
+        {"trained_steps": [0, 4]},
+        r"trained_steps=\[0, 4\] must be .* 1 <= start < stop <= 10 .*step 0 cannot",
     ),
-    ({"sde_window": [1, 11]}, "1 <= start < stop <= 10"),
-    ({"sde_window": [3, 3]}, "1 <= start < stop <= 10"),
-    ({"sde_window": [1, 3], "sde_window_size": 3}, "sde_window_size=3 does not fit into the steps 1 to 2"),
-    ({"same_initial_noise": True}, "same_initial_noise=True makes all samples of a prompt identical.*leave it out"),
+    ({"trained_steps": [1, 11]}, "1 <= start < stop <= 10"),
+    ({"trained_steps": [3, 3]}, "1 <= start < stop <= 10"),
+    ({"trained_steps": [1, 3], "num_trained_steps": 3}, "num_trained_steps=3 is more than the 2 steps"),
+    ({"samples_per_latent": "group"}, "samples_per_latent='group' makes samples identical.*leave it out"),
     ({"multi_objective_aggregation": "loss_per_reward"}, "works on recorded steps only.*normalize_then_sum"),
     ({"loss_kwargs": {"decay": 1.0}}, "has no setting 'decay'"),
 ]
@@ -155,7 +156,7 @@ def test_what_does_not_fit_is_refused(name, settings, message):
 
 def test_the_last_step_may_be_trained():
     for name in RENOISED:
-        assert config(loss_type=name, sde_window=[1, 10]).window == (1, 10)
+        assert config(loss_type=name, trained_steps=[1, 10]).trainable_steps == range(1, 10)
 
 
 @pytest.mark.parametrize("name", WHOLE_GROUPS)
@@ -184,13 +185,13 @@ def test_groups_that_are_compared_must_be_whole(name, settings, message):
 @pytest.mark.parametrize(
     ("setting", "others"),
     [
-        ("sde_window_order", {"sde_window_order": "sliding"}),
-        ("sde_window_order", {"sde_window_order": "per_prompt"}),
-        ("branches", {"branches": 2, "num_generations": 4}),
+        ("step_selection", {"step_selection": "sliding"}),
+        ("num_trained_steps", {"num_trained_steps": 2}),
+        ("noisy_steps", {"noisy_steps": "all"}),
         ("sigmas", {"sigmas": [1.0, 0.5], "num_inference_steps": 2, "eval_num_inference_steps": 2}),
     ],
 )
-def test_tokens_have_no_window_and_no_shared_steps(setting, others):
+def test_tokens_have_no_denoising_steps(setting, others):
     with pytest.raises(ValueError, match=f"{setting}=.* is for denoising steps, but a language model draws tokens"):
         check_token_settings(config(**others))
 

@@ -31,7 +31,7 @@ def test_example(title, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def config(folder, **settings):
-        steps = {"num_inference_steps": 10} if "sde_window" in settings else {}
+        steps = {"num_inference_steps": 10} if "trained_steps" in settings else {}
         loaded = {"model_init_kwargs": None}  # the stand-in is in memory
         return DiffusionGRPOConfig(folder, **{**settings, **TINY, **steps, **sizes, **loaded})
 

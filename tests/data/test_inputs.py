@@ -263,15 +263,14 @@ def learn_half_a_loop(folder, window, row=None):
     return inputs
 
 
-@pytest.mark.parametrize("window", [{}, {"sde_window": [0, 5]}])
+@pytest.mark.parametrize("window", [{}, {"trained_steps": [0, 5]}])
 def test_a_window_beyond_the_steps_of_the_pipeline_is_refused_at_once(tmp_path, window):
-    with pytest.raises(UnsupportedPipeline, match="takes 5 of 10 steps.*steps 0 to 4 may be trained.*set sde_window"):
+    with pytest.raises(UnsupportedPipeline, match="takes 5 of 10 steps.*0 to 4 may be trained.*set trained_steps"):
         learn_half_a_loop(tmp_path, window)
 
 
-@pytest.mark.parametrize("window", [{"sde_window": [0, 4]}, {"sde_window": [0, 8], "timestep_fraction": 0.5}])
-def test_a_window_within_the_steps_of_the_pipeline_is_taken(tmp_path, window):
-    assert learn_half_a_loop(tmp_path, window).forms
+def test_a_window_within_the_steps_of_the_pipeline_is_taken(tmp_path):
+    assert learn_half_a_loop(tmp_path, {"trained_steps": [0, 4]}).forms
 
 
 def test_rows_with_strengths_of_their_own_are_not_judged_by_the_first(tmp_path):
@@ -406,7 +405,7 @@ def test_classes_are_given_sample_by_sample(tmp_path):
         "num_generations": 2,
         "guidance_scale": inputs["guidance_scale"],
         "max_steps": 1,
-        "same_initial_noise": False,
+        "samples_per_latent": 1,
     }
     trainer = trainer_of(tmp_path, pipe, {}, rows, **own)
     seen = []
@@ -661,7 +660,7 @@ def test_advice_on_training_is_not_for_sampling(tmp_path, caplog, only_samples):
     """Who samples with the settings of a run trains no expert."""
     pipe, given = tiny_pipelines.build("wan_experts")
     fixed = {name: value for name, value in given.items() if name != "prompt"}
-    args = settings(tmp_path, num_inference_steps=6, sde_window=[0, 2], pipeline_kwargs=fixed)
+    args = settings(tmp_path, num_inference_steps=6, trained_steps=[0, 2], pipeline_kwargs=fixed)
     inputs = PipelineInputs(pipe, args)
     learn_forms(inputs, DenoisingPolicy(pipe), [{"prompt": "a house"}], 0.7, args if only_samples else None)
     assert ("transformer_2 will not be trained" in caplog.text) is not only_samples
@@ -688,7 +687,7 @@ def test_rows_without_an_image_that_the_pipeline_needs_are_refused_before_traini
     picture, plain = Image.new("RGB", (32, 32)), tiny_pipelines.build(name)[1]
     kept = {key: value for key, value in plain.items() if key in ("true_cfg_scale", "negative_prompt", "strength")}
     data = {key: [picture] * count + [None] * (4 - count) for key, count in columns.items()}
-    settings = {"pipeline_kwargs": tiny_pipelines.of_every_prompt(kept), "columns": data, "sde_window": [0, 2]}
+    settings = {"pipeline_kwargs": tiny_pipelines.of_every_prompt(kept), "columns": data, "trained_steps": [0, 2]}
     with pytest.raises(ValueError, match=message):
         trainer_for(tmp_path, name, **settings)
 
@@ -696,7 +695,7 @@ def test_rows_without_an_image_that_the_pipeline_needs_are_refused_before_traini
 def test_validation_prompts_of_a_pipeline_that_needs_an_image_are_refused(tmp_path):
     pictures = {"image": [Image.new("RGB", (32, 32))] * 4}
     held_out = Dataset.from_dict({"prompt": ["a cat"], "image": pictures["image"][:1]})
-    settings = {"pipeline_kwargs": {}, "columns": pictures, "eval_dataset": held_out, "sde_window": [0, 3]}
+    settings = {"pipeline_kwargs": {}, "columns": pictures, "eval_dataset": held_out, "trained_steps": [0, 3]}
     trainer_for(tmp_path / "a", "sd15_img2img", num_inference_steps=6, **settings)
     with pytest.raises(ValueError, match="validation_prompts: StableDiffusionImg2ImgPipeline fails without image"):
         trainer_for(tmp_path / "b", "sd15_img2img", num_inference_steps=6, validation_prompts=["a dog"], **settings)

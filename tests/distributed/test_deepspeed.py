@@ -38,9 +38,9 @@ LORA = BASE | SAVED | EMA | {"beta": 0.05, "gradient_checkpointing": True}
 LORA |= {"validation_prompts": ["a house", "a ship"], "validation_steps": 2}
 EXPERTS = {"name": "wan_experts", "num_inference_steps": 6}
 # Each update trains one step, and so one expert; Adam's momentum would move the other
-TURNS = BASE | EXPERTS | {"sde_window": [0, 4], "sde_window_size": 1, "max_steps": 3}
-GUARDED = {"sde_type": "precise", "step_weight": "guard", "sde_window": [0, 2], "sde_window_size": 1}
-GUARDED |= {"sde_window_order": "sliding", "sde_window_interval": 1, "deterministic_outside_window": True}
+TURNS = BASE | EXPERTS | {"trained_steps": [0, 4], "num_trained_steps": 1, "max_steps": 3}
+GUARDED = {"sde_type": "precise", "step_weight": "guard", "trained_steps": [0, 2], "num_trained_steps": 1}
+GUARDED |= {"step_selection": "sliding", "step_interval": 1, "noisy_steps": "trained"}
 # the gradients of one step are so small that AdamW makes 1.5e-6 of their rounding
 GUARDED |= {"optim": "sgd", "learning_rate": 1.0}
 VALUES = BASE | {"advantage_estimator": "gae", "num_generations": 1}
@@ -218,18 +218,18 @@ def test_half_precision_that_deepspeed_knows_nothing_of_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("stage", "permute_steps", "offload", "message"),
+    ("stage", "own_steps", "offload", "message"),
     [
-        (2, True, None, "permute_steps=False"),
+        (2, True, None, "step_selection='rollout'"),
         (3, False, {"device": "cpu"}, "leave out offload_optimizer"),
     ],
 )
-def test_experts_that_processes_cannot_share_are_refused(stage, permute_steps, offload, message):
+def test_experts_that_processes_cannot_share_are_refused(stage, own_steps, offload, message):
     zero = {"stage": stage, "offload_optimizer": offload}
     config = deepspeed.HfTrainerDeepSpeedConfig({"zero_optimization": zero})
     plugin = SimpleNamespace(zero_stage=stage, hf_ds_config=config)
     backend = DeepSpeedBackend(None, ContextGroups(), plugin)
-    run = {"processes": 2, "own_steps": permute_steps, "draws_tokens": False}
+    run = {"processes": 2, "own_steps": own_steps, "draws_tokens": False}
     with pytest.raises(ValueError, match=f"transformer, transformer_2 take turns.*{message}"):
         backend.check_run(("transformer", "transformer_2"), **run)
     backend.check_run(("transformer",), **run)
@@ -249,9 +249,9 @@ def test_an_optimizer_of_the_deepspeed_configuration_is_refused_for_two_experts(
 
 # Everything else, which takes minutes
 
-PERMUTED = BASE | {"num_inference_steps": 4, "permute_steps": True, "timestep_fraction": 0.67}
-BRANCHED = BASE | {"num_inference_steps": 5, "sde_window": [1, 4], "sde_window_size": 1, "branches": 2}
-BRANCHED |= {"sde_window_order": "per_prompt", "deterministic_outside_window": True}
+PERMUTED = BASE | {"num_inference_steps": 4, "num_trained_steps": 2, "step_selection": "sample"}
+BRANCHED = BASE | {"num_inference_steps": 5, "trained_steps": [1, 4], "num_trained_steps": 1, "samples_per_latent": 2}
+BRANCHED |= {"step_selection": "prompt", "noisy_steps": "trained"}
 LAYERED = BASE | {"num_iterations": 2, "steps_per_generation": 8, "importance_sampling_level": "sequence"}
 LAYERED |= {"kl_reward": 0.1, "validation_prompts": ["a", "b", "c"], "validation_steps": 2}
 LAYERED |= {"eval_strategy": "steps", "eval_steps": 2, "ds3_gather_for_generation": False}
@@ -274,7 +274,7 @@ ALONE = {
     "experts": BASE | EXPERTS,
     "experts-full": FULL | EXPERTS,
     "turns": TURNS | SAVED,
-    "turns-per-prompt": TURNS | {"sde_window_order": "per_prompt", "deterministic_outside_window": True},
+    "turns-per-prompt": TURNS | {"step_selection": "prompt", "noisy_steps": "trained"},
     "auto": BASE | {"learning_rate": None},
     "best": BEST,
 }
@@ -336,7 +336,7 @@ def test_rows_may_differ_in_how_often_they_pass_the_network(tmp_path, rows):
 DPPO = {"loss_type": "dppo", "loss_kwargs": {"threshold": 1e-9}, "step_weight": "velocity"}
 # several updates per rollout, whose old means are replayed before the first
 SEVERAL = {"num_iterations": 2, "steps_per_generation": 8, "beta": 0.05} | SAVED
-ONE_STEP = {"num_inference_steps": 5, "sde_window": [1, 4], "sde_window_size": 1, "deterministic_outside_window": True}
+ONE_STEP = {"num_inference_steps": 5, "trained_steps": [1, 4], "num_trained_steps": 1, "noisy_steps": "trained"}
 ALGORITHMS = {
     "dppo": BASE | SEVERAL | DPPO,
     "grpo_guard": BASE | SEVERAL | {"loss_type": "grpo_guard"},
@@ -344,8 +344,8 @@ ALGORITHMS = {
     "grpo_guard, full": FULL | SEVERAL | {"loss_type": "grpo_guard"},
     "guard's weight, precise, sliding": BASE | GUARDED,
     "noise, wan_sde": BASE | {"step_weight": "noise", "sde_type": "wan_sde"},
-    "per_prompt": BASE | ONE_STEP | {"sde_window_order": "per_prompt"},
-    "branches": BASE | ONE_STEP | {"branches": 2},
+    "per_prompt": BASE | ONE_STEP | {"step_selection": "prompt"},
+    "branches": BASE | ONE_STEP | {"samples_per_latent": 2},
 }
 
 

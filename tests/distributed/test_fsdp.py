@@ -44,7 +44,7 @@ CASES = {
 }
 EXPERTS = {"name": "wan_experts", "num_inference_steps": 6, "beta": 0.1}
 # the first expert is idle: it has no gradient, and no optimizer state to be saved and read
-IDLE = EXPERTS | {"sde_window": [3, 5], "sde_window_size": 1, "deterministic_outside_window": True}
+IDLE = EXPERTS | {"trained_steps": [3, 5], "num_trained_steps": 1, "noisy_steps": "trained"}
 CASES |= {"experts": SETTINGS | EXPERTS | SAVED}
 # all rewards of the second update are equal, so that Adam must not move either expert by its momentum
 EQUAL = EXPERTS | {"beta": 0.0, "columns": {"weight": [1.0, 1.0, 0.0, 0.0]}, "shuffle_dataset": False}
@@ -204,7 +204,7 @@ MATRIX = {
     # each sample trains on steps of its own, so processes take different numbers of passes; uneven evaluations
     "permuted": SETTINGS
     | UNEVEN
-    | {"permute_steps": True, "timestep_fraction": 0.5, "num_inference_steps": 5}
+    | {"num_trained_steps": 2, "step_selection": "sample", "num_inference_steps": 5}
     | {"optim": "sgd", "fsdp_gather_for_generation": True},
     # one process has two shapes in its micro-batch, the other one
     "mixed": SETTINGS
@@ -216,25 +216,25 @@ MATRIX = {
     | {"old_log_prob": "replay", "max_steps": 3},
     # one process takes more shared steps, or more calls, than the other
     "branches": SETTINGS
-    | {"num_inference_steps": 5, "sde_window": [1, 4], "sde_window_size": 1, "deterministic_outside_window": True}
-    | {"sde_window_order": "per_prompt", "branches": 2},
+    | {"num_inference_steps": 5, "trained_steps": [1, 4], "num_trained_steps": 1, "noisy_steps": "trained"}
+    | {"step_selection": "prompt", "samples_per_latent": 2},
     "synced": FULL | {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "offload_ref_model": True},
     "offloaded": FULL | SAVED | AVERAGED | {"offload": True},
     "bf16": SETTINGS | {"bf16": True, "beta": 0.1},
     "all weights": FULL | {"gradient_checkpointing": True},
     "guided": SETTINGS | GUIDED | {"beta": 0.1},
 }
-ONE_STEP = {"num_inference_steps": 5, "sde_window": [1, 4], "sde_window_size": 1, "deterministic_outside_window": True}
+ONE_STEP = {"num_inference_steps": 5, "trained_steps": [1, 4], "num_trained_steps": 1, "noisy_steps": "trained"}
 ALGORITHMS = {
     "guard": SETTINGS | GUARD,
     "dppo, full": FULL | DPPO | SEVERAL,
     "guard, full": FULL | GUARD,
     "guard's weight, precise, sliding": SETTINGS
     | ONE_STEP
-    | {"step_weight": "guard", "sde_type": "precise", "sde_window_order": "sliding", "sde_window_interval": 1}
+    | {"step_weight": "guard", "sde_type": "precise", "step_selection": "sliding", "step_interval": 1}
     | {"optim": "sgd", "learning_rate": 1.0},
     "noise, wan_sde": SETTINGS | {"step_weight": "noise", "sde_type": "wan_sde"},
-    "per_prompt": SETTINGS | ONE_STEP | {"sde_window_order": "per_prompt"},
+    "per_prompt": SETTINGS | ONE_STEP | {"step_selection": "prompt"},
 }
 
 
@@ -362,7 +362,7 @@ def test_units_are_the_blocks_that_a_network_repeats():
 @pytest.mark.parametrize(
     ("run", "match"),
     [
-        ({"own_steps": True}, "transformer, transformer_2 take turns.*permute_steps=False"),
+        ({"own_steps": True}, "transformer, transformer_2 take turns.*step_selection='rollout'"),
         ({"draws_tokens": True}, "FSDP does not train.*token by token"),
     ],
 )

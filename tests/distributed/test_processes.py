@@ -73,14 +73,14 @@ SEVERAL = {  # three updates of four samples a rollout, made twice, and one of t
 WHOLE = SEVERAL | {"lora": False, "optim": "sgd", "learning_rate": 0.1, "gradient_checkpointing": True}
 # two prompts an update, one on each process; of each the best and the worst of four
 CHOSEN = SEVERAL | {"steps_per_generation": 4, "num_generations": 4, "best_of_n": 2, "max_steps": 5}
-CHOSEN |= {"permute_steps": True, "timestep_fraction": 0.5}
+CHOSEN |= {"num_trained_steps": 1, "step_selection": "sample"}
 # each prompt at one step of its own, its six samples in two branches of three that span micro-batches
-BRANCHED = SEVERAL | {"num_inference_steps": 5, "sde_window": [1, 4], "sde_window_size": 1, "branches": 3}
-BRANCHED |= {"sde_window_order": "per_prompt", "deterministic_outside_window": True}
+BRANCHED = SEVERAL | {"num_inference_steps": 5, "trained_steps": [1, 4], "num_trained_steps": 1}
+BRANCHED |= {"samples_per_latent": 3, "step_selection": "prompt", "noisy_steps": "trained"}
 DPPO = SEVERAL | {"loss_type": "dppo", "loss_kwargs": {"threshold": 1e-9}, "step_weight": "velocity"}
 GUARD = SEVERAL | {"loss_type": "grpo_guard", "old_log_prob": "rollout"}
-PRECISE = SEVERAL | {"sde_type": "precise", "step_weight": "guard", "sde_window": [0, 2], "sde_window_size": 1}
-PRECISE |= {"sde_window_order": "sliding", "sde_window_interval": 2, "deterministic_outside_window": True}
+PRECISE = SEVERAL | {"sde_type": "precise", "step_weight": "guard", "trained_steps": [0, 2], "num_trained_steps": 1}
+PRECISE |= {"step_selection": "sliding", "step_interval": 2, "noisy_steps": "trained"}
 # with Adam, the weights differ by 1.3e-5 after four updates
 DDIM = SEVERAL | {"name": "sd15", "optim": "sgd", "learning_rate": 0.1}
 ROWS = {"prompt": ["a red cat", "the sea", "a red cat", "a blue dog", "a tree"], "height": [16, 32, 16, 16, 32]}

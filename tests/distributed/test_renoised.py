@@ -19,7 +19,7 @@ SETTINGS = {
 }
 NFT = SETTINGS | {"loss_type": "nft", "loss_kwargs": {"decay_rate": 0.3, "decay_max": 0.9}}
 FULL = NFT | {"lora": False, "optim": "sgd", "learning_rate": 0.1, "max_steps": 2, "num_iterations": 1}
-AWM = NFT | {"loss_type": "awm", "permute_steps": True, "timestep_fraction": 0.5, "num_inference_steps": 5}
+AWM = NFT | {"loss_type": "awm", "num_trained_steps": 2, "step_selection": "sample", "num_inference_steps": 5}
 WHOLE = SETTINGS | {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
 DGPO = WHOLE | {"loss_type": "dgpo", "loss_kwargs": NFT["loss_kwargs"] | {"preference_beta": 10.0}}
 DPO = WHOLE | {"loss_type": "dpo", "loss_kwargs": {"preference_beta": 10.0}, "best_of_n": 2, "num_generations": 8}

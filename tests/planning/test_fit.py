@@ -16,7 +16,7 @@ from diffusion_grpo.planning.plan import Built, plan
 def config(tmp_path_factory):
     """A run whose activations are larger than its weights."""
     sizes = {"height": 96, "width": 96, "per_device_train_batch_size": 4, "num_generations": 4}
-    sizes |= {"same_initial_noise": False}
+    sizes |= {"samples_per_latent": 1}
     return write_run(tmp_path_factory.mktemp("run"), "flux", **sizes)
 
 

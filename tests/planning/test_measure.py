@@ -39,7 +39,7 @@ def real_peaks(config):
     return watch, live.peak
 
 
-ALONE = {"same_initial_noise": False}
+ALONE = {"samples_per_latent": 1}
 
 
 @pytest.mark.parametrize(

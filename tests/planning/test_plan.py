@@ -87,9 +87,9 @@ def allocated(config):
     [
         ("sd3", {}),
         ("flux", {"bf16": True, "ema_decay": 0.9, "optim": "sgd", "best_of_n": 2, "num_generations": 4}),
-        ("wan", {"bf16": True, "timestep_fraction": 0.5}),  # keeps some layers in float32 among the bf16 ones
+        ("wan", {"bf16": True, "trained_steps": [0, 1]}),  # keeps some layers in float32 among the bf16 ones
         ("sd3", {"use_peft": False, "bf16": True, "beta": 0.1, "optim": "adafactor"}),
-        ("sd3", {"loss_type": "nft", "timestep_fraction": 0.67}),
+        ("sd3", {"loss_type": "nft", "trained_steps": [1, 3]}),
         # the means of the policy that rolled out
         pytest.param("sd3", {"loss_type": "dppo", "num_iterations": 2}, marks=pytest.mark.slow),
         pytest.param("sd3", {"loss_type": "dpo", "use_peft": False}, marks=pytest.mark.slow),
@@ -328,7 +328,7 @@ def test_the_plan_refuses_what_the_trainer_refuses(tmp_path, capsys):
 
 def test_passes_on_renoised_samples_are_counted(tmp_path):
     """Guidance counts twice in the rollout and is off in the update: 4 steps, then 2 of the 3 that can be trained."""
-    made = plan(write_run(tmp_path, "sd3", loss_type="nft", timestep_fraction=0.67, beta=0.1), [])
+    made = plan(write_run(tmp_path, "sd3", loss_type="nft", trained_steps=[1, 3], beta=0.1), [])
     assert made.evaluations == {
         "in one step": 2,
         "rollout": 8,
@@ -366,11 +366,11 @@ def test_passes_of_a_language_model_are_counted_in_tokens(tmp_path):
     assert passes[False] == micro_batches * sum(evaluations[name] for name in rest)
 
 
-@pytest.mark.parametrize(("order", "size"), [("random", 2), ("sliding", 2), ("random", None)])
+@pytest.mark.parametrize(("order", "size"), [("rollout", 2), ("sliding", 2), ("rollout", None)])
 def test_calls_that_branches_share_are_counted_once_for_all_of_them(order, size, tmp_path):
     """On average over all places of the window; the last of them is trained on."""
-    given = {"num_generations": 24, "branches": 6, "num_inference_steps": 10, "sde_window": [2, 8]}
-    given |= {"sde_window_size": size, "sde_window_order": order, "deterministic_outside_window": True}
+    given = {"num_generations": 24, "samples_per_latent": 6, "num_inference_steps": 10, "trained_steps": [2, 8]}
+    given |= {"num_trained_steps": size, "step_selection": order, "noisy_steps": "trained"}
     args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, per_device_train_batch_size=24, **given)
     starts = [2] if size is None else [2, 3, 4, 5, 6]
     expected = sum((24 // 6 * (start + 1) + 24 * (9 - start)) / 24 for start in starts) / len(starts)
@@ -380,24 +380,24 @@ def test_calls_that_branches_share_are_counted_once_for_all_of_them(order, size,
     assert found["update, with gradient"] == pytest.approx(batches.trained_steps - 5 / 6)
 
 
-NOISY = {"deterministic_outside_window": False}
+NOISY = {"noisy_steps": "all"}
 
 
 @pytest.mark.parametrize(
     ("settings", "trained", "rows"),
     [
-        ({"sde_window": [0, 1], "deterministic_outside_window": True}, 1 / 8, 3),
-        ({"sde_window": [0, 2]}, 1 + 1 / 8, 24),
-        ({"sde_window": [0, 2], "per_device_train_batch_size": 4}, 1 + 1 / 4, 4),
-        ({"sde_window": [1, 3]} | NOISY, 2, 24),  # all steps draw noise, and the first is not trained
-        ({"sde_window": [0, 2], "sde_window_size": 1} | NOISY, (1 / 8 + 1) / 2, 24),  # in half of the rollouts
-        ({"sde_window": [0, 1], "best_of_n": 2, "steps_per_generation": 6}, 1 / 2, 12),
-        ({"sde_window": [0, 1], "advantage_estimator": "gae"}, 1, 24),
+        ({"trained_steps": [0, 1], "noisy_steps": "trained"}, 1 / 8, 3),
+        ({"trained_steps": [0, 2]}, 1 + 1 / 8, 24),
+        ({"trained_steps": [0, 2], "per_device_train_batch_size": 4}, 1 + 1 / 4, 4),
+        ({"trained_steps": [1, 3]} | NOISY, 2, 24),  # all steps draw noise, and the first is not trained
+        ({"trained_steps": [0, 2], "num_trained_steps": 1} | NOISY, (1 / 8 + 1) / 2, 24),  # in half of the rollouts
+        ({"trained_steps": [0, 1], "best_of_n": 2, "steps_per_generation": 6}, 1 / 2, 12),
+        ({"trained_steps": [0, 1], "advantage_estimator": "gae"}, 1, 24),
     ],
 )
 def test_samples_of_one_latent_are_counted_once_in_their_first_call(settings, trained, rows, tmp_path):
     """In the update at most the trained samples of a micro-batch share it."""
-    given = {"num_generations": 8, "num_inference_steps": 4, "same_initial_noise": True, "beta": 0.1}
+    given = {"num_generations": 8, "num_inference_steps": 4, "samples_per_latent": "group", "beta": 0.1}
     given |= {"per_device_train_batch_size": 24, "gradient_accumulation_steps": 6}
     args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, **given | settings)
     found = count_evaluations(args, Batches.of(args, None), None)
@@ -418,7 +418,7 @@ def test_the_defaults_train_one_step_of_the_first_half_in_one_pass_per_prompt(tm
 
 def test_calls_that_a_pipeline_cannot_share_are_not_counted_as_shared(tmp_path, monkeypatch):
     """As those of Cosmos, whose scheduler gets more than the prediction."""
-    config = write_run(tmp_path, "flux", sde_window=[1, 2])
+    config = write_run(tmp_path, "flux", trained_steps=[1, 2])
     before = plan(config, [])
     monkeypatch.setattr(StochasticScheduler, "gets_more_of_network", property(lambda scheduler: True))
     after = plan(config, [])
@@ -439,7 +439,7 @@ def test_a_pipeline_of_one_sample_per_call_shares_none_in_the_update(is_batched,
         return real(policy, mode, make_inputs, sizes, args)
 
     monkeypatch.setattr(plan_module, "measure", measure)
-    shared = {"same_initial_noise": True, "sde_window": [0, 1], "deterministic_outside_window": True}
+    shared = {"samples_per_latent": "group", "trained_steps": [0, 1], "noisy_steps": "trained"}
     found = plan(write_run(tmp_path, "flux", **shared), []).evaluations
     assert found["update, with gradient"] == (0.5 if is_batched else 1.0)
 

@@ -87,7 +87,7 @@ def deepen(tmp_path, name, **settings):
     [
         # gradients of one pass wait for those of the other
         pytest.param("qwen_image", {"gradient_checkpointing": True}, marks=pytest.mark.slow),
-        ("sd3", {"same_initial_noise": False}),  # the last block is another
+        ("sd3", {"samples_per_latent": 1}),  # the last block is another
         pytest.param("wan", {"gradient_checkpointing": True}, marks=pytest.mark.slow),
     ],
 )

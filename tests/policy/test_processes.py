@@ -488,10 +488,7 @@ def test_a_process_from_outside_fits_the_schedulers_it_names(added):
         DenoisingPolicy(tiny_pipelines.build("sd15")[0], sde_type="mine")
 
 
-def test_a_silent_last_step_of_an_added_process_is_refused_noise(monkeypatch):
-    silent = processes.Process("mine", constant, "flow", 0.5, is_silent_at_end=True)
-    monkeypatch.setitem(processes.PROCESSES, "mine", silent)
-    with pytest.raises(ValueError, match="changes nothing with sde_type='mine'"):
-        DiffusionGRPOConfig("out", use_cpu=True, sde_type="mine", noise_in_last_step=True)
+def test_an_added_process_is_named_beside_the_others(monkeypatch):
+    monkeypatch.setitem(processes.PROCESSES, "mine", processes.Process("mine", constant, "flow", 0.5))
     with pytest.raises(ValueError, match="sde_type='yours' is unknown; choose one of auto, .*, mine"):
         DiffusionGRPOConfig("out", use_cpu=True, sde_type="yours")

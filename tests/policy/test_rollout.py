@@ -4,7 +4,7 @@ import pytest
 import tiny_pipelines
 import torch
 
-from diffusion_grpo.policy.rollout import DenoisingPolicy, Trajectory, choose_trained_steps, replay, rollout
+from diffusion_grpo.policy.rollout import DenoisingPolicy, Trajectory, replay, rollout
 
 FAMILIES = ["sd3", "flux", "sdxl", "sd15", "wan"]
 SEEDS = [1, 2]
@@ -110,14 +110,6 @@ def test_steps_without_noise_are_deterministic():
     ways += [rollout(policy, inputs, seeds=SEEDS, num_inference_steps=4, noise_steps=[1], steps=[[1], [1]])[0]]
     pixels = [[image.tobytes() for image in images] for images in ways]
     assert pixels[0] == pixels[1] != pixels[2]
-
-
-def test_trained_steps_never_include_the_last():
-    assert choose_trained_steps(5) == [[0, 1, 2, 3]]
-    assert choose_trained_steps(10, (2, 6), 0.5) == [[2, 3]]
-    drawn = choose_trained_steps(10, (2, 8), 0.5, seeds=torch.arange(50))
-    assert all(len(row) == 3 and row == sorted(row) and set(row) <= set(range(2, 8)) for row in drawn)
-    assert {step for row in drawn for step in row} == set(range(2, 8))
 
 
 def test_each_distinct_prompt_is_encoded_once_and_never_in_replay():

@@ -106,13 +106,9 @@ def test_the_ratio_may_be_anchored_by_a_replay(painter, tmp_path):
 
 
 def test_settings_of_denoising_steps_are_refused(painter, tmp_path):
-    plain = {"noise_level": 0.7, "sde_window": [0, 2], "permute_steps": True, "sde_type": "cps", "kl_reward": 0.1}
-    plain |= {
-        "noise_in_last_step": True,
-        "log_prob_type": "squared_error",
-        "step_weight": "noise",
-        "loss_type": "dppo",
-    }
+    plain = {"noise_level": 0.7, "trained_steps": [0, 2], "step_selection": "sample", "sde_type": "cps"}
+    plain |= {"kl_reward": 0.1, "noisy_steps": "all_and_last", "log_prob_type": "squared_error"}
+    plain |= {"step_weight": "noise", "loss_type": "dppo"}
     for setting in ({name: value} for name, value in plain.items()):
         with pytest.raises(ValueError, match=f"{next(iter(setting))}=.* is for denoising steps"):
             trainer_of(make_painter(), tmp_path, **setting)

@@ -1,12 +1,10 @@
-"""What the stages exchange: rows that stay together, seeds and trained steps."""
+"""What the stages exchange: rows that stay together, and seeds."""
 
-import pytest
 import torch
 
 from diffusion_grpo.policy.trajectory import (
     StepDistribution,
     Trajectory,
-    choose_trained_steps,
     make_generators,
     sample_seed,
 )
@@ -55,30 +53,3 @@ def test_seeds_depend_on_all_parts_and_nothing_else():
     seeds = [sample_seed(*parts) for parts in ((1, "noise"), (1, "other"), (2, "noise"), ("1", "noise"), (1,))]
     assert len(set(seeds)) == 5 and all(0 <= seed < 2**63 for seed in seeds)
     assert seeds[0] == sample_seed(1, "noise") == KNOWN  # resumed runs go on with the same noise
-
-
-@pytest.mark.parametrize(("window", "count"), [((1, 10), 6), ((1, 7), 4), ((1, 6), 3), ((0, 9), 1), ((2, 8), 3)])
-def test_strata_choose_each_step_equally_often(window, count):
-    """Also where the number of drawn steps does not divide the window."""
-    length = window[1] - window[0]
-    seeds = torch.arange(4000)
-    drawn = choose_trained_steps(12, window, fraction=count / length, seeds=seeds, is_stratified=True)
-    for row in drawn:
-        assert len(set(row)) == count
-        for number, step in enumerate(row):
-            low, high = number * length // count, (number + 1) * length / count
-            assert low <= step - window[0] < high
-    share = torch.tensor([sum(step in row for row in drawn) for step in range(*window)]) / len(seeds)
-    assert (share - count / length).abs().max() < 4 * 0.5 / len(seeds) ** 0.5
-    if length % count == 0 and count > 1:  # each part draws on its own
-        assert len(set(map(tuple, drawn))) == (length // count) ** count
-
-
-def test_trained_steps_lie_in_the_window_and_never_include_the_last():
-    assert choose_trained_steps(5) == [[0, 1, 2, 3]]
-    assert choose_trained_steps(10, window=(2, 6)) == [[2, 3, 4, 5]]
-    assert choose_trained_steps(10, window=(2, 6), fraction=0.5) == [[2, 3]]
-    assert choose_trained_steps(10, window=(2, 6), fraction=0.01) == [[2]]
-    drawn = choose_trained_steps(10, window=(2, 8), fraction=0.5, seeds=torch.arange(50))
-    assert all(row == sorted(set(row)) and len(row) == 3 and set(row) <= set(range(2, 8)) for row in drawn)
-    assert len(set(map(tuple, drawn))) > 5 and drawn == choose_trained_steps(10, (2, 8), 0.5, torch.arange(50))

@@ -54,23 +54,23 @@ def test_each_initial_latent_is_computed_once_and_each_sample_finds_its_own(monk
 
 # In training
 
-SILENT = {"deterministic_outside_window": True}
-ONE_LATENT = {"same_initial_noise": True}
+SILENT = {"noisy_steps": "trained"}
+ONE_LATENT = {"samples_per_latent": "group"}
 SHARING = {  # settings, and which of the three trained steps pass once for all samples of an initial latent
-    "the first step": (ONE_LATENT | SILENT | {"sde_window": [0, 1]}, (4,)),
+    "the first step": (ONE_LATENT | SILENT | {"trained_steps": [0, 1]}, (4,)),
     "all steps": (ONE_LATENT, (4, 1, 1)),
     "two prompts in a call": (
         ONE_LATENT
         | SILENT
-        | {"sde_window": [0, 2], "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
+        | {"trained_steps": [0, 2], "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
         (4, 1),
     ),
-    "a later step, with reference": (ONE_LATENT | SILENT | {"sde_window": [1, 3], "beta": 0.1}, (4, 1)),
-    "branches": ({"branches": 2, "sde_window": [0, 2]} | SILENT, (2, 1)),
-    "two iterations": (ONE_LATENT | SILENT | {"sde_window": [0, 2], "num_iterations": 2, "max_steps": 4}, (4, 1)),
+    "a later step, with reference": (ONE_LATENT | SILENT | {"trained_steps": [1, 3], "beta": 0.1}, (4, 1)),
+    "branches": ({"samples_per_latent": 2, "trained_steps": [0, 2]} | SILENT, (2, 1)),
+    "two iterations": (ONE_LATENT | SILENT | {"trained_steps": [0, 2], "num_iterations": 2, "max_steps": 4}, (4, 1)),
     "replayed anchors": (ONE_LATENT | {"num_iterations": 2, "max_steps": 4, "old_log_prob": "replay"}, (4, 1, 1)),
     "dppo": (ONE_LATENT | {"num_iterations": 2, "max_steps": 4, "loss_type": "dppo"}, (4, 1, 1)),
-    "the best and the worst": (ONE_LATENT | SILENT | {"sde_window": [0, 1], "best_of_n": 2}, (2,)),
+    "the best and the worst": (ONE_LATENT | SILENT | {"trained_steps": [0, 1], "best_of_n": 2}, (2,)),
     "divergence as reward": (ONE_LATENT | {"kl_reward": 0.1}, (4, 1, 1)),
 }
 
@@ -111,7 +111,7 @@ def test_sharing_calls_changes_nothing_but_their_number(tmp_path, monkeypatch, s
 
 @pytest.mark.parametrize("name", ["sd15", "wan", "flux"])
 def test_other_networks_share_calls_too(tmp_path, monkeypatch, name):
-    settings = ONE_LATENT | {"sde_window": [0, 2]} | SILENT
+    settings = ONE_LATENT | {"trained_steps": [0, 2]} | SILENT
     _, moved, few = train(tmp_path / "together", name, **settings)
     monkeypatch.setattr(DiffusionGRPOConfig, "shares_calls", False)
     _, expected, many = train(tmp_path / "apart", name, **settings)
@@ -121,7 +121,7 @@ def test_other_networks_share_calls_too(tmp_path, monkeypatch, name):
 
 def test_calls_that_may_differ_are_not_shared(tmp_path):
     """What a pipeline draws from the global generator differs from row to row."""
-    settings = ONE_LATENT | {"sde_window": [0, 1]} | SILENT
+    settings = ONE_LATENT | {"trained_steps": [0, 1]} | SILENT
     _, _, few = train(tmp_path / "together", **settings)
     _, _, many = train(tmp_path / "apart", draws_globally=True, **settings)
     assert many == 4 * few

@@ -97,8 +97,10 @@ def test_a_file_that_is_missing_is_refused(tmp_path):
 def test_a_rollout_of_other_settings_or_prompts_is_refused(tmp_path):
     order, path = order_of(1, 0), rollout_file(tmp_path, 0)
     buffer_of(order, torch.zeros(16)).save(path)
-    with pytest.raises(ResumeError, match="permute_steps is False there and True here.*a checkpoint between two roll"):
-        restore(tmp_path, order, permute_steps=True)
+    with pytest.raises(
+        ResumeError, match="step_selection is 'rollout' there and 'sample' here.*a checkpoint between two roll"
+    ):
+        restore(tmp_path, order, step_selection="sample")
     with pytest.raises(ResumeError, match="aggregation is 'one advantage per sample' there and 'loss_per_"):
         restore(tmp_path, order, multi_objective_aggregation="loss_per_reward")
     with pytest.raises(ResumeError, match="other dataset rows .the one with the prompt '[0-9]+'"):

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.policy.rollout import replay
 from diffusion_grpo.policy.stochastic_steps import FlowSteps
-from diffusion_grpo.rollout.sampling_plan import SamplingPlan, make_sampling_plan
+from diffusion_grpo.rollout.sampling_plan import SamplingPlan, choose_steps, make_sampling_plan
 
 
 class KeepRollouts(TrainerCallback):
@@ -41,7 +41,7 @@ def distinct(latents):
 @pytest.mark.parametrize("is_shared", [False, True], ids=["own", "shared"])
 def test_initial_latents(tmp_path, is_shared):
     """Of each sample or of each group, and new ones in each rollout."""
-    _, found = rollouts(tmp_path, 2, same_initial_noise=is_shared)
+    _, found = rollouts(tmp_path, 2, samples_per_latent="group" if is_shared else 1)
     starts = torch.stack([trajectory.latents[:, 0] for _, trajectory in found])  # (rollouts, samples, ...)
     groups = starts.view(4, 4, *starts.shape[2:])
     assert [distinct(group) for group in groups] == [1 if is_shared else 4] * 4
@@ -69,11 +69,9 @@ def test_every_noise_is_drawn_by_itself(tmp_path):
     assert noise.std().item() == pytest.approx(1.0, abs=0.05)
 
 
-def test_a_share_of_the_steps(tmp_path):
-    _, ((_, first),) = rollouts(tmp_path / "first", num_inference_steps=7, timestep_fraction=0.5)
-    assert first.steps.tolist() == [[0, 1, 2]] * 8
-    settings = {"num_inference_steps": 7, "timestep_fraction": 0.5, "permute_steps": True}
-    _, ((_, own),) = rollouts(tmp_path / "own", **settings, max_ratio_error=None)
+def test_each_sample_draws_steps_of_its_own(tmp_path):
+    settings = {"num_inference_steps": 7, "num_trained_steps": 3, "step_selection": "sample"}
+    _, ((_, own),) = rollouts(tmp_path, **settings, max_ratio_error=None)
     rows = own.steps.tolist()
     assert all(row == sorted(set(row)) and len(row) == 3 and max(row) < 6 for row in rows)
     assert len({tuple(row) for row in rows}) > 1 and {step for row in rows for step in row} > {0, 1, 2}
@@ -98,22 +96,22 @@ def silent(monkeypatch):
     ("settings", "expected"),
     [
         ({}, {5}),
-        ({"noise_in_last_step": True}, None),
-        ({"sde_window": [1, 3]}, {5}),
-        ({"sde_window": [1, 3], "deterministic_outside_window": True}, {0, 3, 4, 5}),
-        ({"sde_window": [0, 2], "deterministic_outside_window": True}, {2, 3, 4, 5}),
+        ({"noisy_steps": "all_and_last"}, None),
+        ({"trained_steps": [1, 3]}, {5}),
+        ({"trained_steps": [1, 3], "noisy_steps": "trained"}, {0, 3, 4, 5}),
+        ({"trained_steps": [0, 2], "noisy_steps": "trained"}, {2, 3, 4, 5}),
     ],
     ids=str,
 )
 def test_the_steps_without_noise(tmp_path, silent, settings, expected):
     _, ((_, trajectory),) = rollouts(tmp_path, num_inference_steps=6, **settings)
     assert silent == ([] if expected is None else [expected] * 2)  # two calls of four samples
-    start, stop = settings.get("sde_window", (0, 5))
+    start, stop = settings.get("trained_steps", (0, 5))
     assert trajectory.steps.tolist() == [list(range(start, stop))] * 8
 
 
 def test_by_default_one_early_step_is_noisy_and_trained_and_its_call_shared(tmp_path, silent):
-    default = dict.fromkeys(("sde_window", "same_initial_noise", "deterministic_outside_window"))
+    default = {"trained_steps": None, "samples_per_latent": None, "noisy_steps": "trained"}
     _, found = rollouts(tmp_path, 4, num_inference_steps=6, **default)
     drawn = [trajectory.steps.unique().tolist() for _, trajectory in found]
     assert all(len(steps) == 1 and steps[0] < 3 for steps in drawn) and len({steps[0] for steps in drawn}) > 1
@@ -127,7 +125,7 @@ def test_by_default_one_early_step_is_noisy_and_trained_and_its_call_shared(tmp_
 
 
 def test_a_window_moves_from_rollout_to_rollout(tmp_path, silent):
-    settings = {"num_inference_steps": 6, "sde_window_size": 2, "deterministic_outside_window": True}
+    settings = {"num_inference_steps": 6, "num_trained_steps": 2, "noisy_steps": "trained"}
     _, found = rollouts(tmp_path, 4, **settings)
     windows = [trajectory.steps[0].tolist() for _, trajectory in found]
     assert len({tuple(window) for window in windows}) > 1
@@ -139,61 +137,83 @@ def test_a_window_moves_from_rollout_to_rollout(tmp_path, silent):
 
 def plan(**settings):
     """A plan of 10 steps, of which 2 to 7 may be trained, two at once, by groups of four."""
-    settings = {"window": (2, 8), "window_size": 2, "deterministic_outside_window": True} | settings
+    settings = {"trainable_steps": range(2, 8), "num_trained_steps": 2, "is_noise_limited": True} | settings
     return SamplingPlan(seed=0, num_generations=4, num_inference_steps=10, **settings)
 
 
 def test_a_window_of_each_rollout_is_as_it_always_was():
     """The draws of runs that were started before there were other orders."""
     expected = [random.Random(f"window 0 {generation}").randint(2, 6) for generation in range(20)]
-    assert [plan().draw_window(generation, prompt=3)[0] for generation in range(20)] == expected
+    assert [plan().draw_steps(generation, prompt=3).start for generation in range(20)] == expected
 
 
 def test_each_prompt_draws_its_window_for_all_its_samples():
-    drawn = plan(window_order="per_prompt").draw(3, torch.arange(80))
+    drawn = plan(step_selection="prompt").draw(3, torch.arange(80))
     windows = [drawn.noise_steps[start : start + 4] for start in range(0, 80, 4)]
     assert all(len(set(group)) == 1 and len(group[0]) == 2 for group in windows)
     assert {group[0].start for group in windows} == {2, 3, 4, 5, 6}  # every place in 20 draws
     assert drawn.steps == [list(steps) for steps in drawn.noise_steps]
-    part = plan(window_order="per_prompt").draw(3, torch.arange(40, 60))  # another process's share
+    part = plan(step_selection="prompt").draw(3, torch.arange(40, 60))  # another process's share
     assert part.steps == drawn.steps[40:60] and torch.equal(part.seeds, drawn.seeds[40:60])
-    assert plan(window_order="per_prompt").draw(4, torch.arange(80)).steps != drawn.steps
+    assert plan(step_selection="prompt").draw(4, torch.arange(80)).steps != drawn.steps
 
 
 @pytest.mark.parametrize("updates_per_rollout", [1, 2, 5, 7])
 def test_a_window_slides_from_the_start_to_the_end_and_again(updates_per_rollout):
     """By one every five updates: a rollout is trained in the place where its first update finds the window."""
-    sliding = plan(window_order="sliding", window_interval=5, updates_per_rollout=updates_per_rollout)
+    sliding = plan(step_selection="sliding", step_interval=5, updates_per_rollout=updates_per_rollout)
     starts = [place for place in (2, 3, 4, 5, 6) for _ in range(5)] * 4  # of each update
     for generation in range(len(starts) // updates_per_rollout):
         start = starts[generation * updates_per_rollout]
-        assert sliding.draw_window(generation) == (start, start + 2)
+        assert sliding.draw_steps(generation) == range(start, start + 2)
         assert sliding.draw(generation, torch.arange(4, 8)).steps == [[start, start + 1]] * 4
 
 
-def test_samples_of_a_branch_share_latent_and_window():
-    drawn = plan(branches=2, shares_calls=True, window_order="per_prompt").draw(0, torch.arange(16))
+def test_samples_of_one_latent_share_it_and_the_steps():
+    drawn = plan(samples_per_latent=2, shares_calls=True, step_selection="prompt").draw(0, torch.arange(16))
     assert drawn.initial_seeds[::2].equal(drawn.initial_seeds[1::2])
     assert len(drawn.initial_seeds.unique()) == 8 and len(drawn.seeds.unique()) == 16
     assert drawn.prefix_lengths == [steps.start for steps in drawn.noise_steps]
     assert plan().draw(0, torch.arange(16)).prefix_lengths is None
-    noisy = plan(branches=2, shares_calls=True, deterministic_outside_window=False).draw(0, torch.arange(16))
+    noisy = plan(samples_per_latent=2, shares_calls=True, is_noise_limited=False).draw(0, torch.arange(16))
     assert noisy.prefix_lengths == [0] * 16  # the first step draws noise: they share its prediction alone
-    shared = plan(same_initial_noise=True).draw(0, torch.arange(16)).initial_seeds
-    assert shared.equal(plan(same_initial_noise=True, branches=4).draw(0, torch.arange(16)).initial_seeds)
+
+
+@pytest.mark.parametrize(
+    ("steps", "count"), [(range(1, 10), 6), (range(1, 7), 4), (range(1, 6), 3), (range(9), 1), (range(2, 8), 3)]
+)
+def test_strata_choose_each_step_equally_often(steps, count):
+    """Also where the number of drawn steps does not divide that of all."""
+    seeds, length = range(4000), len(steps)
+    drawn = [choose_steps(steps, count, seed, is_stratified=True) for seed in seeds]
+    for row in drawn:
+        assert len(set(row)) == count
+        for number, step in enumerate(row):
+            assert number * length // count <= step - steps.start < (number + 1) * length / count
+    share = torch.tensor([sum(step in row for row in drawn) for step in steps]) / len(seeds)
+    assert (share - count / length).abs().max() < 4 * 0.5 / len(seeds) ** 0.5
+    if length % count == 0 and count > 1:  # each part draws on its own
+        assert len(set(map(tuple, drawn))) == (length // count) ** count
+
+
+def test_steps_drawn_one_by_one_are_ascending_and_depend_on_the_seed():
+    drawn = [choose_steps(range(2, 8), 3, seed) for seed in range(50)]
+    assert all(row == sorted(set(row)) and len(row) == 3 for row in drawn)
+    assert {step for row in drawn for step in row} == set(range(2, 8)) and len(set(map(tuple, drawn))) > 5
+    assert drawn == [choose_steps(range(2, 8), 3, seed) for seed in range(50)]
 
 
 # In training
 
 
 ORDERS = {
-    "per_prompt": {"sde_window_order": "per_prompt"},
-    "sliding": {"sde_window_order": "sliding", "sde_window_interval": 1},
-    "branches": {"branches": 2},
-    "branches, per_prompt": {"branches": 4, "sde_window_order": "per_prompt"},
-    "branches, sliding": {"branches": 2, "sde_window_order": "sliding", "sde_window_interval": 2},
+    "per_prompt": {"step_selection": "prompt"},
+    "sliding": {"step_selection": "sliding", "step_interval": 1},
+    "branches": {"samples_per_latent": 2},
+    "branches, per_prompt": {"samples_per_latent": 4, "step_selection": "prompt"},
+    "branches, sliding": {"samples_per_latent": 2, "step_selection": "sliding", "step_interval": 2},
 }
-WINDOW = {"num_inference_steps": 6, "sde_window": [1, 5], "sde_window_size": 1, "deterministic_outside_window": True}
+WINDOW = {"num_inference_steps": 6, "trained_steps": [1, 5], "num_trained_steps": 1, "noisy_steps": "trained"}
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -254,15 +274,15 @@ def passes_of_a_rollout(folder, **settings):
     return sum(counts), joined_trajectory(trainer)
 
 
-@pytest.mark.parametrize(("branches", "size"), [(2, 4), (4, 4), (4, 3)])
-def test_branches_pass_the_network_less_often_and_give_the_same_samples(tmp_path, monkeypatch, branches, size):
+@pytest.mark.parametrize(("sharing", "size"), [(2, 4), (4, 4), (4, 3)])
+def test_shared_calls_are_fewer_and_give_the_same_samples(tmp_path, monkeypatch, sharing, size):
     """Of 8 samples with 6 steps the first 4 are passed once per initial latent, also where calls cut a group."""
-    window = {"sde_window_order": "sliding", "sde_window": [3, 5], "rollout_batch_size": size}
-    sharing = {"same_initial_noise": True} if branches == 4 else {"branches": branches}
-    passes, shared = passes_of_a_rollout(tmp_path / "shared", **sharing, **window)
+    settings = {"step_selection": "sliding", "trained_steps": [3, 5], "rollout_batch_size": size}
+    settings["samples_per_latent"] = sharing
+    passes, shared = passes_of_a_rollout(tmp_path / "shared", **settings)
     monkeypatch.setattr(DiffusionGRPOConfig, "shares_calls", False)
-    whole, apart = passes_of_a_rollout(tmp_path / "apart", **sharing, **window)
+    whole, apart = passes_of_a_rollout(tmp_path / "apart", **settings)
     copies = whole // (8 * 6)  # of guidance
-    assert whole == copies * 8 * 6 and passes == copies * (8 // branches * 4 + 8 * 2)
+    assert whole == copies * 8 * 6 and passes == copies * (8 // sharing * 4 + 8 * 2)
     assert torch.equal(shared.initial_seeds, apart.initial_seeds)
     torch.testing.assert_close(shared.latents, apart.latents, rtol=1e-4, atol=1e-4)

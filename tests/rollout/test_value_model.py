@@ -148,7 +148,7 @@ def test_a_known_value_is_learned_beside_a_fixed_policy(tmp_path):
     [
         {},
         {"lora": False, "kl_reward": 0.1},
-        {"num_generations": 1, "timestep_fraction": 0.67, "permute_steps": True, "num_inference_steps": 4},
+        {"num_generations": 1, "num_trained_steps": 2, "step_selection": "sample", "num_inference_steps": 4},
         {"name": "wan", "importance_sampling_level": "sequence", "num_iterations": 2},
     ],
     ids=str,
@@ -159,7 +159,7 @@ def test_training_with_a_value_model(tmp_path, settings):
     policy, values = trained_weights(trainer), {n: v.clone() for n, v in trainer.learner.values.state_dict().items()}
     trainer.train()
     # samples that train on other steps are replayed in other batches, which float32 sees
-    assert max(logged(trainer, "ratio/max_error")) <= (1e-6 if settings.get("permute_steps") else 0.0)
+    assert max(logged(trainer, "ratio/max_error")) <= (1e-6 if "step_selection" in settings else 0.0)
     assert any(not torch.equal(policy[name], value) for name, value in trained_weights(trainer).items())
     assert any(not torch.equal(values[name], value) for name, value in trainer.learner.values.state_dict().items())
     assert len(logged(trainer, "value/loss")) == 2

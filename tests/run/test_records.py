@@ -54,9 +54,8 @@ def test_another_run_is_refused_and_the_same_one_may_go_on(tmp_path):
     with pytest.raises(ValueError, match="updates per rollout is 1 there and 2 here"):  # with the same prompts
         check_same_run(str(tmp_path), record(seed=3, gradient_accumulation_steps=16, steps_per_generation=32))
     for name, there, here in (
-        ("same_initial_noise", True, False),
-        ("deterministic_outside_window", True, False),
-        ("branches", "the default", 2),
+        ("noisy_steps", "'trained'", "'all'"),
+        ("samples_per_latent", 16, 2),
         ("noise_level", "the default", 0.5),
         ("sde_type", "'auto'", "'cps'"),
     ):
@@ -74,10 +73,10 @@ def test_other_lengths_of_the_steps_are_another_run(tmp_path):
 
 def test_defaults_that_are_written_out_are_no_other_run(tmp_path):
     write_json(tmp_path / "run.json", record())
-    same = {"same_initial_noise": True, "deterministic_outside_window": True, "sde_type": "flow_sde"}
-    check_same_run(tmp_path, record(**same, sde_window=[0, 5], sde_window_size=1))
-    with pytest.raises(ValueError, match=r"sde_window is \[0, 5\] there and \[0, 9\] here"):
-        check_same_run(tmp_path, record(permute_steps=True))  # by which another window is the default
+    same = {"samples_per_latent": "group", "noisy_steps": "trained", "sde_type": "flow_sde"}
+    check_same_run(tmp_path, record(**same, trained_steps=[0, 5], num_trained_steps=1))
+    with pytest.raises(ValueError, match=r"trained_steps is \[0, 5\] there and \[0, 9\] here"):
+        check_same_run(tmp_path, record(trained_steps="all"))
     check_same_run(tmp_path, record(loss_type="nft"))  # whose windows are of something else
 
 

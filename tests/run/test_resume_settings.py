@@ -49,9 +49,9 @@ def difference(**settings):
         ({"pipeline_kwargs": {"seed": 1}}, "pipeline_kwargs: seed is the default there and 1 here"),
         ({"seed": 1}, "seed is 42 there and 1 here"),
         ({"loss_type": "nft"}, "loss_type is 'grpo' there and 'nft' here"),
-        ({"timestep_fraction": 0.5}, "timestep_fraction is 1.0 there and 0.5 here"),
-        ({"permute_steps": True}, "permute_steps is False there and True here"),
-        ({"sde_window": [0, 2]}, r"sde_window is [0, 5] there and [0, 2] here"),
+        ({"num_trained_steps": 2}, "num_trained_steps is 1 there and 2 here"),
+        ({"step_selection": "sample"}, "step_selection is 'rollout' there and 'sample' here"),
+        ({"trained_steps": [0, 2]}, r"trained_steps is [0, 5] there and [0, 2] here"),
         ({"data_seed": 5}, "data_seed is 42 there and 5 here"),
         ({"shuffle_dataset": False}, "shuffle_dataset is True there and False here"),
         ({"temperature": 0.5}, "temperature is the default there and 0.5 here"),
@@ -112,7 +112,7 @@ def test_a_process_is_known_by_what_it_does():
     assert usual == resolve_settings(make_config(sde_type="flow_sde")) and usual["sde_type"] == "auto"
     cps = resolve_settings(make_config(sde_type="cps"))
     assert cps == resolve_settings(make_config(sde_type="cps", noise_level=0.8)) and cps["noise_level"] == 0.8
-    assert (usual["sde_window"], usual["sde_window_size"], usual["same_initial_noise"]) == ([0, 5], 1, True)
+    assert (usual["trained_steps"], usual["num_trained_steps"], usual["samples_per_latent"]) == ([0, 5], 1, 16)
 
 
 def test_a_lora_is_known_by_its_layers_and_their_scale():

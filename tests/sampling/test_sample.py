@@ -178,7 +178,7 @@ def test_the_settings_of_a_run_are_those_of_its_rollouts(training, tmp_path):
     assert not (tmp_path / "run").exists()
     # one initial latent a group, by default: almost without the steps' noise its samples are almost one
     apart = {}
-    for name, options in (("shared", []), ("own", ["--same_initial_noise", "false"])):
+    for name, options in (("shared", []), ("own", ["--samples_per_latent", "1"])):
         run(training, "--output_dir", tmp_path / name, "--max_prompts", 1, "--noise_level", 1e-4, *options)
         one, other = (np.asarray(Image.open(tmp_path / name / f"000{place}.png")).astype(int) for place in (0, 1))
         apart[name] = np.abs(one - other).mean()
@@ -264,21 +264,20 @@ def test_a_lora_in_pefts_layout_is_loaded(training, models, tmp_path):
 
 
 def test_a_window_that_moves_with_the_rollouts_does_so_here(training):
-    words = ["sample", str(training), "--num_inference_steps", "6", "--sde_window_size", "2"]
+    words = ["sample", str(training), "--num_inference_steps", "6", "--num_trained_steps", "2"]
     arguments, others = cli.build_parser().parse_known_args(words)
     settings = read_settings(arguments, others)
     sampler = sample.Sampler(tiny_pipelines.build("wan")[0], settings)
     rollout = settings.train.batch_sizes.prompts_per_rollout * settings.num_generations
-    expected = [range(*make_sampling_plan(settings.train).draw_window(generation)) for generation in range(8)]
+    expected = [make_sampling_plan(settings.train).draw_steps(generation) for generation in range(8)]
     assert sampler.choose_noise_steps([generation * rollout for generation in range(8)]) == expected
     assert len(set(expected)) > 1 and all(len(steps) == 2 for steps in expected)
 
 
 def test_samples_have_the_latents_and_windows_of_the_trainings_branches(training, monkeypatch):
-    words = ["sample", str(training), "--num_inference_steps", "7", "--num_generations", "4", "--branches", "2"]
-    words += ["--sde_window", "1", "5", "--sde_window_size", "1", "--sde_window_order", "per_prompt"]
-    words += ["--deterministic_outside_window", "true", "--same_initial_noise", "false"]
-    words += ["--per_device_train_batch_size", "16"]
+    words = ["sample", str(training), "--num_inference_steps", "7", "--num_generations", "4"]
+    words += ["--trained_steps", "1", "5", "--num_trained_steps", "1", "--step_selection", "prompt"]
+    words += ["--samples_per_latent", "2", "--per_device_train_batch_size", "16"]
     arguments, others = cli.build_parser().parse_known_args(words)
     settings, asked = read_settings(arguments, others), {}
     sampler = sample.Sampler(tiny_pipelines.build("wan")[0], settings)
@@ -287,14 +286,14 @@ def test_samples_have_the_latents_and_windows_of_the_trainings_branches(training
     seeds = asked["initial_seeds"]
     assert seeds[::2] == seeds[1::2] and len(set(seeds)) == 6 and len(set(asked["seeds"])) == 12
     plan = make_sampling_plan(settings.train)
-    expected = [range(*plan.draw_window(0, prompt)) for prompt in (0, 1, 2) for _ in range(4)]
+    expected = [plan.draw_steps(0, prompt) for prompt in (0, 1, 2) for _ in range(4)]
     assert asked["noise_steps"] == expected and len(set(expected)) > 1
 
 
 def test_what_is_noised_after_its_rollout_is_sampled_without_noise(training, tmp_path):
     """By the pipeline's own scheduler, as those rollouts are."""
     file = tmp_path / "nft.yaml"
-    settings = yaml.safe_load(training.read_text()) | {"loss_type": "nft", "same_initial_noise": False}
+    settings = yaml.safe_load(training.read_text()) | {"loss_type": "nft", "samples_per_latent": 1}
     file.write_text(yaml.safe_dump(settings))
     arguments, others = cli.build_parser().parse_known_args(["sample", str(file)])
     assert read_settings(arguments, others).noise_level == 0.0

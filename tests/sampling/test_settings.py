@@ -52,11 +52,11 @@ def test_jobs_whose_samples_differ_have_other_identities():
 
 @pytest.mark.parametrize(
     "option",
-    [("--temperature", "0.5"), ("--top_p", "0.5"), ("--noise_in_last_step", "true"), ("--bf16", "true")],
+    [("--temperature", "0.5"), ("--top_p", "0.5"), ("--noisy_steps", "all_and_last"), ("--bf16", "true")],
     ids=lambda option: option[0],
 )
 def test_settings_of_a_run_that_change_its_samples_make_another_job(tmp_path, option):
-    config = write_config(tmp_path, deterministic_outside_window=False, sde_type="flow_sde")
+    config = write_config(tmp_path, noisy_steps="all", sde_type="flow_sde")
     assert read(config).identity != read(config, *option).identity
 
 

@@ -91,8 +91,8 @@ def test_the_embedded_model_has_settings_of_its_own(tmp_path):
     args = DiffusionGRPOConfig(str(tmp_path), num_generations=4, use_cpu=True)
     args.fill(tiny.default_settings({"num_generations": 4}))
     assert (args.height, args.width, args.pipeline_kwargs) == (32, 96, {"max_sequence_length": 1})
-    args = DiffusionGRPOConfig(str(tmp_path), height=64, sde_window=[0, 8], use_cpu=True)
-    args.fill(tiny.default_settings({"height": 64, "sde_window": [0, 8]}))
+    args = DiffusionGRPOConfig(str(tmp_path), height=64, trained_steps=[0, 8], use_cpu=True)
+    args.fill(tiny.default_settings({"height": 64, "trained_steps": [0, 8]}))
     assert args.height == 64 and args.width is None and args.num_inference_steps == 10
     assert (
         args.batch_sizes.samples_per_update == 32

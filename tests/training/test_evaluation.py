@@ -100,7 +100,8 @@ def test_several_datasets_are_measured_each_and_together(tmp_path):
 def test_the_images_that_samples_were_made_from_are_shown_beside_them(tmp_path):
     sources = [Image.new("RGBA", (32, 32), color) for color in ("red", "blue")]
     data = Dataset.from_dict({"prompt": ["make it darker"] * 2, "image": sources})
-    settings = {"columns": {"image": sources * 2}, "eval_dataset": data, "sde_window": [0, 2], "log_samples_steps": 1}
+    settings = {"columns": {"image": sources * 2}, "eval_dataset": data, "trained_steps": [0, 2]}
+    settings |= {"log_samples_steps": 1}
     trainer = trainer_for(tmp_path, "sd15_img2img", **settings, **EVALUATED)
     trainer.train()
     trainer.create_model_card()

@@ -13,7 +13,7 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo.yaml"
 SHORT = "--warmup_steps 0 --learning_rate 1e-3 --per_device_eval_batch_size 64"
 FIVE_ROLLOUTS = "--max_steps 10 --eval_steps 10"
 # Five updates that train the first three of six steps, on each sample once
-WINDOW = "--max_steps 5 --eval_steps 5 --num_inference_steps 6 --sde_window 0 3 --num_iterations 1"
+WINDOW = "--max_steps 5 --eval_steps 5 --num_inference_steps 6 --trained_steps 0 3 --num_iterations 1"
 MARGIN = 0.02  # of held-out reward; the gain is about 0.1, with the sign flipped more is lost
 
 
@@ -67,10 +67,10 @@ RECORDED = {
     "dppo": f"--loss_type dppo {TWICE}",
     "precise": "--sde_type precise --noise_level 1.5",
     "wan_sde": "--sde_type wan_sde --noise_level 1.0",
-    "flash": "--sde_window_size 1 --sde_window_order per_prompt --step_weight velocity",
+    "flash": "--num_trained_steps 1 --step_selection prompt --step_weight velocity",
     # two latents per prompt, whose difference no noise can mend
-    "branches": "--sde_window_size 1 --branches 8 --same_initial_noise false --max_steps 8 --eval_steps 8",
-    "sliding window": "--sde_window_size 1 --sde_window_order sliding --sde_window_interval 2",
+    "branches": "--num_trained_steps 1 --samples_per_latent 8 --max_steps 8 --eval_steps 8",
+    "sliding window": "--num_trained_steps 1 --step_selection sliding --step_interval 2",
     "advantage_fn": f"--advantage_fn {__name__}.ranks --scale_rewards group",
 }
 
@@ -107,7 +107,7 @@ FEW = {
     "disable_tqdm": True,
 }
 SMOOTH = {
-    "grpo_guard": {"loss_type": "grpo_guard", "sde_window": [0, 2], "max_steps": 5},
+    "grpo_guard": {"loss_type": "grpo_guard", "trained_steps": [0, 2], "max_steps": 5},
     "nft": {"loss_type": "nft"},
     "awm": {"loss_type": "awm"},
     "dgpo": {"loss_type": "dgpo"},

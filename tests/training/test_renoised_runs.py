@@ -200,7 +200,7 @@ def test_passes_are_those_of_the_loss_and_one_to_check(tmp_path, loss, updates):
 
 @pytest.mark.parametrize("loss", RENOISED)
 def test_noise_and_steps_of_a_group(tmp_path, loss):
-    settings = {"loss_type": loss, "num_inference_steps": 9, "timestep_fraction": 0.4, "permute_steps": True}
+    settings = {"loss_type": loss, "num_inference_steps": 9, "num_trained_steps": 3, "step_selection": "sample"}
     trainer, _ = trained(tmp_path, **SHORT | settings, per_device_train_batch_size=16, max_steps=1)
     samples = joined_trajectory(trainer)
     assert samples.steps.shape == (16, 3) and samples.steps.min() >= 1 and samples.steps.max() <= 8

@@ -32,8 +32,8 @@ DPPO = WITHIN | {"loss_type": "dppo", "loss_kwargs": {"threshold": 1e-9}, "step_
 GUARD = WITHIN | {
     "loss_type": "grpo_guard",
     "old_log_prob": "rollout",
-    "permute_steps": True,
-    "timestep_fraction": 0.67,
+    "num_trained_steps": 2,
+    "step_selection": "sample",
 }
 FULL = PLAIN | {"lora": False, "beta": 0.05, "sync_ref_model": True, "ref_model_sync_steps": 2, "best_of_n": 2}
 

@@ -14,37 +14,32 @@ from diffusion_grpo.rollout.sampling_plan import make_sampling_plan
 from diffusion_grpo.training.setup import describe_call
 
 
-def test_a_smaller_window_wanders_within_the_larger_one():
-    args = make_config(sde_window=[1, 6], sde_window_size=2)
-    windows = [make_sampling_plan(args).draw_window(generation) for generation in range(200)]
-    assert {start for start, _ in windows} == {1, 2, 3, 4} and all(stop == start + 2 for start, stop in windows)
-    assert windows == [
-        make_sampling_plan(make_config(sde_window=[1, 6], sde_window_size=2)).draw_window(g) for g in range(200)
-    ]
-    assert windows != [
-        make_sampling_plan(make_config(sde_window=[1, 6], sde_window_size=2, seed=1)).draw_window(g)
-        for g in range(200)
-    ]
-    assert make_sampling_plan(make_config(sde_window=[1, 6])).draw_window(3) == (1, 6)
+def test_fewer_steps_wander_within_the_trained_ones():
+    def draw(**settings):
+        plan = make_sampling_plan(make_config(trained_steps=[1, 6], **settings))
+        return [plan.draw_steps(generation) for generation in range(200)]
+
+    drawn = draw(num_trained_steps=2)
+    assert {steps.start for steps in drawn} == {1, 2, 3, 4} and all(len(steps) == 2 for steps in drawn)
+    assert drawn == draw(num_trained_steps=2) != draw(num_trained_steps=2, seed=1)
+    assert set(draw()) == {range(1, 6)}
 
 
 @pytest.mark.parametrize(
-    ("settings", "first", "last"),
+    ("settings", "expected"),
     [
-        ({"sde_window": [1, 9]}, 1, 8),
-        ({"sde_window": [1, 9], "timestep_fraction": 0.5}, 1, 4),
-        ({"sde_window": [1, 9], "timestep_fraction": 0.5, "permute_steps": True}, 1, 8),
-        ({"sde_window": [1, 9], "timestep_fraction": 0.01}, 1, 1),
-        ({"sde_window": [1, 9], "sde_window_size": 4}, 1, 8),
-        ({"sde_window": [1, 9], "sde_window_size": 4, "timestep_fraction": 0.5}, 1, 6),
-        ({}, 0, 4),
+        ({"trained_steps": [1, 9]}, range(1, 9)),
+        ({"trained_steps": [1, 9], "num_trained_steps": 4}, range(1, 9)),
+        ({"trained_steps": [1, 9], "num_trained_steps": 4, "step_selection": "sample"}, range(1, 9)),
+        ({"trained_steps": "all", "num_trained_steps": 2, "step_selection": "prompt"}, range(9)),
+        ({}, range(5)),
     ],
 )
-def test_weights_are_normalised_over_the_steps_that_some_rollout_trains(settings, first, last):
+def test_weights_are_normalised_over_the_steps_that_some_rollout_trains(settings, expected):
     args = make_config(num_inference_steps=10, **settings)
     drawn = [make_sampling_plan(args).draw(generation, torch.arange(8)).steps for generation in range(60)]
-    assert {step for rows in drawn for row in rows for step in row} == set(range(first, last + 1))
-    assert args.trainable_steps == range(first, last + 1)
+    assert {step for rows in drawn for row in rows for step in row} == set(expected)
+    assert args.trainable_steps == expected
 
 
 def test_the_call_of_evaluations_has_plain_arguments_and_names_inputs():

@@ -37,7 +37,7 @@ def test_the_names_are_those_that_the_loaded_pipeline_would_have(components, tra
 @pytest.mark.parametrize(
     ("pipeline", "networks", "settings", "expected"),
     [
-        (WanPipeline, ("transformer", "transformer_2"), {"permute_steps": True}, {"own_steps": True}),
+        (WanPipeline, ("transformer", "transformer_2"), {"step_selection": "sample"}, {"own_steps": True}),
         (GlmImagePipeline, ("vision_language_encoder",), {}, {"draws_tokens": True}),
         (GlmImagePipeline, ("transformer",), {}, {}),
     ],
