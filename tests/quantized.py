@@ -13,7 +13,7 @@ from tiny_runs import LORA, PROMPTS, SETTINGS, SMOOTH, brightness, trained_weigh
 from zero_run import deepspeed_config, use_deepspeed_on_a_cpu
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
-from diffusion_grpo.training import quantization
+from diffusion_grpo.weights import quantization
 
 INT8 = {"transformer": "torchao", "text_encoder_3": {"backend": "torchao", "quant_type": "Int8WeightOnlyConfig"}}
 SIZE = {"height": 16, "width": 16, "pipeline_kwargs": {"max_sequence_length": 16}}

@@ -23,8 +23,8 @@ from diffusion_grpo.data import inputs
 from diffusion_grpo.distributed import failure, late_weights
 from diffusion_grpo.policy import network_gate
 from diffusion_grpo.rollout import generation
-from diffusion_grpo.run import weights as hub
 from diffusion_grpo.training import evaluation_samples
+from diffusion_grpo.weights import files as hub
 
 
 def rank():

@@ -5,7 +5,7 @@ from tiny_runs import trainer_for
 
 from diffusion_grpo.algorithms import grpo
 from diffusion_grpo.rollout import generation
-from diffusion_grpo.run import weights as hub
+from diffusion_grpo.weights import files as hub
 
 
 def run(folder, settings, kill_at=None, calls_before=0):

@@ -43,7 +43,7 @@ from diffusion_grpo.pipelines import family_of
 from diffusion_grpo.rewards import REWARDS, RemoteReward
 from diffusion_grpo.rewards.models.hpsv3 import HPSv3
 from diffusion_grpo.rewards.models.videoalign import VideoAlign
-from diffusion_grpo.run.weights import LORA_WEIGHTS
+from diffusion_grpo.weights.files import LORA_WEIGHTS
 
 ROOT = Path(__file__).parent.parent
 PYTHON = {  # script: the file that says the same

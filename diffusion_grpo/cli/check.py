@@ -13,7 +13,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     """Add the options of `check`."""
     command.add_argument("model", help="Hub id or folder of a diffusers pipeline, or `tiny`")
     command.add_argument("--prompt", default="a photo of a cat", help="prompt to sample; default: %(default)s")
-    sample_settings.add_call_options(command, steps_default=4)
+    sample_settings.add_call_options(command)
     command.add_argument(
         "--sde_type", default="auto", help="stochastic process of the denoising steps; default: %(default)s"
     )
@@ -25,7 +25,10 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the replay report as a table. Return 0 if the pipeline can be trained, else 1."""
-    inputs = {"prompt": arguments.prompt, **call_or_refuse(sample_settings.read_call_options, arguments)}
+    call = call_or_refuse(sample_settings.read_call_options, arguments)
+    inputs = {"prompt": arguments.prompt, "num_inference_steps": 4, **call}
+    read_json, option = sample_settings.parse_json_object, "--model_init_kwargs"
+    arguments.model_init_kwargs = call_or_refuse(read_json, arguments.model_init_kwargs, option)
     call_or_refuse(check_model_name, arguments.model)
     from ..policy.processes import PROCESSES
 
@@ -38,10 +41,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     from ..data.inputs import find_missing
     from ..policy.check import check_pipeline
-    from ..training.model import load_plain_pipeline
-    from ..training.model_index import plain_pipeline_class
+    from ..training.model import choose_device, load_plain_pipeline
+    from ..training.model_index import check_packages, pipeline_class
+    from ..weights.files import load_weights
 
-    pipeline = call_or_refuse(plain_pipeline_class, arguments.model)
+    pipeline = call_or_refuse(pipeline_class, arguments.model, arguments)
+    call_or_refuse(check_packages, arguments.model, arguments)
     if pipeline is not None and (missing := find_missing(inspect.signature(pipeline.__call__).parameters, inputs)):
         raise Refusal(
             f"{pipeline.__name__} cannot be called without {missing[0]!r}; load it in Python, and call "
@@ -50,7 +55,11 @@ def run(arguments: argparse.Namespace) -> int:
     hide_loading_bars(arguments.model)
     steps = inputs.pop("num_inference_steps")
     try:
-        pipe = call_or_refuse(load_plain_pipeline, arguments.model, arguments.dtype, arguments.device)
+        source = arguments.model, arguments.dtype, arguments.device, False, arguments.model_init_kwargs
+        pipe = call_or_refuse(load_plain_pipeline, *source)
+        if arguments.lora is not None:
+            call_or_refuse(load_weights, pipe, arguments.lora)
+        pipe.to(choose_device(arguments.device))
         for part in pipe.components.values():  # replays then keep few activations, as in training
             if isinstance(part, ModelMixin) and part._supports_gradient_checkpointing:
                 part.enable_gradient_checkpointing()

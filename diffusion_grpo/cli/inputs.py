@@ -23,15 +23,18 @@ def call_or_refuse(function: Callable, *args: Any, **kwargs: Any) -> Any:
         raise Refusal(" ".join(str(error).split())) from error
 
 
-def load_checked(source: str, split: str, name: str, prompt_column: str | None = None) -> "Dataset":
-    """Load and check the prompts of a file, a folder, a Hub id or `tiny`.
+def load_checked(source: str | list[str], split: str, name: str, prompt_column: str | None = None) -> "Dataset":
+    """Load and check the prompts of a file, a folder, a Hub id or `tiny`, or make a dataset of given texts.
 
     Raises:
         ValueError: the prompts cannot be used; the message names the setting `name`.
     """
+    from datasets import Dataset
+
     from ..data.prompts import check_dataset, load_prompts
 
-    dataset = load_prompts(source, split, prompt_column)
+    texts = isinstance(source, list)
+    dataset = Dataset.from_dict({"prompt": source}) if texts else load_prompts(source, split, prompt_column)
     check_dataset(dataset, name=name)
     return dataset
 

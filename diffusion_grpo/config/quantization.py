@@ -1,7 +1,6 @@
 """Settings of a quantised base model: a base of `DiffusionGRPOConfig`, and how they are read, without torch."""
 
 import dataclasses
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,9 +15,16 @@ BACKENDS = {
     "gguf": "gguf",
     "quanto": "optimum.quanto",
 }
-PACKAGES = {"optimum.quanto": "optimum-quanto"}  # import name: name on PyPI, where they differ
-# torchao types whose layers pass on gradients: rounded activations block them, and PEFT has no LoRA for int4
-TORCHAO_TRAINABLE = ("Int8WeightOnlyConfig", "Float8WeightOnlyConfig")
+OPTIONS = {  # arguments of the backends' configuration classes
+    "bitsandbytes_4bit": (
+        *("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_quant_storage", "bnb_4bit_compute_dtype"),
+        "llm_int8_skip_modules",
+    ),
+    "bitsandbytes_8bit": ("llm_int8_threshold", "llm_int8_skip_modules"),
+    "torchao": ("quant_type", "quant_type_kwargs", "modules_to_not_convert"),
+    "quanto": ("weights_dtype", "modules_to_not_convert"),
+    "gguf": ("file",),
+}
 
 
 @dataclass
@@ -85,14 +91,7 @@ class QuantizationSpec:
 
 
 def check_quantization(args: Any) -> None:
-    """Refuse settings that contradict each other, unknown backends and packages that are not installed.
-
-    Args:
-        args: object with the attributes of `QuantizationSettings`.
-
-    Raises:
-        ValueError: in one sentence, what was found and what to change.
-    """
+    """Refuse settings that contradict each other, and unknown backends."""
     if args.load_in_4bit and args.load_in_8bit:
         raise ValueError("load_in_4bit and load_in_8bit are both set; choose one of them.")
     for name, given in (args.quantization or {}).items():
@@ -122,20 +121,7 @@ def asks_for_quantization(args: Any) -> bool:
 
 
 def read_spec(component: str, given: Any) -> QuantizationSpec | None:
-    """Read one entry of `quantization`.
-
-    Args:
-        component: key of the entry.
-        given: value of the entry: name of a backend; a mapping with `backend` and its options; a configuration object
-            of diffusers or transformers; or None.
-
-    Returns:
-        the specification; None for a component that stays as it is, and for a configuration object, which is passed
-        on as it is.
-
-    Raises:
-        ValueError: there is no such backend, or an option is unknown or missing.
-    """
+    """Read one entry of `quantization`; return None for None and for a configuration object of a library."""
     if given is None or hasattr(given, "quant_method"):
         return None
     if isinstance(given, str):
@@ -151,124 +137,14 @@ def read_spec(component: str, given: Any) -> QuantizationSpec | None:
             f"quantization: {component} names the backend {backend!r}; choose one of {', '.join(BACKENDS)}."
             f"{suggest(backend, BACKENDS)}"
         )
-    _check_options(component, backend, options)
-    return QuantizationSpec(backend, options)
-
-
-def _check_options(component: str, backend: str, options: Mapping[str, Any]) -> None:
-    int8 = ("llm_int8_threshold", "llm_int8_skip_modules")
-    nf4 = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_quant_storage", "bnb_4bit_compute_dtype")
-    known = {
-        "bitsandbytes_4bit": (*nf4, "llm_int8_skip_modules"),
-        "bitsandbytes_8bit": int8,
-        "torchao": ("quant_type", "quant_type_kwargs", "modules_to_not_convert"),
-        "quanto": ("weights_dtype", "modules_to_not_convert"),
-        "gguf": ("file",),
-    }[backend]
-    unknown = [name for name in options if name not in known]
+    unknown = [name for name in options if name not in OPTIONS[backend]]
     if unknown:
         raise ValueError(
-            f"quantization: {component}: {backend} has no option {unknown[0]}; it has {', '.join(known)}."
+            f"quantization: {component}: {backend} has no option {unknown[0]}; it has {', '.join(OPTIONS[backend])}."
         )
     if backend == "gguf" and not options.get("file"):
         raise ValueError(
             f"quantization: {component}: gguf reads weights from a file in which they are already quantised; give it "
             "as {backend: gguf, file: ...}."
         )
-    weights = options.get("weights_dtype", "int8")
-    if backend == "quanto" and weights not in ("int8", "int4", "int2", "float8"):
-        raise ValueError(f"quantization: {component}: weights_dtype={weights!r}; choose int8, int4, int2 or float8.")
-
-
-def choose_specs(args: Any, components: Mapping[str, tuple[str, str]], trained: tuple[str, ...]) -> dict[str, Any]:
-    """Choose how each component is quantised, as far as settings ask for it.
-
-    Args:
-        args: object with the attributes of `QuantizationSettings`.
-        components: library and class of each part of the pipeline, as in its `model_index.json`.
-        trained: names of the trained networks.
-
-    Returns:
-        for each quantised component a `QuantizationSpec`, or the configuration object that the user gave.
-
-    Raises:
-        ValueError: `quantization` names a component that the pipeline lacks.
-    """
-    found: dict[str, Any] = {}
-    short = "load_in_4bit" if args.load_in_4bit else "load_in_8bit" if args.load_in_8bit else None
-    if short is not None:
-        options = _read_bnb_options(args) if args.load_in_4bit else {}
-        spec = QuantizationSpec(f"bitsandbytes_{short[-4:]}", options, short)
-        large = [name for name, (library, kind) in components.items() if is_large_encoder(name, library, kind)]
-        found = {name: spec for name in (*trained, *large) if name in components}
-    networks = [name for name, (library, kind) in components.items() if _is_network(library, kind)]
-    for name, given in (args.quantization or {}).items():
-        if name not in networks:
-            raise ValueError(
-                f"quantization: the pipeline has no network {name!r}; it has {', '.join(networks)}."
-                f"{suggest(name, networks)}"
-            )
-        found.pop(name, None)
-        spec = given if hasattr(given, "quant_method") else read_spec(name, given)
-        found |= {} if spec is None else {name: spec}
-    return found
-
-
-def _read_bnb_options(args: Any) -> dict[str, Any]:
-    storage = {} if args.bnb_4bit_quant_storage is None else {"bnb_4bit_quant_storage": args.bnb_4bit_quant_storage}
-    return {
-        "bnb_4bit_quant_type": args.bnb_4bit_quant_type,
-        "bnb_4bit_use_double_quant": args.use_bnb_nested_quant,
-        **storage,
-    }
-
-
-def is_large_encoder(name: str, library: str, kind: str) -> bool:
-    """Whether a component is a text encoder worth quantising: a T5 or a language model, but not a CLIP."""
-    return name.startswith("text_encoder") and library == "transformers" and not kind.startswith("CLIP")
-
-
-def _is_network(library: str, kind: str) -> bool:
-    return library in ("diffusers", "transformers") and not kind.endswith(
-        ("Tokenizer", "TokenizerFast", "Scheduler", "Processor", "FeatureExtractor")
-    )
-
-
-def check_specs(specs: Mapping[str, Any], components: Mapping[str, tuple[str, str]], trained: tuple[str, ...]) -> None:
-    """Refuse what the backends cannot do, and packages that are missing.
-
-    Args:
-        specs: what `choose_specs` returned.
-        components, trained: as in `choose_specs`.
-
-    Raises:
-        ValueError: in one sentence, what to change.
-        ImportError: the package of a backend is not installed.
-    """
-    for name, spec in specs.items():
-        if not isinstance(spec, QuantizationSpec):
-            continue
-        if spec.backend == "gguf" and components[name][0] != "diffusers":
-            raise ValueError(
-                f"quantization: {name} is a network of transformers, which would decompress a gguf file while loading "
-                "it; use torchao or bitsandbytes for it."
-            )
-        kind = spec.options.get("quant_type", TORCHAO_TRAINABLE[0])
-        if spec.backend == "torchao" and name in trained and isinstance(kind, str) and kind not in TORCHAO_TRAINABLE:
-            raise ValueError(
-                f"quantization: {name} is trained, and a LoRA cannot be trained on torchao's {kind}; use one of "
-                f"{', '.join(TORCHAO_TRAINABLE)}."
-            )
-        check_package(spec)
-
-
-def check_package(spec: QuantizationSpec) -> None:
-    """Refuse a backend whose package is not installed.
-
-    Raises:
-        ImportError: in one sentence, how to install the package.
-    """
-    package, _, part = spec.package.partition(".")
-    if importlib.util.find_spec(package) is None or (part and importlib.util.find_spec(spec.package) is None):
-        name = PACKAGES.get(spec.package, spec.package)
-        raise ImportError(f"{spec.source}: {spec.backend} needs the package {name}: pip install {name}.")
+    return QuantizationSpec(backend, options)

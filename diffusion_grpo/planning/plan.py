@@ -21,7 +21,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from .. import tiny
 from ..config.arguments import LaunchArguments, LoraArguments, ScriptArguments
 from ..config.parse import parse_train_arguments
-from ..config.quantization import choose_specs
 from ..config.settings import DiffusionGRPOConfig
 from ..data.calls import BATCHED, LISTED, SINGLE, Form
 from ..data.inputs import PipelineInputs
@@ -32,10 +31,9 @@ from ..policy.base import Policy
 from ..policy.network_gate import NetworkAccess
 from ..policy.token import make_policy
 from ..policy.unguided import switch_guidance_off
-from ..run import adapters
 from ..training.lora_checks import check_peft_config
 from ..training.model import check_reentrant, prepare_model
-from ..training.quantization import name_method
+from ..weights.quantization import choose_specs, name_method
 from .batches import Batches
 from .measure import CallSizes, CountedMasks, Measurement, add_means, measure, measure_renoised
 from .memory import Memory, Parts, add_up, estimate_memory, has_old_policy, keeps_means
@@ -239,7 +237,7 @@ def _plan_model(
         return
     peft_config = lora.peft_config(args.lora_path)
     if args.lora_path is not None:  # a new adapter of the same rank is as large
-        peft_config, args.lora_path = adapters.read_config(args.lora_path), None
+        peft_config, args.lora_path = lora.read_config(args.lora_path), None
     check_peft_config(peft_config, args.needs_reference)
     check_reentrant(args, peft_config is None)
     if args.group_offload is not None and (peft_config is None or made.sharding.name not in ("one process", "ddp")):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..pipelines import family_of
 from .drivers import UnsupportedPipeline
 from .language_model import Drawn, draw
-from .network_gate import NetworkAccess, NetworkGates
+from .network_gate import NetworkAccess, NetworkGates, replace_attribute
 from .prompt_cache import PromptCache
 from .prompt_store import PromptStore
 from .token_process import Sampling, TokenDistribution, TokenTrajectory
@@ -235,6 +235,24 @@ def call_arguments(
     if "output_type" in parameters and (is_image or parameters["output_type"].default == "pil"):
         arguments.setdefault("output_type", "pil")
     return arguments
+
+
+def list_filters(pipe: DiffusionPipeline) -> list[str]:
+    """List the parts that blacken or mark finished samples: safety checkers and watermarkers.
+
+    Cosmos, whose licence demands its checker, refuses to run without it, and keeps it.
+    """
+    names = ["watermark", "watermarker", *(["safety_checker"] if hasattr(pipe, "run_safety_checker") else [])]
+    return [name for name in names if getattr(pipe, name, None) is not None]
+
+
+@contextlib.contextmanager
+def without_filters(pipe: DiffusionPipeline) -> Iterator[None]:
+    """Leave these parts out of calls inside the context: a reward would score what they did to a sample."""
+    with contextlib.ExitStack() as stack:
+        for name in list_filters(pipe):
+            stack.enter_context(replace_attribute(pipe, name, None))
+        yield
 
 
 def policy_component(pipe: DiffusionPipeline, component: str | Sequence[str] | None = None) -> tuple[str, ...]:

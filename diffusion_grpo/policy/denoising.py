@@ -15,7 +15,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
 from ..media.files import extract_samples
-from .base import POLICY_COMPONENTS, Policy
+from .base import POLICY_COMPONENTS, Policy, without_filters
 from .drivers import Driver, StepScored, UnsupportedPipeline
 from .log_prob_type import NOISE_UP_TO_1
 from .network_gate import NetworkAccess, NetworkGates, replace_attribute
@@ -407,6 +407,7 @@ class DenoisingPolicy(Policy):
                 stack.enter_context(replace_attribute(holder, "scheduler", scheduler or self.scheduler))
             for holder in (pipe, *inner.values()):
                 stack.enter_context(replace_attribute(holder, "_progress_bar_config", {"disable": True}))
+                stack.enter_context(without_filters(holder))
             for name, part in inner.items():
                 stack.enter_context(replace_attribute(pipe, name, _Undecorated(part)))
             try:

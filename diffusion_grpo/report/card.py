@@ -16,9 +16,10 @@ from huggingface_hub import ModelCard, ModelCardData, metadata_load
 from PIL import Image
 
 from ..data.held_out import describe_prompts
-from ..run.card_data import is_repo_id, strip_folders
+from ..run.card_data import is_repo_id
 from ..run.folder import Run, format_updates, name_method, read_run
 from ..run.reproduce import describe_reproduction
+from ..weights.public_names import strip_folders
 from .gallery import find_file, pair_samples
 from .usage import names_hub_model, write_usage
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..policy.base import split_component
 from ..run.card_data import is_repo_id
-from ..run.weights import LORA_WEIGHTS
+from ..weights.files import LORA_WEIGHTS
 
 WIDEST = 119  # characters per line; a longer call gets a line per argument
 

@@ -33,7 +33,7 @@ class Source(NamedTuple):
 
     Attributes:
         setting: the reward's argument that names it.
-        place: Hub id or folder.
+        place: Hub id, folder, or a single file.
         files: for each file that is read, the names that it may have there; one of them is enough.
         revision: branch, tag or commit of a Hub id.
     """
@@ -46,6 +46,8 @@ class Source(NamedTuple):
     def path(self, name: str) -> Path | None:
         """Return the path of the file with that name on this machine, or None."""
         folder = Path(self.place).expanduser()
+        if folder.is_file():
+            return folder if folder.suffix == Path(name).suffix else None
         if folder.is_dir():
             return folder / name if (folder / name).is_file() else None
         from huggingface_hub import try_to_load_from_cache
@@ -74,7 +76,7 @@ class Source(NamedTuple):
     def check(self) -> None:
         """Raise FileNotFoundError if a file is neither here nor on the Hub."""
         folder = Path(self.place).expanduser()
-        if not folder.is_dir():
+        if not folder.exists():
             if not _is_hub_id(self.place):
                 raise FileNotFoundError(
                     f"{self.setting}={self.place} is not a folder, and a Hub id has the form `owner/name`; correct it."

@@ -13,7 +13,7 @@ from ..distributed.weights import TrainedWeights
 from ..policy.base import Policy
 from ..policy.token_process import TokenDistribution, TokenTrajectory
 from ..policy.trajectory import CleanSamples, Denoised, StepDistribution, Trajectory
-from ..run.adapters import reference_adapters
+from ..weights.lora import reference_adapters
 
 
 class AdapterReference:

@@ -19,7 +19,7 @@ from ..config.settings import DiffusionGRPOConfig, describe, find_launched_preci
 from ..media.files import write_sample
 from ..media.samples import convert_image
 from ..policy.base import split_component
-from .card_data import public_model_name, strip_folders, strip_secrets
+from ..weights.public_names import public_model_name, strip_folders, strip_secrets
 from .resume_settings import IDENTITY_SETTINGS, describe_lora, find_difference, resolve_settings
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from ..config.arguments import LAUNCH_VARIABLE
-from .card_data import SECRET, strip_folders, strip_secrets
+from ..weights.public_names import SECRET, strip_folders, strip_secrets
 
 SETTINGS_FILE = "train.yaml"  # name in the run's folder
 # settings of one launch, which are not part of the run

@@ -17,7 +17,7 @@ from ..algorithms.batch import Rows
 from ..config.settings import DiffusionGRPOConfig, describe
 from ..data.inputs import PipelineInputs
 from ..policy.processes import PROCESSES, processes_of
-from .card_data import strip_folders, strip_secrets
+from ..weights.public_names import strip_folders, strip_secrets
 from .manifest import ResumeError
 
 # settings that identify a run and may not change when it is resumed; others may

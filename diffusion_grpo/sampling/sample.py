@@ -25,19 +25,18 @@ from ..data.inputs import RATES, PipelineInputs, prepare_inputs
 from ..data.prompts import get_prompt_column, get_prompts
 from ..media.files import extract_samples, find_sampling_rate
 from ..pipelines import family_of
-from ..policy.base import call_arguments, policy_component
+from ..policy.base import call_arguments, list_filters, policy_component, without_filters
 from ..policy.rollout import rollout, sample_seed
 from ..policy.token import make_policy
 from ..rewards import Reward, reward_weights, score
 from ..rewards.contract import is_marked
 from ..rollout.sampling_plan import make_sampling_plan
 from ..run import records
-from ..run.adapters import load_lora
 from ..run.standard_error import measure_mean
-from ..run.weights import load_weights
 from ..training.model import choose_device, load_pipeline, load_plain_pipeline, make_block_swap, plan_quantization
-from ..training.model_index import check_packages, pipeline_class, plain_pipeline_class
+from ..training.model_index import check_packages, pipeline_class
 from ..training.offload import place_frozen_parts
+from ..weights.files import load_weights
 from .settings import SampleSettings
 
 if TYPE_CHECKING:
@@ -92,10 +91,8 @@ def check_inputs(settings: SampleSettings, dataset: Dataset, rewards: list[Rewar
             samples, and they are scored in parts.
     """
     _check_batchwise(settings, len(dataset), rewards)
-    if settings.train is not None:
-        pipeline = pipeline_class(settings.model, settings.train)
-    else:
-        pipeline = plain_pipeline_class(settings.model)
+    pipeline = pipeline_class(settings.model, settings.train or settings)
+    if settings.train is None:
         replaced = [name for name in RATES if name in settings.pipeline_kwargs and name in dataset.column_names]
         dataset = dataset.remove_columns(replaced)  # an option sets the rate of all samples
     if pipeline is not None:  # None for code that is not downloaded yet
@@ -113,14 +110,15 @@ def load_pipeline_to_sample(settings: SampleSettings) -> "DiffusionPipeline":
     """
     train = settings.train
     device = choose_device(settings.device or (None if train is None else str(train.device)))
+    check_packages(settings.model, train or settings)
     if train is None or settings.dtype is not None:
-        pipe = load_plain_pipeline(settings.model, settings.dtype, str(device), is_placed=False)
+        kwargs = (train or settings).model_init_kwargs
+        pipe = load_plain_pipeline(settings.model, settings.dtype, str(device), False, kwargs)
     else:
-        check_packages(settings.model, train)
         quantized = plan_quantization(settings.model, train, is_full_training=False)
         pipe = load_pipeline(settings.model, train, is_full_training=False, quantized=quantized)
     if settings.lora is not None:
-        load_adapter(pipe, settings)
+        load_weights(pipe, settings.lora, component=policy_component(pipe, train.train_component if train else None))
     place(pipe, settings, device)
     return pipe
 
@@ -150,15 +148,6 @@ def place(pipe: "DiffusionPipeline", settings: SampleSettings, device: torch.dev
         else:
             network.to(device)
     place_frozen_parts(pipe, networks, device, offload)
-
-
-def load_adapter(pipe: "DiffusionPipeline", settings: SampleSettings) -> None:
-    """Load the LoRA or the trained weights of a job; if a run starts from them, load them as the run does."""
-    train = settings.train
-    if train is not None and train.lora_path and settings.lora == train.lora_path:
-        load_lora(pipe, policy_component(pipe, train.train_component), settings.lora, train.keep_adapters)
-    else:
-        load_weights(pipe, settings.lora)
 
 
 def count_prompts_at_once(settings: SampleSettings) -> int:
@@ -252,6 +241,8 @@ class Sampler:
             sampling = train.token_sampling if component is not None and train else None
             self.policy = make_policy(pipe, component, sde_type=settings.sde_type, sampling=sampling)
         pipe.set_progress_bar_config(disable=True)
+        if filters := list_filters(pipe):
+            logger.warning("Samples are made without %s, as in training.", ", ".join(filters))
 
     def __call__(self, rows: list[dict[str, Any]], positions: list[int]) -> list[Any]:
         """Generate the samples of `rows`. `positions` are their positions in the whole job."""
@@ -314,7 +305,7 @@ class Sampler:
     def _sample_plainly(self, inputs: dict[str, Any], positions: list[int]) -> Any:
         seeds = torch.tensor([self.settings.seed + position for position in positions])
         arguments = call_arguments(self.pipe, inputs, self.settings.num_inference_steps, seeds)
-        with family_of(self.pipe).bridged(self.pipe):
+        with family_of(self.pipe).bridged(self.pipe), without_filters(self.pipe):
             return extract_samples(self.pipe, self.pipe(**arguments))
 
     def _sample_with_noise(self, inputs: dict[str, Any], positions: list[int]) -> Any:

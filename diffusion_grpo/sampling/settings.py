@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config.early_checks import check_folder
+from ..tiny import default_settings
 
 if TYPE_CHECKING:
     from ..config.settings import DiffusionGRPOConfig
@@ -23,6 +24,7 @@ OPTIONS = (
     "split",
     "max_prompts",
     "lora",
+    "model_init_kwargs",
     "num_generations",
     "batch_size",
     "num_inference_steps",
@@ -42,7 +44,8 @@ class SampleSettings:
 
     Attributes:
         model: Hub id or folder of a pipeline, or `tiny`.
-        prompts, split, max_prompts: dataset, split, and number of rows to use (None: all).
+        prompts, split, max_prompts: dataset or texts, split, and number of rows to use (None: all).
+        model_init_kwargs: arguments with which the pipeline is loaded.
         reward_funcs, eval_reward_funcs, reward_weights: as in `DiffusionGRPOConfig` and `train`.
         num_generations: samples per prompt.
         noise_level: noise level of the stochastic process (None: its default); 0 keeps the pipeline's own scheduler.
@@ -54,11 +57,12 @@ class SampleSettings:
     """
 
     model: str
-    prompts: str
+    prompts: str | list[str]
     split: str
     output_dir: Path
     max_prompts: int | None = None
     lora: str | None = None
+    model_init_kwargs: dict[str, Any] | None = None
     reward_funcs: Any = None
     eval_reward_funcs: Any = None
     reward_weights: list[float] | None = None
@@ -101,6 +105,7 @@ class SampleSettings:
         """Values that two jobs must share for their samples to belong in one table."""
         names = ("model", "lora", "num_generations", "num_inference_steps", "sigmas", "sde_type", "noise_level", "fps")
         names += ("samples_per_latent", "seed", "dtype", "reward_funcs", "eval_reward_funcs", "pipeline_kwargs", *CALL)
+        names += ("model_init_kwargs",)
         values = {name: getattr(self, name) for name in names}
         for name in ("model", "lora"):  # ignore a slash at the end of a folder
             if values[name] and Path(values[name]).exists():
@@ -129,16 +134,22 @@ def hash_weights(source: str | None) -> str | None:
     return found.hexdigest()[:16]
 
 
-def add_call_options(command: argparse.ArgumentParser, steps_default: int | None) -> None:
+def add_call_options(command: argparse.ArgumentParser) -> None:
     """Add the options that `check` and `sample` share. Those not given keep the pipeline's default."""
-    default = "" if steps_default is None else f"; default: {steps_default}"
-    steps_help = f"number of denoising steps{default}"
-    command.add_argument("--num_inference_steps", type=int, default=steps_default, help=steps_help)
+    command.add_argument("--num_inference_steps", type=int, help="number of denoising steps")
     command.add_argument("--guidance_scale", type=float, help="guidance scale")
     command.add_argument("--height", type=int, help="height in pixels")
     command.add_argument("--width", type=int, help="width in pixels")
     command.add_argument("--num_frames", type=int, help="number of frames per video")
     command.add_argument("--pipeline_kwargs", help="additional arguments of the pipeline's call, as JSON")
+    command.add_argument(
+        "--model_init_kwargs", help='arguments that load the pipeline, as JSON, such as {"revision": "main"}'
+    )
+    command.add_argument(
+        "--lora",
+        help="LoRA or weights to load: the output folder of a run or one of its checkpoints, whose evaluations then "
+        "give the defaults of size, guidance and steps; or any LoRA of the model",
+    )
     command.add_argument("--seed", type=int, help="random seed; default: 0")
     command.add_argument(
         "--dtype", help="torch dtype of the weights; default: bfloat16 on an accelerator, float32 on a CPU"
@@ -152,12 +163,10 @@ def add_sample_options(command: argparse.ArgumentParser) -> None:
         "source", metavar="model", help="Hub id or folder of a pipeline, `tiny`, or a YAML file of `train`"
     )
     command.add_argument("--prompts", help=f"{PROMPTS_HELP}; default: the YAML file's dataset")
+    command.add_argument("--prompt", nargs="+", help="texts to sample, in place of --prompts")
     command.add_argument("--split", help="split of the prompts; default: test, or the YAML file's")
     command.add_argument(
         "--max_prompts", type=int, help="use only the first N prompts; default: 16, or all with a YAML file"
-    )
-    command.add_argument(
-        "--lora", help="LoRA or weights to load: the output folder of a run or one of its checkpoints"
     )
     command.add_argument(
         "--reward_funcs", nargs="+", help="rewards that score the samples: names, dotted paths, or one YAML mapping"
@@ -180,7 +189,7 @@ def add_sample_options(command: argparse.ArgumentParser) -> None:
         help="keep all parts but the network in CPU memory until they are needed; default: no, or as in the YAML file",
     )
     command.add_argument("--output_dir", default="samples", help="folder to write to; default: %(default)s")
-    add_call_options(command, steps_default=None)
+    add_call_options(command)
     command.epilog = (
         "With a YAML file of `train` the samples are like those of its rollouts: dataset, rewards, group size, image\n"
         "size, guidance, noise and sigmas come from the file. Options given here override it, and so does any other\n"
@@ -189,28 +198,35 @@ def add_sample_options(command: argparse.ArgumentParser) -> None:
 
 
 def read_call_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Read the options of `add_call_options` that were given, as keyword arguments of a pipeline's call.
-
-    Raises:
-        ValueError: `--pipeline_kwargs` is not a JSON object.
-    """
-    given = {name: getattr(arguments, name) for name in ("num_inference_steps", *CALL)}
-    given = {name: value for name, value in given.items() if value is not None}
-    return given | parse_json_object(arguments.pipeline_kwargs)
+    """Return the keyword arguments of a pipeline's call from the options of `add_call_options`, and their defaults."""
+    options = {name: getattr(arguments, name) for name in ("num_inference_steps", *CALL)}
+    options = {name: value for name, value in options.items() if value is not None}
+    defaults = find_default_call(getattr(arguments, "source", None) or arguments.model, arguments.lora)
+    return defaults | options | parse_json_object(arguments.pipeline_kwargs)
 
 
-def parse_json_object(text: str | None) -> dict[str, Any]:
-    """Parse the value of `--pipeline_kwargs`; return {} if it was not given.
+def find_default_call(model: str, lora: str | None) -> dict[str, Any]:
+    """Return the call with which the run of a LoRA was evaluated, or that of the embedded model; {} if unknown."""
+    source = Path(lora or "").expanduser().resolve()
+    for folder in (source, *source.parents[:3]) if lora is not None and source.exists() else ():
+        if (folder / "run.json").is_file():
+            run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+            return run.get("evaluation_call", {}).get("arguments", {})
+    if model != "tiny":
+        return {}
+    settings = default_settings({})
+    call = {name: settings[name] for name in ("num_inference_steps", *CALL) if name in settings}
+    return call | settings["pipeline_kwargs"]
 
-    Raises:
-        ValueError: the value is not a JSON object.
-    """
+
+def parse_json_object(text: str | None, option: str = "--pipeline_kwargs") -> dict[str, Any]:
+    """Parse a JSON object of the command line; return {} if it was not given."""
     try:
         values = json.loads(text) if text else {}
     except json.JSONDecodeError:
         values = None
     if not isinstance(values, dict):
-        raise ValueError(f'--pipeline_kwargs is {text}; write a JSON object, {{"key": value}}.')
+        raise ValueError(f'{option} is {text}; write a JSON object, {{"key": value}}.')
     return values
 
 
@@ -229,8 +245,13 @@ def read_settings(arguments: argparse.Namespace, overrides: Sequence[str]) -> Sa
     given |= {
         "output_dir": Path(arguments.output_dir).expanduser(),
         "pipeline_kwargs": parse_json_object(arguments.pipeline_kwargs),
+        "model_init_kwargs": parse_json_object(arguments.model_init_kwargs, "--model_init_kwargs"),
     }
-    given |= {name: os.path.expanduser(given[name]) for name in ("prompts", "lora") if name in given}
+    if arguments.prompt:
+        given["prompts"] = arguments.prompt
+    given |= {
+        name: os.path.expanduser(given[name]) for name in ("prompts", "lora") if isinstance(given.get(name), str)
+    }
     if arguments.reward_funcs:
         given |= {
             "reward_funcs": read_rewards(arguments.reward_funcs),
@@ -242,19 +263,21 @@ def read_settings(arguments: argparse.Namespace, overrides: Sequence[str]) -> Sa
     if overrides:
         raise ValueError(f"unknown option {overrides[0]}; see diffusion-grpo sample --help.")
     if "prompts" not in given:
-        raise ValueError("--prompts is missing; give the prompts, or a YAML file of a run in place of the model.")
-    given = {
-        "model": os.path.expanduser(arguments.source),
-        "split": "test",
-        "max_prompts": 16,
-    } | given
-    return SampleSettings(**given)
+        raise ValueError(
+            "--prompts is missing; give a file of prompts, or texts with --prompt, or a run's YAML file as the model."
+        )
+    call = read_call_options(arguments)
+    given |= {name: call.pop(name) for name in ("num_inference_steps", *CALL) if name in call}
+    given |= {"model": os.path.expanduser(arguments.source), "pipeline_kwargs": call}
+    return SampleSettings(**{"split": "test", "max_prompts": 16} | given)
 
 
 def _read_yaml(arguments: argparse.Namespace, overrides: list[str], given: dict[str, Any]) -> SampleSettings:
     from ..config.parse import parse_train_arguments
 
     overrides = [*overrides, f"--output_dir={arguments.output_dir}"]
+    if init_kwargs := given.pop("model_init_kwargs"):
+        overrides.append(f"--model_init_kwargs={json.dumps(init_kwargs)}")
     if arguments.num_inference_steps is not None:  # the noisy steps depend on it
         overrides.append(f"--num_inference_steps={arguments.num_inference_steps}")
     script, _, train = parse_train_arguments(arguments.source, overrides)

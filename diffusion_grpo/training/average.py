@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from ..distributed.weights import TrainedWeights
-from ..run.weights import POLICY_FOLDER
+from ..weights.files import POLICY_FOLDER
 
 logger = logging.getLogger(__name__)
 

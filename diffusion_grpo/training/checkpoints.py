@@ -16,7 +16,7 @@ from ..rollout.reference import CopiedReference
 from ..rollout.value_model import ValueModel
 from ..run.card_data import list_upload_patterns
 from ..run.resume_point import refuse_unreadable
-from ..run.weights import POLICY_FOLDER, PolicyFiles
+from ..weights.files import POLICY_FOLDER, PolicyFiles
 from .average import OldPolicy, PolicyAverage, find_policy_folder
 
 logger = logging.getLogger(__name__)

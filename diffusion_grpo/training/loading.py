@@ -1,5 +1,6 @@
 """Load the policy of a checked run: load the pipeline, make its network trainable, prepare its inputs."""
 
+import logging
 from dataclasses import dataclass
 
 from peft import PeftConfig
@@ -9,13 +10,15 @@ from transformers import set_seed
 from ..config.settings import DiffusionGRPOConfig
 from ..data.inputs import PipelineInputs
 from ..distributed.failure import ProcessGroupMonitor
-from ..policy.base import Policy
+from ..policy.base import Policy, list_filters
 from ..policy.token import make_policy
 from ..rollout.scoring import takes_only_latents
 from .model import load_pipeline, prepare_model, stand_in_for_encoders
 from .prompt_embeds import PromptEmbeds, make_prompt_embeds
 from .start import CheckedRun, RunRewards
 from .trained_networks import check_tokens
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ def load_policy(given: CheckedRun, peft_config: PeftConfig | None, monitor: Proc
     if policy.draws_tokens and given.inputs is None:  # code from elsewhere, which could not be checked before loading
         check_tokens(args)
     check_policy(args, policy, given.rewards)
+    if args.should_log and (filters := list_filters(pipe)):
+        logger.warning("Samples are made without %s, so that rewards see what the network made.", ", ".join(filters))
     return LoadedPolicy(policy, model, inputs, make_prompt_embeds(args, given, policy, inputs, monitor))
 
 

@@ -17,23 +17,23 @@ from peft import PeftConfig
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .. import tiny
 from ..config.quantization import asks_for_quantization
 from ..config.settings import DiffusionGRPOConfig, has_apple_gpu
 from ..distributed import late_weights
 from ..distributed.backend import DistributedBackend
 from ..pipelines import family_of
 from ..policy.base import POLICY_COMPONENTS, policy_component, split_component
-from ..run import adapters
+from ..weights import lora
+from ..weights.files import find_variant
+from ..weights.quantization import QuantizedLoading, check_given_pipeline, check_quantized_training, choose_specs
 from .block_swap import BlockSwap
 from .compiling import compile_blocks
 from .decoding import set_decoding
 from .lora_checks import check_peft_config
-from .model_index import hub_kwargs, read_index
-from .pipeline_checks import check_processors
-from .quantization import QuantizedLoading, check_quantized_training, plan_loading, refuse_given_pipeline
+from .model_index import hub_kwargs, name_source, read_index
 from .scheduler_settings import change_scheduler, check_sigmas
 from .text_encoders import StandIn, is_part_of_encoding, make_stand_ins, wake_encoders
+from .trained_networks import choose_networks, list_components
 
 
 def check_model(model: Any) -> None:
@@ -105,14 +105,17 @@ def plan_quantization(
     """Determine and check the components to quantise while loading the pipeline; return None if there are none.
 
     Raises:
-        ValueError, ImportError: see [`~diffusion_grpo.training.quantization.QuantizedLoading.check`]; or the pipeline
+        ValueError, ImportError: see [`~diffusion_grpo.weights.quantization.QuantizedLoading.check`]; or the pipeline
             is already loaded.
     """
+    if isinstance(model, DiffusionPipeline):
+        check_given_pipeline(args)
+        return None
     if not asks_for_quantization(args):
         return None
-    if isinstance(model, DiffusionPipeline):
-        raise ValueError(refuse_given_pipeline(args))
-    loading = plan_loading(args, read_index(model, args), args.train_component)
+    components = list_components(read_index(model, args))
+    trained = choose_networks(components, args.train_component)
+    loading = QuantizedLoading(choose_specs(args, components, trained), components, trained)
     loading.check(is_full_training)
     return loading
 
@@ -153,7 +156,7 @@ def _load_parts(
     quantized: QuantizedLoading | None,
     parts: dict[str, Any],
 ) -> DiffusionPipeline:
-    source, kwargs = tiny.PATH if model == "tiny" else model, dict(args.model_init_kwargs or {})
+    source, kwargs = name_source(model), dict(args.model_init_kwargs or {})
     dtype = choose_dtype(args, is_full_training)
     if quantized is not None:
         dtype = dtype or torch.float32  # otherwise torchao would use bfloat16 for its own part alone
@@ -164,7 +167,13 @@ def _load_parts(
             kwargs.pop("torch_dtype", None)  # diffusers' former name for it
         kwargs["dtype"] = dtype
     with contextlib.nullcontext() if backend is None else backend.read_networks(name_networks(args)):
-        return DiffusionPipeline.from_pretrained(source, **kwargs | parts)
+        return from_pretrained(model, **kwargs | parts)
+
+
+def from_pretrained(model: str, **kwargs: Any) -> DiffusionPipeline:
+    """Load a pipeline as diffusers does; if a folder has weights only of a variant, such as fp16, load that one."""
+    source = name_source(model)
+    return DiffusionPipeline.from_pretrained(source, **{"variant": find_variant(source)} | kwargs)
 
 
 def set_up_pipeline(pipe: DiffusionPipeline, args: DiffusionGRPOConfig) -> DiffusionPipeline:
@@ -197,7 +206,7 @@ def stand_in_for_encoders(model: str | DiffusionPipeline, args: DiffusionGRPOCon
     if not loads_encoders_late(model, args) or "custom_pipeline" in given:
         return {}
     dtype = choose_dtype(args, is_full_training=False)
-    found = make_stand_ins(tiny.PATH if model == "tiny" else model, dtype, **hub_kwargs(args))
+    found = make_stand_ins(name_source(model), dtype, **hub_kwargs(args))
     return {name: part for name, part in found.items() if name not in given}
 
 
@@ -238,9 +247,7 @@ def _read_dtype(key: str, value: Any) -> torch.dtype | dict[str, torch.dtype]:
         return {name: _read_dtype(f"{key}: {name}", own) for name, own in value.items()}
     dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(
-            f"model_init_kwargs: {key} is {value!r}, which is not a torch dtype; write bfloat16 or float32."
-        )
+        raise ValueError(f"{key} is {value!r}, which is not a torch dtype; write bfloat16 or float32.")
     return dtype
 
 
@@ -291,28 +298,29 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def load_plain_pipeline(
-    model: str, dtype: str | None = None, device: str | None = None, is_placed: bool = True
+    model: str,
+    dtype: str | None = None,
+    device: str | None = None,
+    is_placed: bool = True,
+    model_init_kwargs: dict[str, Any] | None = None,
 ) -> DiffusionPipeline:
     """Load a Hub id, a folder or `tiny` unchanged.
 
     Args:
         model: Hub id or folder of the pipeline, or "tiny".
-        dtype: name of the weights' dtype; by default bfloat16 on an accelerator, where float32 often does not fit in
-            memory, and float32 on a CPU.
+        dtype: name of the weights' dtype; by default that of `model_init_kwargs`, or bfloat16 on an accelerator, where
+            float32 often does not fit in memory, and float32 on a CPU.
         device: device it is for; see [`choose_device`].
         is_placed: whether to move it there.
+        model_init_kwargs: the setting of the same name.
 
     Raises:
         ValueError: torch has no such dtype, or no such device.
-        ImportError: see [`~diffusion_grpo.training.pipeline_checks.check_processors`].
     """
-    if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ValueError(f"--dtype {dtype} is not a torch dtype; use float32, bfloat16 or float16.")
-    place = choose_device(device)
-    source = tiny.PATH if model == "tiny" else model
-    check_processors(DiffusionPipeline.load_config(source))
-    dtype = dtype or ("float32" if place.type == "cpu" else "bfloat16")
-    pipe = DiffusionPipeline.from_pretrained(source, dtype=getattr(torch, dtype))
+    kwargs, place = dict(model_init_kwargs or {}), choose_device(device)
+    former = kwargs.pop("torch_dtype", "float32" if place.type == "cpu" else "bfloat16")
+    kwargs["dtype"] = _read_dtype("dtype", dtype or kwargs.get("dtype", former))
+    pipe = from_pretrained(model, **kwargs)
     return pipe.to(place) if is_placed else pipe
 
 
@@ -386,16 +394,16 @@ def _find_adapter(
         ValueError: the pipeline has adapters that the settings do not mention.
     """
     if args.lora_path is not None:
-        adapter = adapters.load_lora(pipe, names, args.lora_path, args.keep_adapters)
+        adapter = lora.load_lora(pipe, names, args.lora_path, args.keep_adapters)
     else:
         is_full_training = peft_config is None and args.lora_adapter is None
-        adapters.check_adapters(pipe, names, args.lora_adapter, args.keep_adapters, is_full_training)
+        lora.check_adapters(pipe, names, args.lora_adapter, args.keep_adapters, is_full_training)
         if is_full_training:
             return None
-        adapter = args.lora_adapter or adapters.choose_adapter_name(pipe)
-    adapters.unwrap(pipe, names)
+        adapter = args.lora_adapter or lora.choose_adapter_name(pipe)
+    lora.unwrap(pipe, names)
     for name in names if peft_config is None else []:
-        check_peft_config(adapters.copy_config(getattr(pipe, name), adapter), args.needs_reference)
+        check_peft_config(lora.copy_config(getattr(pipe, name), adapter), args.needs_reference)
     return adapter
 
 
@@ -417,7 +425,7 @@ def _prepare_network(
     if adapter is not None:
         if getattr(peft_config, "use_dora", False):  # DoRA starts from the norms of the weights
             late_weights.fill(network.parameters())
-        model = adapters.wrap_lora(network, peft_config, adapter).eval()
+        model = lora.wrap_lora(network, peft_config, adapter).eval()
     else:
         _require_float32_weights(network, args)
         cast = nn.Module.to if backend is None else backend.cast

@@ -1,5 +1,7 @@
 """Read `model_index.json` of a model, and check it before any weights are loaded."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -17,8 +19,13 @@ from .trained_networks import choose_networks, list_components
 HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
 
 
-def pipeline_class(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) -> type[DiffusionPipeline] | None:
-    """Return the pipeline's class, read from `model_index.json` alone; None if its code comes from elsewhere."""
+def pipeline_class(model: str | DiffusionPipeline, args: Any) -> type[DiffusionPipeline] | None:
+    """Return the pipeline's class, read from `model_index.json` alone; None if its code comes from elsewhere.
+
+    Args:
+        model: as the user gave it.
+        args: any object with `model_init_kwargs`.
+    """
     if isinstance(model, DiffusionPipeline):
         return type(model)
     if "custom_pipeline" in (args.model_init_kwargs or {}):
@@ -26,21 +33,20 @@ def pipeline_class(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) ->
     return getattr(diffusers, str(read_index(model, args).get("_class_name")), None)
 
 
-def plain_pipeline_class(model: str) -> type[DiffusionPipeline] | None:
-    """Return the pipeline class of a Hub id, a folder or `tiny`, unloaded; None if its code comes from elsewhere."""
-    index = DiffusionPipeline.load_config(tiny.PATH if model == "tiny" else model)
-    return getattr(diffusers, str(index.get("_class_name")), None)
+def name_source(model: str) -> str | Path:
+    """Return what diffusers calls a named model: a Hub id, or a folder."""
+    return tiny.PATH if model == "tiny" else os.path.expanduser(model)
 
 
-def read_index(model: str, args: DiffusionGRPOConfig) -> dict[str, Any]:
+def read_index(model: str, args: Any) -> dict[str, Any]:
     """Return the contents of a named model's `model_index.json`: the class of each component."""
-    return DiffusionPipeline.load_config(tiny.PATH if model == "tiny" else model, **hub_kwargs(args))
+    return DiffusionPipeline.load_config(name_source(model), **hub_kwargs(args))
 
 
-def hub_kwargs(args: DiffusionGRPOConfig) -> dict[str, Any]:
+def hub_kwargs(args: Any) -> dict[str, Any]:
     """Return the entries of `model_init_kwargs` that say where files come from."""
-    given = args.model_init_kwargs or {}
-    return {name: given[name] for name in HUB_KWARGS if name in given}
+    kwargs = args.model_init_kwargs or {}
+    return {name: kwargs[name] for name in HUB_KWARGS if name in kwargs}
 
 
 def find_networks(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) -> tuple[str, ...]:
@@ -78,8 +84,7 @@ def check_scheduler(
     cls = getattr(diffusers, str((index.get("scheduler") or [None, None])[1]), None)
     if cls is None:
         return
-    source = tiny.PATH if model == "tiny" else model
-    scheduler = cls.from_pretrained(source, subfolder="scheduler", **hub_kwargs(args))
+    scheduler = cls.from_pretrained(name_source(model), subfolder="scheduler", **hub_kwargs(args))
     if args.scheduler_kwargs:
         scheduler = change_scheduler(scheduler, args.scheduler_kwargs)
     if args.sigmas is not None:
@@ -90,7 +95,7 @@ def check_scheduler(
         stochastic_scheduler(scheduler, args.sde_type, args.log_prob_type)
 
 
-def check_packages(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) -> None:
+def check_packages(model: str | DiffusionPipeline, args: Any) -> None:
     """Refuse a named model that needs a missing package, before weights are loaded.
 
     Raises:

@@ -33,10 +33,12 @@ from ..rollout.replays import Replays
 from ..rollout.runtime import Runtime
 from ..rollout.scoring import RewardScorer
 from ..rollout.value_model import ValueCallback, ValueModel
-from ..run.adapters import list_kept_adapters
-from ..run.card_data import pipeline_tag, strip_folders, strip_secrets
+from ..run.card_data import pipeline_tag
 from ..run.sample_writer import KeptSamples, SampleWriter
-from ..run.weights import PolicyFiles, lora_loader, name_half_dtype
+from ..weights.files import PolicyFiles, lora_loader, name_half_dtype
+from ..weights.lora import list_kept_adapters
+from ..weights.public_names import strip_folders, strip_secrets
+from ..weights.quantization import describe_quantization
 from .callbacks import (
     CollapseCallback,
     GoingBackCallback,
@@ -52,7 +54,6 @@ from .evaluation import Evaluator
 from .evaluation_samples import EvaluationSettings
 from .learner import Learner
 from .progress import UpdateProgress, replace_progress
-from .quantization import describe_quantization
 from .start import RunRewards
 from .trackers import patch_trackers
 from .update import PolicyUpdate

@@ -38,11 +38,13 @@ from ..rewards import (
     reward_weights,
 )
 from ..rewards.contract import is_marked
-from ..run.adapters import continues_lora
-from ..run.card_data import find_license, strip_folders, strip_secrets
+from ..run.card_data import find_license
 from ..run.records import make_record
 from ..run.reproduce import describe_script
 from ..tiny import default_settings
+from ..weights.lora import continues_lora
+from ..weights.public_names import strip_folders, strip_secrets
+from ..weights.quantization import QuantizedLoading, list_trained_methods
 from .lora_checks import check_peft_config
 from .model import (
     check_args,
@@ -55,7 +57,6 @@ from .model import (
 )
 from .model_index import check_guider, check_packages, check_scheduler, find_networks, pipeline_class
 from .pipeline_checks import check_given_parts
-from .quantization import QuantizedLoading, list_trained_methods
 from .trackers import check_trackers
 from .trained_networks import check_trained_networks
 from .watched_rewards import load_watched_rewards

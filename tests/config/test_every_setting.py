@@ -280,9 +280,9 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "context_parallel_type": Elsewhere(
         "distributed/test_context_parallel.py::test_a_ring_trains_what_one_process_trains"
     ),
-    "keep_adapters": Elsewhere("run/test_adapters.py::test_other_adapters_stay_active_and_frozen"),
-    "lora_adapter": Elsewhere("run/test_adapters.py::test_an_adapter_of_the_pipeline_is_trained_further"),
-    "lora_path": Elsewhere("run/test_adapters.py::test_a_saved_lora_is_trained_further"),
+    "keep_adapters": Elsewhere("weights/test_lora.py::test_other_adapters_stay_active_and_frozen"),
+    "lora_adapter": Elsewhere("weights/test_lora.py::test_an_adapter_of_the_pipeline_is_trained_further"),
+    "lora_path": Elsewhere("weights/test_lora.py::test_a_saved_lora_is_trained_further"),
     "train_component": Turned(
         "transformer_2", "trained", "prompts@1", VIDEO | {"name": "wan_experts", "trained_steps": [1, 2]}
     ),
@@ -301,7 +301,7 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "log_completions": Turned(False, "files", "weights@2 samples@2"),
     "num_completions_to_log": Turned(1, "files", "weights@2 evaluation", EVALUATED),
     "log_samples_steps": Turned(1, "files", "weights@2 samples@2"),
-    "push_samples": Elsewhere("run/test_weights.py::test_push_to_hub_uploads_the_weights_and_the_card"),
+    "push_samples": Elsewhere("weights/test_files.py::test_push_to_hub_uploads_the_weights_and_the_card"),
     "save_samples_steps": Turned(2, "files", "weights@2 samples@2"),
     "validation_prompts": Turned(["a sign", "a lamp"], "files passes", "weights@2 samples@2"),
     "validation_steps": Turned(2, "files passes", "weights@2 samples@2", WATCHED),
@@ -354,11 +354,11 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "fsdp": Elsewhere("distributed/test_fsdp.py::test_settings_ask_as_a_launcher_does"),
     "fsdp_config": Elsewhere("distributed/test_sharding.py::test_fsdp_in_the_settings_goes_before_the_launchers"),
     "gradient_checkpointing": Turned(True, "block_calls", "gradient@2 weights@2 passes"),
-    "hub_always_push": Elsewhere("run/test_weights.py::test_settings_of_the_hub_reach_it"),
-    "hub_model_id": Elsewhere("run/test_weights.py::test_push_to_hub_uploads_the_weights_and_the_card"),
-    "hub_revision": Elsewhere("run/test_weights.py::test_settings_of_the_hub_reach_it"),
-    "hub_strategy": Elsewhere("run/test_weights.py::test_settings_of_the_hub_reach_it"),
-    "hub_token": Elsewhere("run/test_weights.py::test_settings_of_the_hub_reach_it"),
+    "hub_always_push": Elsewhere("weights/test_files.py::test_settings_of_the_hub_reach_it"),
+    "hub_model_id": Elsewhere("weights/test_files.py::test_push_to_hub_uploads_the_weights_and_the_card"),
+    "hub_revision": Elsewhere("weights/test_files.py::test_settings_of_the_hub_reach_it"),
+    "hub_strategy": Elsewhere("weights/test_files.py::test_settings_of_the_hub_reach_it"),
+    "hub_token": Elsewhere("weights/test_files.py::test_settings_of_the_hub_reach_it"),
     "ignore_data_skip": Refused(True, "wrong prompts"),
     "greater_is_better": Turned(False, "best", "weights@2", SAVED | EVALUATED | WATCHED_BEST),
     "load_best_model_at_end": Turned(
@@ -376,7 +376,7 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "optim": Turned("sgd", "weights@1", "samples@1 gradient@1"),
     "output_dir": Elsewhere("training/test_start.py::test_defaults_name_the_output_after_the_model"),
     "per_device_eval_batch_size": Turned(1, "passes", "evaluation weights@2", EVALUATED),
-    "push_to_hub": Elsewhere("run/test_weights.py::test_push_to_hub_uploads_the_weights_and_the_card"),
+    "push_to_hub": Elsewhere("weights/test_files.py::test_push_to_hub_uploads_the_weights_and_the_card"),
     "resume_from_checkpoint": Elsewhere("training/test_resume.py::test_sigkill_and_resume"),
     "overwrite_output_dir": Elsewhere("training/test_base.py::test_a_run_replaces_the_one_in_its_folder_if_asked_for"),
     "resume_without_optimizer": Elsewhere(

@@ -27,7 +27,7 @@ from diffusion_grpo.distributed import deepspeed
 from diffusion_grpo.distributed.context_parallel import ContextGroups
 from diffusion_grpo.distributed.deepspeed import DeepSpeedBackend
 from diffusion_grpo.policy.rollout import DenoisingPolicy, rollout, sample_seed
-from diffusion_grpo.run import weights as hub
+from diffusion_grpo.weights import files as hub
 
 BASE = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "num_generations": 4, "max_steps": 2}
 BASE |= {"num_inference_steps": 3}

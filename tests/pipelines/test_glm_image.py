@@ -15,7 +15,7 @@ from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, check_pipe
 from diffusion_grpo.pipelines import FAMILIES, family_of
 from diffusion_grpo.policy.rollout import DenoisingPolicy, TokenPolicy, replay, rollout
 from diffusion_grpo.policy.token_process import Sampling
-from diffusion_grpo.run.weights import LORA_WEIGHTS
+from diffusion_grpo.weights.files import LORA_WEIGHTS
 
 DIT, WRITER = "transformer", "vision_language_encoder"
 BOTH = [DIT, WRITER]

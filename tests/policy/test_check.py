@@ -56,6 +56,20 @@ def test_it_measures_the_gradient_of_all_weights_and_keeps_those_that_are_there(
     assert report.grad_norm == pytest.approx(squares.sqrt().item(), rel=1e-5)
 
 
+def test_a_safety_checker_is_left_out_of_rollouts_and_stays_in_the_pipeline():
+    pipe, inputs = tiny_pipelines.build("sd15")
+    expected, _ = rollout(DenoisingPolicy(pipe), inputs, seeds=[1, 2], num_inference_steps=2)
+
+    class Blackener(torch.nn.Module):
+        def forward(self, **kwargs):
+            raise AssertionError("the safety checker ran")
+
+    pipe.safety_checker = pipe.watermark = checker = Blackener()
+    samples, _ = rollout(DenoisingPolicy(pipe), inputs, seeds=[1, 2], num_inference_steps=2)
+    assert [one.tobytes() for one in samples] == [one.tobytes() for one in expected]
+    assert check_pipeline(pipe, inputs, num_inference_steps=2).trains and pipe.safety_checker is checker
+
+
 def test_memory_that_does_not_suffice_says_nothing_about_the_pipeline(monkeypatch):
     pipe, inputs = tiny_pipelines.build("sd3")
 

@@ -11,7 +11,7 @@ from tiny_runs import LORA, SETTINGS, brightness, first_frame_brightness, traine
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.report.usage import write_usage
-from diffusion_grpo.run.weights import name_half_dtype
+from diffusion_grpo.weights.files import name_half_dtype
 
 RUN = {
     "model": "a/b",

@@ -5,16 +5,8 @@ import pytest
 from huggingface_hub.utils import filter_repo_objects
 
 from diffusion_grpo.rewards.loading import load_rewards
-from diffusion_grpo.run.card_data import (
-    find_license,
-    list_upload_patterns,
-    name_repository,
-    pipeline_tag,
-    public_model_name,
-    public_source_name,
-    strip_folders,
-    strip_secrets,
-)
+from diffusion_grpo.run.card_data import find_license, list_upload_patterns, name_repository, pipeline_tag
+from diffusion_grpo.weights.public_names import public_model_name, public_source_name, strip_folders, strip_secrets
 
 FILES = [
     "README.md",

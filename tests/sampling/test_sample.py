@@ -21,11 +21,11 @@ from diffusion_grpo import cli
 from diffusion_grpo.data.inputs import PipelineInputs
 from diffusion_grpo.media.files import read_video
 from diffusion_grpo.rollout.sampling_plan import make_sampling_plan
-from diffusion_grpo.run.adapters import list_adapters
 from diffusion_grpo.sampling import sample
 from diffusion_grpo.sampling.settings import SampleSettings, read_settings
 from diffusion_grpo.training.block_swap import find_hook
-from diffusion_grpo.training.quantization import describe_quantization
+from diffusion_grpo.weights.lora import list_adapters
+from diffusion_grpo.weights.quantization import describe_quantization
 
 PROMPTS = ["a red fox", "a blue house", "a tree"]
 SIZE = ["--height", "16", "--width", "16", "--num_inference_steps", "3"]

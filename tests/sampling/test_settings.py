@@ -1,6 +1,7 @@
 """Options of `diffusion-grpo sample`, beside a model or a YAML file."""
 
 import argparse
+import json
 from pathlib import Path
 
 import pytest
@@ -99,9 +100,31 @@ def test_what_cannot_be_used_is_refused(words, message):
         read(*words)
 
 
+def test_the_embedded_model_and_a_runs_lora_are_sampled_as_they_were_trained(tmp_path):
+    call = {"num_inference_steps": 7, "guidance_scale": 3.5, "height": 24, "max_sequence_length": 9}
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "run.json").write_text(json.dumps({"evaluation_call": {"inputs": ["prompt"], "arguments": call}}))
+    for model in ("tiny", "owner/name"):
+        settings = read(model, "--prompt", "a cat", "a dog", "--lora", str(tmp_path / "checkpoint-2"), "--height", "8")
+        assert (settings.num_inference_steps, settings.guidance_scale, settings.height) == (7, 3.5, 8)
+        assert settings.pipeline_kwargs == {"max_sequence_length": 9} and settings.prompts == ["a cat", "a dog"]
+    tiny = read("tiny", "--prompts", "x.txt", "--width", "32")
+    assert (tiny.num_inference_steps, tiny.guidance_scale, tiny.height, tiny.width) == (6, 1.0, 32, 32)
+    assert tiny.pipeline_kwargs == {"max_sequence_length": 1}
+
+
+def test_what_a_pipeline_is_loaded_with(tmp_path):
+    assert (
+        read("a/b", "--prompt", "x", "--model_init_kwargs", '{"revision": "v1"}').model_init_kwargs["revision"] == "v1"
+    )
+    config = write_config(tmp_path, model_init_kwargs={"revision": "v1"})
+    settings = read(config, "--model_init_kwargs", '{"revision": "v2"}')
+    assert settings.train.model_init_kwargs == {"revision": "v2"}
+
+
 def test_arguments_of_the_call_and_rewards():
     given = argparse.Namespace(num_inference_steps=4, guidance_scale=None, height=8, width=None, num_frames=None)
-    given.pipeline_kwargs = '{"max_sequence_length": 8}'
+    given.pipeline_kwargs, given.model, given.lora = '{"max_sequence_length": 8}', "owner/name", None
     assert read_call_options(given) == {"num_inference_steps": 4, "height": 8, "max_sequence_length": 8}
     assert parse_json_object(None) == {}
     assert read_rewards(["{text: {weight: 2}}"]) == {"text": {"weight": 2}}

@@ -12,8 +12,8 @@ from transformers import TrainerCallback
 
 from diffusion_grpo.policy.rollout import rollout
 from diffusion_grpo.policy.trajectory import sample_seed
-from diffusion_grpo.run import weights as hub
 from diffusion_grpo.training.average import find_policy_folder
+from diffusion_grpo.weights import files as hub
 
 AVERAGED = {"ema_decay": 0.5, "ema_update_interval": 1, "learning_rate": 0.05}
 

@@ -171,9 +171,7 @@ def test_weights_saved_in_half_precision_train_in_float32(cached, tmp_path):
 
 @pytest.mark.parametrize("value", ["bfloat61", "auto", 16, {"transformer": "half precision"}])
 def test_what_is_no_dtype_is_refused(value):
-    with pytest.raises(
-        ValueError, match="model_init_kwargs: dtype.* is .*, which is not a torch dtype; write bfloat16"
-    ):
+    with pytest.raises(ValueError, match="dtype.* is not a torch dtype"):
         choose_dtype(make_config(model_init_kwargs={"dtype": value}), False)
 
 
@@ -229,7 +227,7 @@ def test_arguments_for_loading_are_refused_for_a_pipeline_that_is_loaded(tmp_pat
 
 
 def test_dtypes_and_devices_that_torch_does_not_have():
-    with pytest.raises(ValueError, match="--dtype float33 is not a torch dtype"):
+    with pytest.raises(ValueError, match="float33.*is not a torch dtype"):
         load_plain_pipeline("tiny", "float33")
     with pytest.raises(ValueError, match="--device cdua is not a torch device"):
         load_plain_pipeline("tiny", "float32", "cdua")

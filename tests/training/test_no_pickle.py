@@ -12,7 +12,7 @@ from tiny_runs import trainer_for
 from diffusion_grpo.distributed.sharded_checkpoints import has_shards
 from diffusion_grpo.rewards.models.base import read_weights
 from diffusion_grpo.run.manifest import ResumeError, write_manifest
-from diffusion_grpo.run.weights import PolicyFiles, load_weights
+from diffusion_grpo.weights.files import PolicyFiles, load_weights
 from tests.run.test_manifest import SETTINGS
 
 VALUED = SETTINGS | {"ema_decay": 0.9, "advantage_estimator": "gae", "max_steps": 2}

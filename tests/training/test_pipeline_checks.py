@@ -12,7 +12,8 @@ from transformers.utils import is_torchvision_available
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.planning.weightless import build_weightless_pipeline
-from diffusion_grpo.training.model import load_plain_pipeline, name_networks
+from diffusion_grpo.training.model import name_networks
+from diffusion_grpo.training.model_index import check_packages
 from diffusion_grpo.training.pipeline_checks import check_fused, check_given_parts, check_processors
 
 CPU = torch.device("cpu")
@@ -118,7 +119,7 @@ def test_a_processor_that_needs_torchvision_is_refused_before_weights_are_loaded
     with pytest.raises(ImportError, match=message):
         DiffusionGRPOTrainer(folder, brightness, args)
     with pytest.raises(ImportError, match=message):
-        load_plain_pipeline(folder)
+        check_packages(folder, args)
     with pytest.raises(ImportError, match=message):
         build_weightless_pipeline(tmp_path / "model", args, is_full_training=False)
 

@@ -29,9 +29,9 @@ from transformers.trainer_callback import PrinterCallback
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.media.files import write_sound, write_video
-from diffusion_grpo.run import adapters
 from diffusion_grpo.training import trackers
 from diffusion_grpo.training.trackers import TITLE_HEIGHT, draw_grid, log_files, log_image, patch_trackers
+from diffusion_grpo.weights import lora as adapters
 
 RUN = {"name": "wan", "rewards": first_frame_brightness, "num_inference_steps": 3, "fps": 8.0, "max_steps": 1}
 RUN |= {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}

@@ -174,12 +174,14 @@ def without_sharding() -> Iterator[None]:
 
 
 def weights_path(model: str, filename: str, revision: str = "main") -> Path:
-    """Return the path of `filename` in a folder or a Hub id; download it if it is not in the cache.
+    """Return the path of `filename` in a folder or a Hub id, or `model` itself if it is a file; download it if needed.
 
     Raises:
         FileNotFoundError: the folder has no such file.
     """
     folder = Path(model).expanduser()
+    if folder.is_file():
+        return folder
     if folder.is_dir():
         if not (folder / filename).is_file():
             raise FileNotFoundError(

@@ -39,7 +39,7 @@ class HPSv3(ModelReward):
     The mean standard deviation is logged as `hpsv3/sigma`.
 
     Args:
-        model: Hub id or folder with `HPSv3.safetensors`.
+        model: Hub id or folder with `HPSv3.safetensors`, or that file.
         base: Hub id or folder of the Qwen2-VL that it was trained from, for the configuration and tokenizer.
         base_revision: branch, tag or commit of `base`.
         output: `mean` for the published score, or `sigma` for its standard deviation.

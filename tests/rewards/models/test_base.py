@@ -142,6 +142,7 @@ def test_the_default_device_is_that_of_the_process(monkeypatch) -> None:
 def test_weights_are_read_without_running_what_they_hold(tmp_path) -> None:
     weights = {"weight": torch.ones(2)}
     torch.save({"state_dict": weights}, tmp_path / "a.pth")
+    assert weights_path(str(tmp_path / "a.pth"), "other.pth") == tmp_path / "a.pth"  # a file of its own
     assert read_weights(weights_path(str(tmp_path), "a.pth"))["weight"].tolist() == [1.0, 1.0]
     (tmp_path / "b.pth").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
     with pytest.raises(Exception, match="(?i)weights_only|unsupported"):

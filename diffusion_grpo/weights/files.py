@@ -8,8 +8,10 @@ import copy
 import dataclasses
 import inspect
 import json
+import logging
+import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +21,24 @@ from diffusers.loaders import PeftAdapterMixin
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import EntryNotFoundError
-from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import PeftConfig, PeftModel, get_peft_model_state_dict, inject_adapter_in_model, set_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from ..distributed.late_weights import load_held
 from ..policy.base import policy_component, split_component
-from .card_data import public_source_name
+from ..policy.network_gate import replace_attribute
+from .public_names import public_source_name
 
 SOURCE = "_name_or_path"  # config entry in which diffusers says where a pipeline or network was loaded from
 POLICY_FOLDER = "policy"  # subfolder for the policy itself, next to its published average
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 LORA_WEIGHTS = "pytorch_lora_weights.safetensors"
+# name of a layer's first matrix, in the layouts that diffusers' pipelines convert files to
+FIRST_MATRIX = re.compile(r"(lora_A|lora(_linear_layer)?[._]down)(\.\w+)?\.weight$|lora_embedding_A")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,8 +108,8 @@ def save_policy(
 def _publish_sources(folder: Path, names: Iterable[str], pipe: DiffusionPipeline) -> None:
     """Replace paths by public names in the files just written for these parts of the pipeline."""
 
-    def publish(found: dict[str, Any]) -> dict[str, Any]:
-        return found | {SOURCE: public_source_name(found[SOURCE], base)} if found.get(SOURCE) else found
+    def publish(config: dict[str, Any]) -> dict[str, Any]:
+        return config | {SOURCE: public_source_name(config[SOURCE], base)} if config.get(SOURCE) else config
 
     base = pipe.config.get(SOURCE)
     configs = [path for name in names for path in (folder / name).rglob("*config.json")]
@@ -166,12 +173,17 @@ def lora_loader(pipe: DiffusionPipeline, name: str) -> str:
 def name_half_dtype(pipe: DiffusionPipeline) -> str | None:
     """Return the half-precision dtype of a pipeline's parts, such as "bfloat16"; None if all are in float32."""
     parts = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
-    found = {parameter.dtype for part in parts for parameter in part.parameters()}
+    dtypes = {parameter.dtype for part in parts for parameter in part.parameters()}
     names = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-    return next((name for dtype, name in names.items() if dtype in found), None)
+    return next((name for dtype, name in names.items() if dtype in dtypes), None)
 
 
-def load_weights(pipe: DiffusionPipeline, source: str | Path, adapter_name: str | None = None) -> None:
+def load_weights(
+    pipe: DiffusionPipeline,
+    source: str | Path,
+    adapter_name: str = "default",
+    component: tuple[str, ...] | None = None,
+) -> None:
     """Load trained weights into a pipeline, in place.
 
     Args:
@@ -179,28 +191,42 @@ def load_weights(pipe: DiffusionPipeline, source: str | Path, adapter_name: str 
         source: a run's folder or one of its checkpoints (or the `policy` in it), with a LoRA (of a second expert too)
             or with the networks of full training; the Hub id of a pushed LoRA; a folder that PEFT wrote; or any
             LoRA that the pipeline itself loads, a file or a Hub id.
-        adapter_name: name of the LoRA in the pipeline; by default diffusers chooses one.
+        adapter_name: name of the LoRA in the pipeline.
+        component: names of the networks that a LoRA is for if no run.json says it.
 
     Raises:
-        ValueError: the folder holds no such weights.
+        ValueError: there are no such weights, or not all of them fit the pipeline.
     """
-    folder = fetch_lora(pipe, source) or Path(source)
-    is_lora = any((folder / name).is_file() for name in (ADAPTER_WEIGHTS, LORA_WEIGHTS))
-    networks = [name for name in pipe.components if (folder / name / "config.json").is_file()]
+    place = fetch_lora(pipe, source) or Path(source).expanduser()
+    if place.is_file() and place.name in (ADAPTER_WEIGHTS, LORA_WEIGHTS) and (place.parent / ADAPTER_CONFIG).is_file():
+        place = place.parent
+    networks = [name for name in pipe.components if (place / name / "config.json").is_file()]
     networks = [name for name in networks if isinstance(getattr(pipe, name), nn.Module)]
-    if is_lora:
-        _load_lora(pipe, folder, {} if adapter_name is None else {"adapter_name": adapter_name})
-    elif networks:
+    if place.name == ADAPTER_WEIGHTS:
+        raise ValueError(f"{source} needs the {ADAPTER_CONFIG} that PEFT saved beside it, which holds its scale.")
+    if (place / ADAPTER_WEIGHTS).is_file():
+        _load_lora(pipe, place, adapter_name, lambda: _add_adapters(pipe, place, adapter_name, component))
+    elif networks and not (place / LORA_WEIGHTS).is_file():
         for name in networks:
             network = getattr(pipe, name)
-            saved = type(network).from_pretrained(folder / name, dtype=network.dtype, use_safetensors=True)
+            saved = type(network).from_pretrained(place / name, dtype=network.dtype, use_safetensors=True)
             network.load_state_dict(saved.state_dict())
-    elif folder.is_dir() and not list(folder.glob("*.safetensors")):
-        raise ValueError(f"{folder} holds neither a LoRA nor a network of {type(pipe).__name__}.")
+    elif place.is_dir() and not list(place.glob("*.safetensors")):
+        raise ValueError(f"{place} holds neither a LoRA nor a network of {type(pipe).__name__}.")
     elif not hasattr(pipe, "load_lora_weights"):
         raise ValueError(f"{type(pipe).__name__} loads no LoRA from {source}; give the folder of a run.")
     else:
-        pipe.load_lora_weights(source, adapter_name=adapter_name)
+        _load_lora(pipe, source, adapter_name, lambda: _let_pipeline_load(pipe, source, adapter_name))
+
+
+def find_variant(folder: str | Path) -> str | None:
+    """Return the variant, such as `fp16`, of a pipeline's folder in which a network has no other weights."""
+    for part in Path(folder).glob("*/"):
+        # model.safetensors, model.fp16.safetensors, model.fp16-00001-of-00002.safetensors
+        names = [file.name.split(".") for file in part.glob("*.safetensors")]
+        if names and all(len(name) == 3 for name in names):
+            return names[0][1].split("-")[0]
+    return None
 
 
 def fetch_lora(pipe: DiffusionPipeline, source: str | Path) -> Path | None:
@@ -213,45 +239,95 @@ def fetch_lora(pipe: DiffusionPipeline, source: str | Path) -> Path | None:
     if isinstance(source, Path) or Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
         return None
     try:
-        hf_hub_download(name, "adapter_config.json")
+        hf_hub_download(name, ADAPTER_CONFIG)
     except EntryNotFoundError:
         return None
-    files = (ADAPTER_WEIGHTS, "adapter_config.json", LORA_WEIGHTS)
+    files = (ADAPTER_WEIGHTS, ADAPTER_CONFIG, LORA_WEIGHTS)
     networks = [component for component, part in pipe.components.items() if isinstance(part, nn.Module)]
     inside = [f"{network}/{file}" for network in networks for file in files]
     folder = Path(snapshot_download(name, allow_patterns=[*files, "run.json", *inside]))
     return folder if any((folder / file).is_file() for file in (ADAPTER_WEIGHTS, LORA_WEIGHTS)) else None
 
 
-def _load_lora(pipe: DiffusionPipeline, folder: Path, named: dict[str, str]) -> None:
+def _load_lora(pipe: DiffusionPipeline, source: str | Path, name: str, load: Callable[[], tuple[int, int]]) -> None:
+    """Load a LoRA; take it out again if the pipeline did not take all of it.
+
+    Args:
+        load: loads it, and returns how many of its layers the pipeline took, and how many it has.
+    """
+    try:
+        taken, held = load()
+        reason = f"only {taken} of its {held} layers are in the pipeline" if taken < held else None
+    except (OSError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # any error of peft or of diffusers' conversion, of which some have a line per tensor
+        lines = str(error).strip().splitlines() or [""]
+        reason = f"{type(error).__name__}: {' '.join(lines[:2])[:200]}"
+    if reason is not None:
+        for part in pipe.components.values():
+            drop_adapter(part, name)
+        raise ValueError(
+            f"The LoRA {source} does not fit {type(pipe).__name__} ({reason}); use one that was trained on this model."
+        )
+
+
+def _add_adapters(
+    pipe: DiffusionPipeline, folder: Path, name: str, component: tuple[str, ...] | None
+) -> tuple[int, int]:
+    """Add the LoRAs of a folder in PEFT's layout, which holds their scale exactly, to their networks."""
     records = [place / "run.json" for place in (folder, *folder.resolve().parents[:2])]  # of the run that holds it
     trained = [json.loads(path.read_text(encoding="utf-8")).get("component") for path in records if path.is_file()]
-    first, *others = split_component(trained[0]) if trained and trained[0] else policy_component(pipe)
-    for name, place in ((first, folder), *((name, folder / name) for name in others)):
-        if not place.is_dir():
-            continue
-        way = "peft" if is_peft_alone(place) else lora_loader(pipe, name)
-        if way == "load_lora_weights":
-            into = {f"load_into_{name}": True} if name in policy_component(pipe)[1:] else {}
-            pipe.load_lora_weights(place, **into, **named)
-        elif way == "load_lora_adapter":
-            getattr(pipe, name).load_lora_adapter(place, prefix=None, weight_name=LORA_WEIGHTS, **named)
-        else:
-            PeftModel.from_pretrained(getattr(pipe, name), place, **named)
+    first, *others = split_component(trained[0]) if trained and trained[0] else component or policy_component(pipe)
+    taken = held = 0
+    for network, place in ((first, folder), *((other, folder / other) for other in others)):
+        if (place / ADAPTER_WEIGHTS).is_file():
+            layers = load_file(place / ADAPTER_WEIGHTS)
+            unexpected = _add_adapter(getattr(pipe, network), place, layers, name)
+            taken, held = taken + len(layers) - len(unexpected), held + len(layers)
+    return taken // 2, held // 2  # each layer has two matrices
 
 
-def is_peft_alone(folder: Path) -> bool:
-    """Return whether a LoRA has only PEFT's layout, which diffusers does not load."""
-    is_peft = (folder / ADAPTER_WEIGHTS).is_file() and (folder / "adapter_config.json").is_file()
-    return is_peft and not (folder / LORA_WEIGHTS).is_file()
+def _add_adapter(network: nn.Module, folder: Path, layers: dict[str, Tensor], name: str) -> list[str]:
+    """Add one LoRA to a network, and return the names of its tensors that the network lacks."""
+    inject_adapter_in_model(PeftConfig.from_pretrained(folder), network, adapter_name=name)
+    layers = {key.removeprefix("base_model.model."): tensor for key, tensor in layers.items()}
+    network._hf_peft_config_loaded = True  # diffusers then knows that there are adapters
+    return set_peft_model_state_dict(network, layers, adapter_name=name).unexpected_keys
+
+
+def _let_pipeline_load(pipe: DiffusionPipeline, source: str | Path, name: str) -> tuple[int, int]:
+    """Let the pipeline load a LoRA of any other layout."""
+    state, read = {}, getattr(pipe, "lora_state_dict", None)
+
+    def convert(*args: Any, **kwargs: Any) -> Any:
+        result = read(*args, **kwargs)
+        state.update(result[0] if isinstance(result, tuple) else result)
+        return result
+
+    # diffusers warns of what does not fit, a line per tensor, and goes on
+    log = logging.getLogger("diffusers.loaders.peft")
+    with replace_attribute(pipe, "lora_state_dict", convert), replace_attribute(log, "disabled", True):
+        pipe.load_lora_weights(source, adapter_name=name)
+    parts = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
+    names = [key for part in parts for key, _ in part.named_parameters() if f"_A.{name}" in key]
+    return len(names), sum(FIRST_MATRIX.search(key) is not None for key in state)
+
+
+def list_tuner_layers(network: nn.Module) -> list[BaseTunerLayer]:
+    """List the layers of a network that have adapters."""
+    return [module for module in network.modules() if isinstance(module, BaseTunerLayer)]
+
+
+def drop_adapter(network: Any, name: str) -> None:
+    """Delete an adapter of a network; nothing happens if there is none."""
+    if isinstance(network, nn.Module):
+        getattr(network, "peft_config", {}).pop(name, None)
+        for layer in list_tuner_layers(network):
+            layer.delete_adapter(name)
 
 
 def load_policy(model: nn.Module, component: tuple[str, ...], folder: str | Path) -> None:
-    """Load weights that `save_policy` wrote back into the model, in place and bit for bit.
-
-    Raises:
-        ValueError: the folder holds no weights of this kind of model.
-    """
+    """Load weights that `save_policy` wrote back into the model, in place and bit for bit."""
     folder = Path(folder)
     for part, name, place in _others(model, component, folder):
         load_policy(part, (name,), place)
@@ -276,7 +352,7 @@ def load_policy(model: nn.Module, component: tuple[str, ...], folder: str | Path
 def copy_weights(checkpoint: str | Path, folder: str | Path, component: tuple[str, ...]) -> None:
     """Copy the weights that `save_policy` wrote into a checkpoint, without the training state, to another folder."""
     checkpoint, folder = Path(checkpoint), Path(folder)
-    for name in (ADAPTER_WEIGHTS, "adapter_config.json", LORA_WEIGHTS):
+    for name in (ADAPTER_WEIGHTS, ADAPTER_CONFIG, LORA_WEIGHTS):
         if (checkpoint / name).is_file():
             shutil.copy(checkpoint / name, folder / name)
     for name in (*component, POLICY_FOLDER):

@@ -25,8 +25,8 @@ from torch import nn
 from ..distributed.late_weights import fill
 from ..policy.network_gate import replace_attribute
 from ..policy.quantized import find_quantization
-from .dequantize import show_plain_layers
-from .weights import fetch_lora, is_peft_alone, load_weights
+from .files import ADAPTER_CONFIG, drop_adapter, list_tuner_layers, load_weights
+from .quantization import show_plain_layers
 
 TARGETS = (("to_q", "to_k", "to_v", "to_out.0"), ("q_proj", "k_proj", "v_proj", "o_proj"))  # diffusers', transformers'
 REFERENCE = "grpo_reference"  # initial copy of an adapter that is trained further
@@ -39,31 +39,21 @@ TRAINED = "default"  # peft's name for a first adapter
 def list_adapters(pipe: DiffusionPipeline) -> dict[str, list[str]]:
     """List the adapters of each module of the pipeline that has any, without references of an earlier run."""
     modules = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
-    found = {name: [a for a in getattr(part, "peft_config", {}) if a != REFERENCE] for name, part in modules.items()}
-    return {name: adapters for name, adapters in found.items() if adapters}
+    lists = {name: [a for a in getattr(part, "peft_config", {}) if a != REFERENCE] for name, part in modules.items()}
+    return {name: adapters for name, adapters in lists.items() if adapters}
 
 
 def list_kept_adapters(pipe: DiffusionPipeline, model: nn.Module, names: tuple[str, ...]) -> dict[str, list[str]]:
-    """List the adapters other than those that are trained.
-
-    Args:
-        pipe: the pipeline.
-        model: the trained model, or a `ModuleDict` of several.
-        names: names of the trained networks.
-    """
+    """List the adapters other than those of the trained `model`, or of the models in a `ModuleDict`."""
     models = {name: model[name] if isinstance(model, nn.ModuleDict) else model for name in names}
     trained = {name: part.active_adapter for name, part in models.items() if isinstance(part, PeftModel)}
     carried = list_adapters(pipe)
-    kept = {name: [a for a in adapters if a != trained.get(name)] for name, adapters in carried.items()}
-    return {name: adapters for name, adapters in kept.items() if adapters}
+    others = {name: [a for a in adapters if a != trained.get(name)] for name, adapters in carried.items()}
+    return {name: adapters for name, adapters in others.items() if adapters}
 
 
 def continues_lora(lora_path: str | None, lora_adapter: str | None, peft_config: PeftConfig | None) -> bool:
-    """Return whether an existing LoRA is trained further.
-
-    Raises:
-        ValueError: `peft_config` is given too, or `lora_path` cannot be a folder, file or Hub id.
-    """
+    """Return whether an existing LoRA is trained further; refuse what cannot be a folder, a file or a Hub id."""
     if lora_path is None and lora_adapter is None:
         return False
     if peft_config is not None:
@@ -82,18 +72,7 @@ def check_adapters(
     keep_adapters: bool,
     is_full_training: bool,
 ) -> None:
-    """Refuse adapters that training would drop, switch off, or save in a form that does not load.
-
-    Args:
-        pipe: the pipeline, before anything in it is changed.
-        names: names of the trained networks.
-        lora_adapter: name of the adapter to train further.
-        keep_adapters: whether other adapters may stay.
-        is_full_training: whether all weights are trained.
-
-    Raises:
-        ValueError: there is such an adapter; the message says what to set.
-    """
+    """Refuse adapters that training would drop, switch off, or save in a form that does not load."""
     carried = list_adapters(pipe)
     for name in names if lora_adapter is not None else []:
         if lora_adapter not in carried.get(name, []):
@@ -123,7 +102,7 @@ def check_adapters(
 
 
 def _check_state(network: nn.Module, component: str, lora_adapter: str | None) -> None:
-    for layer in _tuner_layers(network):
+    for layer in list_tuner_layers(network):
         if layer.merged:
             raise ValueError(
                 f"pipe.{component} has the adapter {layer.merged_adapters[0]!r} both fused into its weights and "
@@ -144,36 +123,16 @@ def _usual_scale(layer: BaseTunerLayer, adapter: str | None) -> float | None:
     return layer.lora_alpha[adapter] / (rank**0.5 if getattr(layer, "use_rslora", {}).get(adapter) else rank)
 
 
-def _tuner_layers(network: nn.Module) -> list[BaseTunerLayer]:
-    return [module for module in network.modules() if isinstance(module, BaseTunerLayer)]
-
-
 # The trained adapter
 
 
 def load_lora(pipe: DiffusionPipeline, names: tuple[str, ...], source: str, keep_adapters: bool) -> str:
-    """Load a LoRA into the trained networks to train it further.
-
-    Args:
-        pipe: the pipeline.
-        names: names of the trained networks.
-        source: folder of a run, a checkpoint or PEFT, a file, or the Hub id of any LoRA that the pipeline can load.
-        keep_adapters: whether other adapters may stay.
-
-    Returns:
-        the adapter's name.
-
-    Raises:
-        ValueError: it has no LoRA for a trained network, or other adapters are in the way.
-    """
+    """Load a LoRA into the trained networks to train it further, and return its name; see [`load_weights`]."""
     if list_adapters(pipe):
         check_adapters(pipe, names, None, keep_adapters, is_full_training=False)
+    unwrap(pipe, names)
     name = choose_adapter_name(pipe)
-    place = fetch_lora(pipe, source) or source
-    if is_peft_alone(Path(place).expanduser()):
-        PeftModel.from_pretrained(getattr(pipe, names[0]), Path(place).expanduser(), adapter_name=name)
-    else:
-        load_weights(pipe, place, adapter_name=name)
+    load_weights(pipe, source, name, names)
     carried = list_adapters(pipe)
     missing = [component for component in names if name not in carried.get(component, [])]
     if missing:
@@ -188,12 +147,8 @@ def load_lora(pipe: DiffusionPipeline, names: tuple[str, ...], source: str, keep
 
 
 def read_config(source: str) -> LoraConfig:
-    """Read the config of a saved LoRA, without its weights.
-
-    Raises:
-        ValueError: it has no `adapter_config.json`.
-    """
-    path = Path(source).expanduser() / "adapter_config.json"
+    """Read the config of a saved LoRA, without its weights."""
+    path = Path(source).expanduser() / ADAPTER_CONFIG
     missing = ValueError(
         f"lora_path: {source} has no {path.name}, which records its rank; plan with use_peft, lora_r and "
         "lora_target_modules in place of lora_path."
@@ -223,17 +178,14 @@ def choose_adapter_name(pipe: DiffusionPipeline) -> str:
 
 
 def wrap_lora(network: nn.Module, peft_config: PeftConfig | None, name: str) -> PeftModel:
-    """Wrap a network to train one LoRA; adapters that were active stay so, and are frozen.
+    """Wrap a frozen network to train one LoRA; adapters that were active stay so, and are frozen.
 
     Args:
         network: network with all parameters frozen.
         peft_config: config of a new adapter; None to train the adapter called `name` further.
         name: name of the adapter.
-
-    Raises:
-        ValueError: one of the config's `target_modules` matches no module of the network.
     """
-    _drop_reference(network)
+    drop_adapter(network, REFERENCE)  # of an earlier trainer of the same pipeline
     active = [adapter for adapter in _active_adapters(network) if adapter != name]
     state = None
     if peft_config is None:
@@ -246,7 +198,7 @@ def wrap_lora(network: nn.Module, peft_config: PeftConfig | None, name: str) -> 
     trained = {id(parameter) for parameter in network.parameters() if parameter.requires_grad}
     if state is not None:
         _add_reference(model, state, name)
-    for layer in _tuner_layers(network):
+    for layer in list_tuner_layers(network):
         layer.enable_adapters(True)
         layer.set_adapter([*active, name])
     for parameter in network.parameters():
@@ -254,13 +206,6 @@ def wrap_lora(network: nn.Module, peft_config: PeftConfig | None, name: str) -> 
     model._hf_peft_config_loaded = True  # otherwise Trainer believes that a quantised network has no LoRA
     network.save_pretrained = functools.wraps(type(network).save_pretrained)(functools.partial(save_merged, network))
     return model
-
-
-def _drop_reference(network: nn.Module) -> None:
-    """Delete the reference adapter that an earlier trainer of the same pipeline kept."""
-    if getattr(network, "peft_config", {}).pop(REFERENCE, None) is not None:
-        for layer in _tuner_layers(network):
-            layer.delete_adapter(REFERENCE)
 
 
 def copy_config(network: nn.Module, name: str) -> PeftConfig:
@@ -279,7 +224,7 @@ def _add_reference(model: PeftModel, state: dict[str, Any], name: str) -> None:
 
 
 def _active_adapters(network: nn.Module) -> list[str]:
-    layers = [layer for layer in _tuner_layers(network) if not layer.disable_adapters]
+    layers = [layer for layer in list_tuner_layers(network) if not layer.disable_adapters]
     return list(dict.fromkeys(adapter for layer in layers for adapter in layer.active_adapters))
 
 
@@ -287,17 +232,14 @@ def fill_targets(network: nn.Module, peft_config: LoraConfig) -> LoraConfig:
     """Copy a config, filling in the network's usual target modules if it names none.
 
     A string is a regular expression for whole names, as in peft; if it matches none, it is taken as the end of a name.
-
-    Raises:
-        ValueError: it names modules that the network does not have; the message lists those that it has.
     """
     peft_config = copy.deepcopy(peft_config)  # peft writes into it
     peft_config.task_type, peft_config.inference_mode = None, False  # set for language models, and in saved adapters
     names = [name for name, _ in network.named_modules() if name]
     targets = peft_config.target_modules
     if not targets:
-        found = (list(filter(functools.partial(_is_target, names), usual)) for usual in TARGETS)
-        peft_config.target_modules = set(next((usual for usual in found if usual), []))
+        present = (list(filter(functools.partial(_is_target, names), usual)) for usual in TARGETS)
+        peft_config.target_modules = set(next((usual for usual in present if usual), []))
         if not peft_config.target_modules:
             raise ValueError(
                 f"{type(network).__name__} has none of the usual attention layers; set target_modules to some of "
@@ -319,11 +261,7 @@ def fill_targets(network: nn.Module, peft_config: LoraConfig) -> LoraConfig:
 
 
 def _matches_any(pattern: str, names: list[str]) -> bool:
-    """Return whether a regular expression matches the whole name of any module.
-
-    Raises:
-        ValueError: it is not a regular expression.
-    """
+    """Return whether a regular expression matches the whole name of any module."""
     try:
         return any(re.fullmatch(pattern, name) for name in names)
     except re.error as error:
@@ -361,7 +299,7 @@ def reference_adapters(model: PeftModel) -> Iterator[None]:
         return
     instead = [REFERENCE] if REFERENCE in model.peft_config else []
     with contextlib.ExitStack() as stack:
-        for layer in _tuner_layers(model):
+        for layer in list_tuner_layers(model):
             others = [adapter for adapter in layer.active_adapters if adapter != name]
             # not peft's set_adapter, which would also change which weights are trained
             stack.enter_context(replace_attribute(layer, "_active_adapter", [*others, *instead]))
@@ -390,10 +328,10 @@ def merge_adapters(network: nn.Module) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, layer in layers:
             base = layer.get_base_layer()
-            *_, own = layer.parameters()  # the adapter's last; a formerly quantised layer is on the CPU
+            *_, weight = layer.parameters()  # the adapter's last; a formerly quantised layer is on the CPU
             for parameter in base.parameters():
                 stack.callback(setattr, parameter, "data", parameter.data)
-                parameter.data = parameter.data.to(own.device, copy=True)
+                parameter.data = parameter.data.to(weight.device, copy=True)
             # a quantised layer's own merge would round again; `show_plain_layers` has replaced it by a plain layer
             merge = LoraLinear.merge if type(base) is nn.Linear else type(layer).merge
             merge(layer, adapter_names=[] if layer.disable_adapters else layer.active_adapters)

@@ -15,18 +15,29 @@ from tiny_runs import logged, trained_weights
 from torch import nn
 from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
 
-from diffusion_grpo.config.quantization import QuantizationSpec
-from diffusion_grpo.run.dequantize import dequantize_weight
-from diffusion_grpo.training import quantization
-from diffusion_grpo.training.quantization import (
+from diffusion_grpo.config.quantization import QuantizationSettings, QuantizationSpec
+from diffusion_grpo.weights import quantization
+from diffusion_grpo.weights.quantization import (
     QuantizedLoading,
+    choose_specs,
+    dequantize_weight,
     describe_quantization,
     list_trained_methods,
     make_config,
+    make_plain_layer,
     name_method,
-    plan_loading,
+    show_plain_layers,
 )
 
+FLUX = {
+    "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
+    "text_encoder": ("transformers", "CLIPTextModel"),
+    "text_encoder_2": ("transformers", "T5EncoderModel"),
+    "tokenizer": ("transformers", "CLIPTokenizer"),
+    "tokenizer_2": ("transformers", "T5TokenizerFast"),
+    "transformer": ("diffusers", "FluxTransformer2DModel"),
+    "vae": ("diffusers", "AutoencoderKL"),
+}
 SAVED = {"save_strategy": "steps", "save_steps": 1}
 
 
@@ -161,14 +172,14 @@ def test_what_cannot_be_is_refused_before_a_model_is_loaded(base, tmp_path, monk
         raise AssertionError("a model was loaded")
 
     monkeypatch.setattr(DiffusionPipeline, "from_pretrained", load)
-    monkeypatch.setattr("diffusion_grpo.config.quantization.check_package", lambda spec: None)
+    monkeypatch.setattr("diffusion_grpo.weights.quantization.check_package", lambda spec: None)
     with pytest.raises(error, match=match):
         trainer_of(base, tmp_path, lora=lora, **settings)
 
 
 @pytest.mark.skipif(quantization.torch.cuda.is_available(), reason="bitsandbytes and its GPU are there")
 def test_a_missing_package_is_named_before_a_model_is_loaded(base, tmp_path, monkeypatch):
-    monkeypatch.setattr("diffusion_grpo.config.quantization.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("diffusion_grpo.weights.quantization.importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match="load_in_8bit: bitsandbytes_8bit needs the package bitsandbytes: pip"):
         trainer_of(base, tmp_path, load_in_8bit=True)
 
@@ -187,6 +198,59 @@ def test_networks_that_cannot_have_a_lora_are_refused(monkeypatch):
     monkeypatch.setenv("DIFFUSERS_GGUF_CUDA_KERNELS", "true")
     with pytest.raises(ValueError, match="fused kernels for transformer's gguf weights have no gradient; unset it"):
         check("transformer", network("gguf"), False)
+
+
+# Which components are quantised
+
+
+def settings(**given):
+    return SimpleNamespace(**vars(QuantizationSettings(**given)))
+
+
+def test_the_short_form():
+    found = choose_specs(settings(load_in_4bit=True, use_bnb_nested_quant=True), FLUX, ("transformer",))
+    assert found.keys() == {"transformer", "text_encoder_2"}  # neither CLIP nor VAE
+    assert found["transformer"].backend == "bitsandbytes_4bit" and found["transformer"].source == "load_in_4bit"
+    assert found["transformer"].options == {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    eight = choose_specs(settings(load_in_8bit=True), FLUX, ("transformer",))
+    assert {spec.backend for spec in eight.values()} == {"bitsandbytes_8bit"}
+    assert eight["transformer"].options == {}
+    other = settings(load_in_4bit=True, bnb_4bit_quant_type="fp4", bnb_4bit_quant_storage="bfloat16")
+    options = choose_specs(other, FLUX, ("transformer",))["transformer"].options
+    assert (options["bnb_4bit_quant_type"], options["bnb_4bit_quant_storage"]) == ("fp4", "bfloat16")
+
+
+def test_a_component_of_its_own_wins_over_the_short_form():
+    given = {"text_encoder_2": None, "vae": {"backend": "quanto", "weights_dtype": "float8"}}
+    found = choose_specs(settings(load_in_4bit=True, quantization=given), FLUX, ("transformer",))
+    assert found.keys() == {"transformer", "vae"}
+    assert found["vae"] == QuantizationSpec("quanto", {"weights_dtype": "float8"})
+    config = SimpleNamespace(quant_method="torchao")
+    assert choose_specs(settings(quantization={"vae": config}), FLUX, ("transformer",)) == {"vae": config}
+
+
+@pytest.mark.parametrize("name", ["transformr", "tokenizer", "scheduler"])
+def test_a_component_that_is_no_network_is_refused(name):
+    with pytest.raises(ValueError, match=f"no network '{name}'; it has text_encoder, text_encoder_2, transformer"):
+        choose_specs(settings(quantization={name: "torchao"}), FLUX, ("transformer",))
+
+
+def test_what_a_backend_cannot_do_is_refused(monkeypatch):
+    monkeypatch.setattr(quantization, "check_package", lambda spec: None)
+    check = lambda name, spec: QuantizedLoading({name: spec}, FLUX, ("transformer",)).check(is_full_training=False)  # noqa: E731
+    with pytest.raises(ValueError, match="text_encoder_2 is a network of transformers"):
+        check("text_encoder_2", QuantizationSpec("gguf", {"file": "x.gguf"}))
+    int4 = QuantizationSpec("torchao", {"quant_type": "Int4WeightOnlyConfig"})
+    with pytest.raises(ValueError, match="transformer is trained.*Int4WeightOnlyConfig"):
+        check("transformer", int4)
+    check("text_encoder_2", int4)
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setattr(quantization.importlib.util, "find_spec", lambda name: None)
+    for backend, package in (("bitsandbytes_4bit", "bitsandbytes"), ("quanto", "optimum-quanto")):
+        with pytest.raises(ImportError, match=f"load_in: {backend} needs the package {package}: pip install"):
+            quantization.check_package(QuantizationSpec(backend, {}, "load_in"))
 
 
 # Configuration objects
@@ -223,18 +287,48 @@ def test_bitsandbytes_gets_the_settings_and_the_dtype_of_the_run(monkeypatch, li
 
 
 def test_each_component_gets_an_object_of_its_own_library_and_dtype():
-    index = {"_class_name": "X", "transformer": ["diffusers", "A"], "text_encoder": ["transformers", "T5EncoderModel"]}
-    index |= {"feature_extractor": [None, None], "force_zeros": True}
-    args = SimpleNamespace(load_in_4bit=False, load_in_8bit=False, quantization=INT8 | {"text_encoder": "torchao"})
-    args.quantization.pop("text_encoder_3")
-    loading = plan_loading(args, index, None)
-    assert isinstance(loading, QuantizedLoading) and loading.trained == ("transformer",)
+    components = {"transformer": ("diffusers", "A"), "text_encoder": ("transformers", "T5EncoderModel")}
+    args = settings(quantization={"transformer": "torchao", "text_encoder": "torchao"})
+    loading = QuantizedLoading(choose_specs(args, components, ("transformer",)), components, ("transformer",))
     assert loading.trains_quantized == "transformer" and list_trained_methods("name", None, loading) == {"torchao"}
     made = loading.keywords("somewhere", {"transformer": torch.float32, "default": torch.bfloat16}, {})
     mapping = made["quantization_config"].quant_mapping
     assert type(mapping["transformer"]) is diffusers.TorchAoConfig
     assert type(mapping["text_encoder"]) is transformers.TorchAoConfig
     assert name_method(mapping["transformer"]) == "torchao" and name_method(None) is None
+
+
+# Plain weights
+
+
+@pytest.fixture
+def network(tmp_path):
+    config = TorchAoConfig(Int8WeightOnlyConfig())
+    folder = save_pipeline(tmp_path / "sd3")
+    return diffusers.SD3Transformer2DModel.from_pretrained(
+        folder, subfolder="transformer", quantization_config=config, torch_dtype=torch.float32
+    )
+
+
+def test_a_plain_layer_computes_what_the_quantised_one_does(network):
+    layer = network.transformer_blocks[0].attn.to_q
+    plain, inputs = make_plain_layer(layer, torch.float32), torch.randn(3, layer.in_features)
+    assert type(plain) is nn.Linear and type(plain.weight) is nn.Parameter
+    assert torch.equal(plain.weight, dequantize_weight(layer, torch.float32))
+    torch.testing.assert_close(plain(inputs), layer(inputs), rtol=1e-5, atol=1e-6)
+
+
+def test_inside_the_network_is_plain_and_afterwards_as_before(network, tmp_path):
+    before, layers = call_network(network), dict(network.named_modules())
+    with show_plain_layers(network):
+        torch.testing.assert_close(call_network(network), before, rtol=1e-4, atol=1e-5)
+        assert all(type(parameter) is nn.Parameter for parameter in network.parameters())
+        diffusers.SD3Transformer2DModel.save_pretrained(network, tmp_path / "plain")
+    assert dict(network.named_modules()) == layers and torch.equal(call_network(network), before)
+    assert network.hf_quantizer is not None and "quantization_config" in network.config
+    assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+    loaded = diffusers.SD3Transformer2DModel.from_pretrained(tmp_path / "plain")
+    torch.testing.assert_close(call_network(loaded), before, rtol=1e-4, atol=1e-5)
 
 
 # Backends that the tests' environment may lack

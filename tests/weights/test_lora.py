@@ -12,9 +12,9 @@ from peft import LoraConfig, get_peft_model
 from tiny_runs import LORA, first_frame_brightness, trained_weights, trainer_for
 
 from diffusion_grpo.rollout.reference import disable_adapters
-from diffusion_grpo.run import adapters
-from diffusion_grpo.run import weights as hub
-from tests.run.test_weights import draw_sample, put_on_hub, save_experts
+from diffusion_grpo.weights import files as hub
+from diffusion_grpo.weights import lora as adapters
+from tests.weights.test_files import draw_sample, put_on_hub, save_experts
 
 STRONG = {"learning_rate": 0.02}
 

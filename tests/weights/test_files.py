@@ -14,12 +14,14 @@ from huggingface_hub import constants
 from huggingface_hub.errors import EntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from tiny_runs import first_frame_brightness, trained_weights, trainer_for
 from torch import nn
 
-from diffusion_grpo.run import adapters
-from diffusion_grpo.run import weights as hub
 from diffusion_grpo.run.card_data import list_upload_patterns
+from diffusion_grpo.training.model import load_plain_pipeline
+from diffusion_grpo.weights import files as hub
+from diffusion_grpo.weights import lora as adapters
 
 
 def draw_sample(pipe, inputs, output_type="np"):
@@ -247,6 +249,67 @@ def test_a_lora_that_the_network_alone_loads(tmp_path):
     again, _ = tiny_pipelines.build("kandinsky_prior")
     hub.load_weights(again, tmp_path)
     assert torch.equal(draw_sample(again, inputs, output_type="pt"), trained)
+
+
+def save_lora(folder, name, component="transformer"):
+    """Write a LoRA that is not zero, whose scale is 4, and return what the pipeline draws with it."""
+    pipe, inputs = tiny_pipelines.build(name)
+    torch.manual_seed(0)
+    config = LoraConfig(r=2, lora_alpha=8, target_modules=["to_q", "to_k"], init_lora_weights=False)
+    model = get_peft_model(getattr(pipe, component), config)
+    hub.save_policy(model, pipe, (component,), folder)
+    return draw_sample(pipe, inputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "component"), [("flux2", "transformer"), ("sd15", "unet"), ("pixart", "transformer")]
+)
+def test_pefts_file_of_a_lora_is_loaded_with_its_scale(tmp_path, name, component):
+    expected = save_lora(tmp_path, name, component)
+    fresh, inputs = tiny_pipelines.build(name)
+    hub.load_weights(fresh, tmp_path / hub.ADAPTER_WEIGHTS)
+    assert torch.equal(draw_sample(fresh, inputs), expected)
+    (tmp_path / hub.ADAPTER_CONFIG).unlink()
+    with pytest.raises(ValueError, match=hub.ADAPTER_CONFIG):
+        hub.load_weights(tiny_pipelines.build(name)[0], tmp_path / hub.ADAPTER_WEIGHTS)
+
+
+@pytest.mark.parametrize("file", [hub.ADAPTER_WEIGHTS, hub.LORA_WEIGHTS, "other.safetensors"])
+def test_a_lora_of_which_the_network_takes_a_part_is_refused(tmp_path, file):
+    """As of a deeper variant, or with layers that another program names in its own way."""
+    save_lora(tmp_path, "sd3")
+    state = load_file(tmp_path / (hub.ADAPTER_WEIGHTS if file == hub.ADAPTER_WEIGHTS else hub.LORA_WEIGHTS))
+    state = {name.replace("transformer_blocks.1.", "transformer_blocks.7."): value for name, value in state.items()}
+    if file != "other.safetensors":
+        for path in tmp_path.iterdir():
+            if path.name not in (file, hub.ADAPTER_CONFIG) or file == hub.LORA_WEIGHTS:
+                path.unlink()
+    save_file(state, tmp_path / file, metadata={"format": "pt"})
+    fresh, inputs = tiny_pipelines.build("sd3")
+    before = draw_sample(fresh, inputs)
+    with pytest.raises(ValueError, match="only .* of its .* layers"):
+        hub.load_weights(fresh, tmp_path / file)
+    assert torch.equal(draw_sample(fresh, inputs), before) and not adapters.list_adapters(fresh)
+
+
+@pytest.mark.parametrize("file", [hub.ADAPTER_WEIGHTS, hub.LORA_WEIGHTS])
+def test_a_lora_of_another_model_is_refused_in_one_sentence(tmp_path, file):
+    save_lora(tmp_path, "sdxl", "unet")
+    if file == hub.LORA_WEIGHTS:
+        (tmp_path / hub.ADAPTER_WEIGHTS).unlink()
+    with pytest.raises(ValueError, match="does not fit StableDiffusionPipeline") as error:
+        hub.load_weights(tiny_pipelines.build("sd15")[0], tmp_path)
+    assert len(str(error.value).splitlines()) == 1 and len(str(error.value)) < 600
+
+
+def test_a_folder_whose_weights_are_a_variant(tmp_path):
+    pipe, _ = tiny_pipelines.build("sd3")
+    pipe.to(dtype=torch.float16).save_pretrained(tmp_path / "half", variant="fp16", max_shard_size="50KB")
+    assert hub.find_variant(tmp_path / "half") == "fp16"
+    loaded = load_plain_pipeline(str(tmp_path / "half"), "float32")
+    assert torch.equal(loaded.transformer.proj_out.weight, pipe.transformer.proj_out.weight.float())
+    pipe.save_pretrained(tmp_path / "half")
+    assert hub.find_variant(tmp_path / "half") is None
 
 
 EXPERTS = {"name": "wan_experts", "rewards": first_frame_brightness, "num_inference_steps": 6}

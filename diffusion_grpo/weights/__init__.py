@@ -1,0 +1,1 @@
+"""Weights on disk and in a pipeline: LoRAs, whole networks, quantised bases."""
