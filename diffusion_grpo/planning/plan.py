@@ -33,6 +33,7 @@ from ..policy.token import make_policy
 from ..policy.unguided import switch_guidance_off
 from ..training.lora_checks import check_peft_config
 from ..training.model import check_reentrant, prepare_model
+from ..weights.lora import read_config
 from ..weights.quantization import choose_specs, name_method
 from .batches import Batches
 from .measure import CallSizes, CountedMasks, Measurement, add_means, measure, measure_renoised
@@ -237,7 +238,7 @@ def _plan_model(
         return
     peft_config = lora.peft_config(args.lora_path)
     if args.lora_path is not None:  # a new adapter of the same rank is as large
-        peft_config, args.lora_path = lora.read_config(args.lora_path), None
+        peft_config, args.lora_path = read_config(args.lora_path), None
     check_peft_config(peft_config, args.needs_reference)
     check_reentrant(args, peft_config is None)
     if args.group_offload is not None and (peft_config is None or made.sharding.name not in ("one process", "ddp")):
