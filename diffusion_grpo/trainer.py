@@ -247,19 +247,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
     # Training
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any):
-        """Train; see `Trainer.train`.
-
-        Raises:
-            ValueError: the output folder already holds a run and neither `resume_from_checkpoint` nor
-                `overwrite_output_dir` is set, a setting that the trainer reads only once was changed, or DeepSpeed has
-                trained before.
-            RatioError: the replay does not reproduce the rollout within `max_ratio_error`.
-            UntrainedStepError: a trained step uses none of the trained networks.
-            NonFiniteError: a loss or gradient is not finite.
-            RewardError: a reward function failed.
-            NotEnoughMemoryError: memory ran out; the message says what uses how much, and what to change. It is a
-                torch.OutOfMemoryError.
-        """
+        """Train; see `Trainer.train`."""
         start.refuse_changed_settings(self._noted_settings, self.args)
         self.feed.reset()  # a second call to `train` starts with a new rollout
         self.metrics.reset()
@@ -321,11 +309,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         self.learner.shard_reference()
 
     def training_step(self, model: nn.Module, inputs: list[int], num_items_in_batch: Any = None) -> Tensor:
-        """Train on one micro-batch: one forward and one backward pass per part and trained step.
-
-        Returns:
-            the detached loss.
-        """
+        """Train on one micro-batch: one forward and one backward pass per part and trained step."""
         model.eval()  # dropout would make the replay differ from the rollout
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
@@ -380,31 +364,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         metric_key_prefix: str = "eval",
         pipeline_kwargs: dict[str, Any] | None = None,
     ) -> dict[str, float]:
-        """Sample held-out prompts without noise and score them with all rewards, including evaluation-only ones.
-
-        Args:
-            eval_dataset: dataset to evaluate, by default the trainer's; a name chooses one of several.
-            ignore_keys: unused, for `Trainer`'s signature.
-            metric_key_prefix: prefix of the metrics' names. If it starts with "eval", the metrics are logged and
-                passed to the callbacks; otherwise they are only returned. With "eval" itself, images are kept in the
-                output folder, for the report and the model card. This is not done for another dataset than the
-                trainer's, with `pipeline_kwargs`, or once the weights of an earlier evaluation have been loaded.
-            pipeline_kwargs: pipeline arguments that override those of training, e.g. `{"guidance_scale": 4.0}`.
-
-        Returns:
-            `{prefix}_reward`, `{prefix}_reward_std_error`, and `{prefix}_rewards/{name}/mean` and `/std_error`. With
-            several datasets, these are taken over all of them, and `{prefix}_{dataset}_...` over each. Rewards that
-            are only watched (`watch_rewards`) give `{prefix}_watch/{name}/mean` and `/std_error`. There is also
-            `{prefix}_diversity` with `num_generations_eval` above 1, `{prefix}_kl` and
-            `{prefix}_velocity/ratio_to_ref` after a rollout if there is a reference (not for tokens), and
-            `{prefix}_rollouts/{name}` (`watch.ROLLOUTS`) for the training since the last evaluation.
-
-        Raises:
-            ValueError: `pipeline_kwargs` or a column sets an argument that the trainer controls, or the pipeline does
-                not take one of `pipeline_kwargs`; or the dataset does not exist, is empty, or lacks a column that a
-                reward needs.
-            NotEnoughMemoryError: memory ran out; the message says what to change.
-        """
+        """Sample held-out prompts without noise and score them with all rewards, including evaluation-only ones."""
         self.inputs.check_overrides(pipeline_kwargs or {})
         is_other = eval_dataset is not None and self.eval_dataset is not None and eval_dataset is not self.eval_dataset
         is_earlier = self.run.get("published_after", self.state.global_step) != self.state.global_step

@@ -31,15 +31,6 @@ def load_advantage_fn(path: str | AdvantageFunction | None) -> AdvantageFunction
     It returns (samples,) finite numbers, which are clamped to `advantage_clip`. Every process calls it with the same
     values and must get the same result, so it must not draw random numbers of its own. A sample that no function
     scored has the advantage 0, whatever is returned for it.
-
-    Args:
-        path: dotted path such as `my_package.my_advantages`, a function, or None.
-
-    Returns:
-        the function; None for None.
-
-    Raises:
-        ValueError: nothing can be imported from the path, or what is found cannot be called like this.
     """
     if path is None:
         return None
@@ -76,9 +67,6 @@ def apply_advantage_fn(
 
     Returns:
         (samples,) float64 advantages, 0 for samples that no function scored.
-
-    Raises:
-        ValueError: the function did not return one finite number per sample.
     """
     name = getattr(function, "__name__", type(function).__name__)
     is_scored = ~rewards.isnan().all(1)

@@ -197,15 +197,10 @@ def combine(
     Args:
         columns: `(samples, functions)`.
         weights: `(functions,)`, weight of each function.
-        aggregation: the weighted sum, the smallest of the weighted values (`"min_then_normalize"`), or the product of
-            the values, each to the power of its weight (`"product_then_normalize"`).
         compared: `(samples,)` int64; samples with equal numbers are compared with each other. By default, all are.
 
     Returns:
         `(samples,)`, NaN where every function is NaN.
-
-    Raises:
-        ValueError: a value below 0 (or 0 to a negative power) in a product.
     """
     together = torch.zeros(len(columns), dtype=torch.int64)
     is_unscored, filled = columns.isnan().all(1), fill(columns, together if compared is None else compared)

@@ -62,28 +62,13 @@ class Reference(Protocol):
 
 
 class DriftLimit:
-    """Stops a run whose first pass after a rollout does not reproduce it.
-
-    Args:
-        limit: largest drift that is accepted; None accepts any drift.
-        warns: whether this process is the one that warns.
-    """
+    """Stops a run whose first pass after a rollout does not reproduce it."""
 
     def __init__(self, limit: float | None, warns: bool = True):
         self._limit, self._has_warned = limit, not warns
 
     def check(self, drift: float, what: str, remedy: str, explanation: str | None = None) -> None:
-        """Refuse a drift above the limit, or only warn about it, once, if there is an explanation.
-
-        Args:
-            drift: distance from what the rollout recorded. NaN is above every limit and is never explained.
-            what: subject and verb of the message: "The first ratio after a rollout is".
-            remedy: what is wrong, and where to look.
-            explanation: why the drift is acceptable; None refuses it.
-
-        Raises:
-            RatioError: the drift is above the limit and is not explained.
-        """
+        """Refuse a drift above the limit, or only warn about it, once, if there is an explanation."""
         if self._limit is None or drift <= self._limit:
             return
         found = f"{what} off by {drift:.1e}, more than max_ratio_error={self._limit:.0e}"
@@ -101,10 +86,7 @@ def measure_gradient(loss: Tensor, output: Tensor, factor: Tensor, step: int) ->
     pass through a network.
 
     Args:
-        loss: loss of one pass.
         output: (batch, ...) what the loss is computed from, linear in the prediction.
-        factor: |d output / d prediction|, broadcastable to `output`.
-        step: index of the step.
     """
     if not output.requires_grad:
         return {}
@@ -123,11 +105,6 @@ def summarise_samples(
         measured: (batch,) values by the name of the metric, NaN for samples without a measurement. A value that is a
             single number stays as it is.
         weights: (batch,) weights of the samples; samples of weight 0 do not count. None if all count.
-
-    Returns:
-        the metrics: the mean, or the smallest value for names that end in `/min` and the largest for `/max`; and the
-        number of samples that a metric covers, where some that count have no measurement. Metrics without any
-        measurement are left out.
     """
     metrics, counts = {}, {}
     for name, values in measured.items():

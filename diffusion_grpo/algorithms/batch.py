@@ -222,12 +222,7 @@ class MicroBatch:
         return [[(parts[number].at_step(step), step) for number, step in turn] for turn in self.passes(take_turns)]
 
     def passes(self, take_turns: bool = False) -> list[list[tuple[int, int]]]:
-        """Return the call index and the step of each pass, in lists within which processes stay in step.
-
-        Args:
-            take_turns: whether several networks share the steps. Each step is then a list of its own; otherwise one
-                process could repeat a pass of one network while another process runs the other network.
-        """
+        """Return the call index and the step of each pass, in lists within which processes stay in step."""
         every = [
             (number, step)
             for number, indices in enumerate(self.calls)

@@ -15,16 +15,7 @@ from .renoised import check_number
 
 
 def find_algorithm(loss_type: str | Loss | type[Algorithm]) -> type[Algorithm] | Loss:
-    """Return the algorithm's class, or the loss function, that `loss_type` names.
-
-    Args:
-        loss_type: a key of `ALGORITHMS`; a dotted path such as `my_package.losses.mine`; or what one leads to: a class
-            as in [`~diffusion_grpo.algorithms.base.Algorithm`], or a function from `LossInputs` to `LossOutput`.
-
-    Raises:
-        ValueError: the name is unknown, nothing can be imported from the dotted path, or it leads to something that is
-            neither an algorithm nor a function, or to an algorithm on recorded steps with an old policy.
-    """
+    """Return the algorithm's class, or the loss function, that `loss_type` names."""
     found = _import_algorithm(loss_type) if isinstance(loss_type, str) else loss_type
     if not callable(found):
         raise ValueError(f"The loss '{loss_type}' is a {type(found).__name__}, but a loss must be callable.")
@@ -73,17 +64,7 @@ def find_recording(loss_type: str | Loss | type[Algorithm]) -> Recording:
 def check_loss_kwargs(
     loss_type: str | Loss | type[Algorithm], loss_kwargs: dict[str, Any] | None, anchor: Anchor = "own"
 ) -> None:
-    """Refuse settings that the algorithm or loss does not have, and require those that it needs.
-
-    Args:
-        loss_type: as in [`find_algorithm`].
-        loss_kwargs: the setting of that name.
-        anchor: as for [`~diffusion_grpo.algorithms.grpo.GRPO`].
-
-    Raises:
-        ValueError: a key is unknown, missing or a setting of its own; for an algorithm of this library also if a value
-            is out of range or has no effect; or as in [`find_algorithm`].
-    """
+    """Refuse settings that the algorithm or loss does not have, and require those that it needs."""
     given, own = loss_kwargs or {}, _own_parameters(find_algorithm(loss_type))
     known = [name for name, parameter in own.items() if parameter.kind is not parameter.VAR_KEYWORD]
     for name in given:
@@ -109,16 +90,7 @@ def check_loss_kwargs(
 
 
 def check_run_settings(loss_type: str | Loss | type[Algorithm], changed: dict[str, str]) -> None:
-    """Refuse settings of the run that a class of the user's own does not take and would silently ignore.
-
-    Args:
-        loss_type: as in [`find_algorithm`].
-        changed: settings without their default value, such as `beta=0.1`, by the keyword argument of the constructor
-            that they set.
-
-    Raises:
-        ValueError: the class does not take one of them.
-    """
+    """Refuse settings of the run that a class of the user's own does not take and would silently ignore."""
     found = find_algorithm(loss_type)
     if not inspect.isclass(found):
         return
@@ -134,16 +106,7 @@ def check_run_settings(loss_type: str | Loss | type[Algorithm], changed: dict[st
 def load_algorithm(
     loss_type: str | Loss | type[Algorithm], loss_kwargs: dict[str, Any] | None = None, **run: Any
 ) -> Algorithm:
-    """Make the algorithm: [`~diffusion_grpo.algorithms.grpo.GRPO`] around a loss function, or the class itself.
-
-    Args:
-        loss_type: as in [`find_algorithm`].
-        loss_kwargs: keyword arguments of the class, or those of the function in addition to its `LossInputs`.
-        run: keyword arguments of `GRPO`. Another class gets those that its constructor names.
-
-    Raises:
-        ValueError: as in [`check_loss_kwargs`].
-    """
+    """Make the algorithm: [`~diffusion_grpo.algorithms.grpo.GRPO`] around a loss function, or the class itself."""
     check_loss_kwargs(loss_type, loss_kwargs, run.get("anchor", "own"))
     found, given = find_algorithm(loss_type), loss_kwargs or {}
     if inspect.isclass(found):

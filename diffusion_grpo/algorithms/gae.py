@@ -45,7 +45,6 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
         values: `(batch, steps)` values under the current model, with gradient.
         old_values: `(batch, steps)` values at the rollout.
         returns: `(batch, steps)` targets; NaN where they are unknown.
-        clip: largest change of a value before it is clipped; `None` does not clip.
     """
     is_known, returns = ~returns.isnan(), returns.nan_to_num()
     error = (values - returns) ** 2

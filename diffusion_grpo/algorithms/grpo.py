@@ -116,9 +116,6 @@ class GRPO(Algorithm):
         """Refuse a replay right after the rollout whose ratio is further from 1 than `max_ratio_error`.
 
         In half precision, warn once instead if rounding explains the difference.
-
-        Raises:
-            RatioError: there is such a ratio, or one that is NaN.
         """
         explained, self._explained = self._explained, 0.0
         if not batch.is_on_policy:

@@ -127,9 +127,6 @@ class Renoised(Algorithm):
         """Refuse a first prediction after a rollout that differs from the recorded one by more than `max_ratio_error`.
 
         In half precision, warn once instead if rounding explains the difference.
-
-        Raises:
-            RatioError: there is such a prediction, or one that is NaN.
         """
         is_measured = batch.has_current_old or batch.recorded_clean or self.measures_errors
         if not batch.is_on_policy or not is_measured:
@@ -183,11 +180,7 @@ class RenoisedWithOldPolicy(Renoised):
 
 
 def check_number(name: str, value: Any, is_within: Callable[[float], bool], limits: str) -> None:
-    """Refuse a setting in `loss_kwargs` that is out of range or not a number, like `1e-3` in YAML 1.1.
-
-    Raises:
-        ValueError: there is such a setting.
-    """
+    """Refuse a setting in `loss_kwargs` that is out of range or not a number, like `1e-3` in YAML 1.1."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not is_within(value):
         raise ValueError(f"loss_kwargs: {name} must be a number {limits}, got {value!r}.")
 
@@ -201,11 +194,7 @@ def sum_over_group(values: Tensor, groups: Tensor) -> Tensor:
 
 
 def refuse_torn_groups(part: Part, loss_type: str) -> None:
-    """Refuse a part that holds only some samples of a group.
-
-    Raises:
-        ValueError: the part is incomplete.
-    """
+    """Refuse a part that holds only some samples of a group."""
     counts = part.groups.unique(return_counts=True)[1]
     if bool((counts != part.group_size).any()):
         raise ValueError(

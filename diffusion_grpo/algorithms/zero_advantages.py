@@ -32,14 +32,7 @@ def sum_loss(loss: Loss, inputs: LossInputs, weights: Tensor | None) -> LossOutp
     """Turn a loss that is a mean over samples into their weighted sum.
 
     Args:
-        loss: a loss as in [`~diffusion_grpo.algorithms.losses`].
-        inputs: the inputs for one micro-batch at one step.
         weights: `(batch,)` weights from [`sample_weights`], of which those above 0 are equal. None if all are 1.
-
-    Returns:
-        The weighted sum and the metrics of the samples that count. The terms of the loss, `loss/...`, are weighted
-        like the loss and divided by the number of all samples. If no sample counts, the loss is 0 with a gradient of
-        zeros, and these terms are the only metrics.
     """
     if weights is None:
         output = _call(loss, inputs)
@@ -58,11 +51,7 @@ def _terms(output: LossOutput) -> dict[str, Tensor]:
 
 
 def _call(loss: Loss, inputs: LossInputs) -> LossOutput:
-    """Call a loss, and check what it returns, since it may be the user's own.
-
-    Raises:
-        TypeError: the result is not a `LossOutput`, or its loss is not a scalar or has no gradient.
-    """
+    """Call a loss, and check what it returns, since it may be the user's own."""
     output, name = loss(inputs), getattr(getattr(loss, "func", loss), "__name__", loss)
     if not isinstance(output, LossOutput):
         raise TypeError(f"{name} returned a {type(output).__name__}; it must return LossOutput(loss, metrics).")

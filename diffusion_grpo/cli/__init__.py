@@ -16,16 +16,7 @@ from .inputs import Refusal
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit code.
-
-    Args:
-        argv: the arguments; `sys.argv[1:]` by default.
-
-    Returns:
-        0 on success; 1 if a run fails, or a check does because a pipeline cannot be trained, a score differs from the
-        published one or nothing fits; 2 if input is refused or no score could be compared; 130 after Ctrl-C. An error
-        that does not explain itself is raised, and ends the process with 1.
-    """
+    """Run one command and return its exit code."""
     replace_unprintable()
     words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
     if "" not in sys.path:

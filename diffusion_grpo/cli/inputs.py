@@ -12,11 +12,7 @@ class Refusal(Exception):
 
 
 def call_or_refuse(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Call a function that checks or loads user input, and turn its errors into a `Refusal`.
-
-    Raises:
-        Refusal: the function raised `ValueError`, `OSError` or `ImportError`.
-    """
+    """Call a function that checks or loads user input, and turn its errors into a `Refusal`."""
     try:
         return function(*args, **kwargs)
     except (ValueError, OSError, ImportError) as error:
@@ -24,11 +20,7 @@ def call_or_refuse(function: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def load_checked(source: str | list[str], split: str, name: str, prompt_column: str | None = None) -> "Dataset":
-    """Load and check the prompts of a file, a folder, a Hub id or `tiny`, or make a dataset of given texts.
-
-    Raises:
-        ValueError: the prompts cannot be used; the message names the setting `name`.
-    """
+    """Load and check the prompts of a file, a folder, a Hub id or `tiny`, or make a dataset of given texts."""
     from datasets import Dataset
 
     from ..data.prompts import check_dataset, load_prompts

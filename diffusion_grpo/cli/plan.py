@@ -91,11 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of a size such as 24GiB, 80GB or 500MiB.
-
-    Raises:
-        ValueError: the size is written in another way.
-    """
+    """Return the bytes of a size such as 24GiB, 80GB or 500MiB."""
     from accelerate.utils.modeling import convert_file_size_to_int
 
     try:

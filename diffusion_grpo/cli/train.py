@@ -142,11 +142,7 @@ def start_processes(
 def build_trainer(
     script: "ScriptArguments", lora: "LoraArguments", config: "DiffusionGRPOConfig"
 ) -> "DiffusionGRPOTrainer":
-    """Build the trainer. Check the folder, prompts and rewards before the model is loaded.
-
-    Raises:
-        Refusal: the folder holds a run, or the prompts, the rewards, the model or the settings cannot be used.
-    """
+    """Build the trainer. Check the folder, prompts and rewards before the model is loaded."""
     from ..rewards import check_columns, load_rewards
 
     if not config.resume_from_checkpoint and not config.overwrite_output_dir:
@@ -182,12 +178,7 @@ def build_trainer(
 
 
 def find_baseline_argument(trainer: "DiffusionGRPOTrainer", guidance_scales: list[float]) -> str:
-    """Return the argument of the pipeline's call that `baseline_guidance_scales` sets.
-
-    Raises:
-        UnsupportedPipeline: there is no such argument.
-        ValueError: it is `true_cfg_scale`, which has no effect without a negative prompt, but none is given.
-    """
+    """Return the argument of the pipeline's call that `baseline_guidance_scales` sets."""
     from ..policy.unguided import find_guidance_argument
 
     argument = find_guidance_argument(trainer.pipe, trainer.policy.networks)
@@ -207,15 +198,7 @@ def measure_baselines(
     path: Path,
     argument: str = "guidance_scale",
 ) -> None:
-    """Evaluate the untrained model at several guidance scales, and write the rewards to a file.
-
-    Args:
-        evaluate: the trainer's `evaluate`. Every process calls it.
-        state: the trainer's state, which says whether this is the first process.
-        guidance_scales: scales to evaluate at.
-        path: JSON file to write.
-        argument: argument of the pipeline's call that sets its guidance.
-    """
+    """Evaluate the untrained model at several guidance scales, and write the rewards to a file."""
     from ..run.folder import format_measured
     from ..run.records import write_json
 

@@ -80,11 +80,7 @@ class ScriptArguments:
 
 
 def read_experiment(path: str | Path) -> dict[str, Any]:
-    """Read the JSON file of an earlier experiment, which the report shows as a table.
-
-    Raises:
-        ValueError: there is no such file, or it is not a JSON object with `columns` and `rows`.
-    """
+    """Read the JSON file of an earlier experiment, which the report shows as a table."""
     if not Path(path).is_file():
         raise ValueError(f"there is no file {path}.")
     try:
@@ -143,10 +139,8 @@ class LoraArguments:
             raise ValueError(f"lora_r is {self.lora_r}; use at least 1.")
 
     def peft_config(self, lora_path: str | None = None) -> "LoraConfig | None":
-        """Return the configuration of a new LoRA; None for full training, or if the LoRA at `lora_path` is trained on.
-
-        Raises:
-            ValueError: `lora_path` is given, but also settings of a new LoRA.
+        """Return the configuration of a new LoRA; None for full training, or if the LoRA at `lora_path` is trained
+        on.
         """
         if lora_path is not None:
             others = [f.name for f in fields(self) if f.name != "use_peft" and getattr(self, f.name) != f.default]

@@ -9,17 +9,6 @@ class BatchSizes:
 
     All processes make a rollout together. Each trains on its samples in micro-batches; the index of a micro-batch,
     counted over all passes over a rollout, is its slot.
-
-    Attributes:
-        num_generations: samples per prompt, which form a group.
-        best_of_n: number of samples per group that are trained on; None for all.
-        micro_batch: samples of one process in one forward and backward pass (`per_device_train_batch_size`).
-        accumulation: micro-batches in one update.
-        steps_per_generation: micro-batches in one rollout.
-        num_iterations: how many times a rollout is trained on.
-        data_processes: processes with samples of their own; a context-parallel group counts as one.
-        data_process: index of this process, or of its group, among them.
-        num_batches: batches in one rollout, which share no update where updates are no larger than they.
     """
 
     num_generations: int

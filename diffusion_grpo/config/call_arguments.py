@@ -10,10 +10,8 @@ SETTINGS = {"num_inference_steps": "num_inference_steps, eval_num_inference_step
 
 
 def check_pipeline_kwargs(given: dict[str, Any] | None) -> None:
-    """Refuse arguments of the pipeline's call that the trainer sets, that would make more samples, or that list texts.
-
-    Raises:
-        ValueError: there is such an argument.
+    """Refuse arguments of the pipeline's call that the trainer sets, that would make more samples, or that list
+    texts.
     """
     for name, value in (given or {}).items():
         if reason := explain_reserved(name):

@@ -41,11 +41,7 @@ OWN_CLIPS = ("grpo_guard", "dppo")  # losses with a limit of their own
 
 
 def check_settings(args: Sizes) -> None:
-    """Refuse settings that are out of range, unknown, or contradict each other.
-
-    Raises:
-        ValueError: in one sentence, what was found and what to change.
-    """
+    """Refuse settings that are out of range, unknown, or contradict each other."""
     check_types(args)
     if args.output_dir is not None:
         check_folder("output_dir", args.output_dir)
@@ -65,11 +61,7 @@ def check_settings(args: Sizes) -> None:
 
 
 def check_types(args: Sizes) -> None:
-    """Refuse values of the wrong type: the string `"False"` would count as true, and a string as a list of letters.
-
-    Raises:
-        ValueError: the message names the setting, its value and the type.
-    """
+    """Refuse values of the wrong type: the string `"False"` would count as true, and a string as a list of letters."""
     for name, setting in list_fields(type(args)).items():
         kind, value = setting.type.removesuffix(" | None"), getattr(args, name, None)
         if value is None and (kind != setting.type or setting.default is None):
@@ -369,11 +361,7 @@ def _check_group_offload(args: Sizes) -> None:
 
 
 def check_token_settings(args: Sizes) -> None:
-    """Refuse settings of denoising steps if tokens are trained, and warn about a clip range that is too small.
-
-    Raises:
-        ValueError: a setting has no effect or no meaning for tokens, or the loss is for Gaussian steps.
-    """
+    """Refuse settings of denoising steps if tokens are trained, and warn about a clip range that is too small."""
     usual = {"sde_type": "auto", "noise_level": None, "trained_steps": None, "num_trained_steps": None, "sigmas": None}
     usual |= {"step_selection": "rollout", "step_interval": type(args).step_interval, "noisy_steps": "trained"}
     usual |= {"log_prob_type": "gaussian", "step_weight": "none", "kl_reward": 0.0, "advantage_estimator": "group"}

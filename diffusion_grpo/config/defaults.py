@@ -13,11 +13,7 @@ class Sizes:
     """What follows from the settings: a base of `DiffusionGRPOConfig`."""
 
     def fill_in(self) -> None:
-        """Apply TRL's names, read dictionaries written as JSON, and fill in defaults taken from other settings.
-
-        Raises:
-            ValueError: a dictionary is not valid JSON.
-        """
+        """Apply TRL's names, read dictionaries written as JSON, and fill in defaults taken from other settings."""
         if self.gradient_checkpointing is not None:  # the name that users of TRL know
             self.activation_checkpointing = self.gradient_checkpointing
             self.gradient_checkpointing = None

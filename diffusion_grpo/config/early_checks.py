@@ -5,15 +5,7 @@ from typing import Any
 
 
 def check_folder(name: str, path: str | Path) -> None:
-    """Refuse a path that cannot become a folder, because it, or a part of it, is a file.
-
-    Args:
-        name: name of the setting, for the message.
-        path: path of the folder, which need not exist.
-
-    Raises:
-        ValueError: the path leads to or through a file.
-    """
+    """Refuse a path that cannot become a folder, because it, or a part of it, is a file."""
     folder = Path(path).expanduser()
     for part in (folder, *folder.parents):
         if part.is_file():
@@ -21,11 +13,7 @@ def check_folder(name: str, path: str | Path) -> None:
 
 
 def check_model_name(model: str) -> None:
-    """Check that `model`, if it is a local folder, holds a pipeline.
-
-    Raises:
-        ValueError: `model` is a folder that does not exist, a file, or a folder without a pipeline.
-    """
+    """Check that `model`, if it is a local folder, holds a pipeline."""
     folder = Path(model).expanduser()
     if model == "tiny":
         return
@@ -44,15 +32,7 @@ def check_model_name(model: str) -> None:
 
 
 def check_resume_folder(wanted: Any, output_dir: Any) -> None:
-    """Refuse a checkpoint whose folder does not exist.
-
-    Args:
-        wanted: value of `resume_from_checkpoint`.
-        output_dir: folder of the run; None if it is not given.
-
-    Raises:
-        ValueError: the message names the newest checkpoint in `output_dir`, if there is one.
-    """
+    """Refuse a checkpoint whose folder does not exist."""
     folder = Path(str(wanted))
     if wanted is None or str(wanted).lower() in ("true", "false", "") or folder.is_dir():
         return
@@ -66,14 +46,7 @@ def check_resume_folder(wanted: Any, output_dir: Any) -> None:
 
 
 def check_hub_access(token: str | None) -> None:
-    """Refuse to push to the Hub if that cannot work.
-
-    Args:
-        token: value of `hub_token`.
-
-    Raises:
-        ValueError: the Hub's client is offline, or there is no token.
-    """
+    """Refuse to push to the Hub if that cannot work."""
     from huggingface_hub import constants, get_token
 
     if constants.HF_HUB_OFFLINE:

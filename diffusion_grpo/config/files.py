@@ -6,11 +6,7 @@ from typing import Any
 
 
 def read_text(path: str | Path) -> str:
-    """Read a text file in UTF-8, with or without a byte order mark.
-
-    Raises:
-        ValueError: the file has another encoding; the message names file and line.
-    """
+    """Read a text file in UTF-8, with or without a byte order mark."""
     content = Path(path).read_bytes()
     try:
         return content.decode("utf-8-sig")

@@ -122,16 +122,7 @@ LONGEST = 150  # bytes; a file name has at most 255 and holds more than this nam
 
 
 def check_name(name: Any, what: str, remedy: str) -> None:
-    """Refuse a name that cannot be part of a file name and of a metric.
-
-    Args:
-        name: the name.
-        what: what has this name, for the message.
-        remedy: what to change, for the message.
-
-    Raises:
-        ValueError: the name is empty or too long, or holds a path separator or characters that cannot be printed.
-    """
+    """Refuse a name that cannot be part of a file name and of a metric."""
     wrong = None
     if not isinstance(name, str):
         wrong = f"is of type {type(name).__name__}"

@@ -13,16 +13,7 @@ BITSANDBYTES = (
 
 
 def check_optimizer(name: str, has_gpu: bool) -> None:
-    """Refuse an optimizer whose package or GPU is missing; transformers would notice only once a model is loaded.
-
-    Args:
-        name: the setting `optim`.
-        has_gpu: whether there is a GPU.
-
-    Raises:
-        ValueError: the optimizer is paged, and there is no GPU.
-        ImportError: the package of the optimizer is not installed.
-    """
+    """Refuse an optimizer whose package or GPU is missing; transformers would notice only once a model is loaded."""
     package = "torchao" if name in TORCHAO else "bitsandbytes" if name in BITSANDBYTES else None
     if package is not None and importlib.util.find_spec(package) is None:
         raise ImportError(f"optim={name!r} needs the package {package}: pip install {package}.")

@@ -28,11 +28,7 @@ class Yaml12Loader(yaml.SafeLoader):
     """Read YAML 1.2, not 1.1 like PyYAML: `no` is a word, 1e-3 and 010 are numbers, and keys must not repeat."""
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
-        """Read a mapping.
-
-        Raises:
-            yaml.YAMLError: a key is repeated.
-        """
+        """Read a mapping."""
         node = super().compose_mapping_node(anchor)
         lines: dict[tuple[str, str], int] = {}
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
@@ -70,15 +66,7 @@ Yaml12Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
 
 def parse_launch_arguments(config_file: str | None, overrides: list[str]) -> tuple[LaunchArguments, list[str]]:
-    """Read the settings of processes from a YAML file and from `--key value` overrides, which win.
-
-    Returns:
-        the settings, and the overrides for each process: without these settings, and with `null` for those in the
-        file.
-
-    Raises:
-        ValueError: a value has the wrong type.
-    """
+    """Read the settings of processes from a YAML file and from `--key value` overrides, which win."""
     hints = list_fields(LaunchArguments)
     in_file = {key: value for key, value in (read_yaml(config_file) if config_file else {}).items() if key in hints}
     given = {key: value for key, value in read_overrides(overrides).items() if key in hints}
@@ -92,9 +80,6 @@ def read_values(config_file: str | None, overrides: list[str]) -> dict[str, Any]
     """Read a YAML file and `--key value` overrides, which win, without converting any value.
 
     In paths, `~` becomes the home folder.
-
-    Raises:
-        ValueError: the file is missing or is not a mapping, or a word does not belong to a key.
     """
     values = read_yaml(config_file) if config_file else {}
     experiment = values.get("report_experiment")
@@ -119,17 +104,7 @@ def resolve_values(config_file: str | None, overrides: list[str]) -> dict[str, A
 def parse_train_arguments(
     config_file: str | None, overrides: list[str], config_class: "type[DiffusionGRPOConfig] | None" = None
 ) -> "tuple[ScriptArguments, LoraArguments, DiffusionGRPOConfig]":
-    """Read a YAML file and `--key value` overrides, which win.
-
-    Args:
-        config_file: the file, or None.
-        overrides: the words of the command line.
-        config_class: a class that inherits from `DiffusionGRPOConfig`, to use instead of it.
-
-    Raises:
-        ValueError: a key is unknown (the message names the nearest known one) or missing, a value has the wrong type,
-            or settings contradict each other.
-    """
+    """Read a YAML file and `--key value` overrides, which win."""
     values = read_values(config_file, overrides)
     check_keys(values, config_class)
     from .settings import DiffusionGRPOConfig
@@ -147,15 +122,7 @@ def parse_train_arguments(
 
 
 def check_keys(values: dict[str, Any], config_class: type | None = None) -> None:
-    """Refuse settings that do not exist or are missing, without the seconds that importing torch takes.
-
-    Args:
-        values: settings by name.
-        config_class: as in [`parse_train_arguments`].
-
-    Raises:
-        ValueError: the message names the setting that is meant, or those that are missing.
-    """
+    """Refuse settings that do not exist or are missing, without the seconds that importing torch takes."""
     own = [] if config_class is None else list_fields(config_class)
     refuse_unknown(values, [*own_fields(), *OF_TRANSFORMERS, *own])
     missing = [name for name, setting in list_fields(ScriptArguments).items() if setting.default is MISSING]
@@ -187,11 +154,7 @@ def _rename_aliases(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_overrides(overrides: list[str]) -> dict[str, Any]:
-    """Turn `["--beta", "0.1", "--names", "a", "b"]` into `{"beta": "0.1", "names": ["a", "b"]}`.
-
-    Raises:
-        ValueError: a word does not belong to a key, or a value that starts with `{` or `[` is neither YAML nor text.
-    """
+    """Turn `["--beta", "0.1", "--names", "a", "b"]` into `{"beta": "0.1", "names": ["a", "b"]}`."""
     values = {}
     for key, (flag, *tokens) in _group_by_key(overrides):
         _, equals, value = flag.partition("=")

@@ -72,13 +72,7 @@ class QuantizationSettings:
 
 @dataclass(frozen=True)
 class QuantizationSpec:
-    """How one component is quantised.
-
-    Attributes:
-        backend: a key of `BACKENDS`.
-        options: arguments of the backend's configuration class, under diffusers' names.
-        source: the setting that asked for it, for messages.
-    """
+    """How one component is quantised."""
 
     backend: str
     options: dict[str, Any] = dataclasses.field(default_factory=dict)

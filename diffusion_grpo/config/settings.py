@@ -237,22 +237,14 @@ class DiffusionGRPOConfig(
         return "cpu" if self.offload_trajectories else self.device
 
     def check_machine(self) -> None:
-        """Refuse settings that would silently have no effect on this machine.
-
-        Raises:
-            ValueError: `fp16` is set without a GPU; accelerate would record the setting but not use it.
-        """
+        """Refuse settings that would silently have no effect on this machine."""
         if self.fp16 and (self.use_cpu or not torch.accelerator.is_available()):
             raise ValueError(
                 "fp16=True needs a GPU: a CPU would train in float32; set fp16=False (bf16=True works there)."
             )
 
     def fill(self, defaults: dict[str, Any]) -> None:
-        """Set defaults for settings that were not given, before anything has used them.
-
-        Raises:
-            ValueError: the defaults contradict settings that were given.
-        """
+        """Set defaults for settings that were not given, before anything has used them."""
         for name, value in defaults.items():
             if name not in self.given:
                 setattr(self, name, value)
@@ -289,11 +281,7 @@ def count_launched_processes() -> int:
 
 
 def check_launched(launched: int, world_size: int) -> None:
-    """Refuse processes that do not know of each other and would all write to the same folder.
-
-    Raises:
-        ValueError: several processes were started, but each would train on its own.
-    """
+    """Refuse processes that do not know of each other and would all write to the same folder."""
     if launched > 1 and world_size == 1:
         raise ValueError(
             f"{launched} processes were started, but each would start its own run in the same folder; set "
@@ -322,11 +310,7 @@ def find_backends_with_cpu() -> str | None:
 
 
 def add_warmup(schedule: SchedulerType, warmup_steps: float) -> SchedulerType:
-    """Return the schedule with a warm-up if there are `warmup_steps`; `get_scheduler` would drop them silently.
-
-    Raises:
-        ValueError: the schedule depends on evaluations and cannot warm up.
-    """
+    """Return the schedule with a warm-up if there are `warmup_steps`; `get_scheduler` would drop them silently."""
     if not warmup_steps:
         return schedule
     if schedule.value in WATCHING_SCHEDULES:

@@ -16,13 +16,7 @@ NUMBERS_OF_SAMPLES = ("class_labels",)  # one per sample, like prompts; other nu
 
 @dataclasses.dataclass
 class Form:
-    """The form in which the inputs of a call are given.
-
-    Attributes:
-        name: `batched` for lists with one value per sample; `single` for one sample with its values as they are;
-            `listed` for one sample with each value in a list.
-        reason: why several samples cannot share a call; None if they can.
-    """
+    """The form in which the inputs of a call are given."""
 
     name: str
     reason: str | None = None
@@ -30,11 +24,6 @@ class Form:
 
 def build_arguments(rows: list[dict[str, Any]], accepted: set[str], is_bare: bool = False) -> dict[str, Any]:
     """Build the keyword arguments of one pipeline call from the dataset rows of its samples.
-
-    Args:
-        rows: one dict per sample, all with the same columns, as grouped by [`group_by_shape`].
-        accepted: names of the parameters of the pipeline's `__call__`.
-        is_bare: whether the values of a single row are passed as they are, not in lists.
 
     Returns:
         a value for each accepted column: a scalar for numbers (`height`, `guidance_scale`; not `class_labels`), which

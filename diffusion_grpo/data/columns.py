@@ -52,13 +52,6 @@ class Columns:
     Images that the pipeline takes are converted to `image_mode`. Three kinds keep their own mode: those of a column
     with a mode of its own (`datasets.Image(mode="L")`), masks, and those that only rewards read. All images that the
     pipeline takes have 8 bits per channel.
-
-    Args:
-        dataset: the user's dataset. With a transform (`set_transform`), a row is what the transform returns. With a
-            format (`set_format`) of arrays, such as "torch", lists of numbers become such arrays; everything else is
-            read as without a format.
-        parameters: the parameters of the pipeline's `__call__` that the user may set, by name.
-        image_mode: the mode (of Pillow) of the images that the pipeline takes.
     """
 
     def __init__(

@@ -15,17 +15,7 @@ MEDIA = ("image", "video", "mask", "audio")  # parts of the names of pipeline ar
 def count_prompts(
     train: Dataset | None, evaluation: Dataset | dict[str, Dataset] | None, accepted: Collection[str] = ()
 ) -> dict[str, int | None]:
-    """Count the prompts for `run.json`.
-
-    Args:
-        train, evaluation: the datasets.
-        accepted: names of columns that the pipeline takes. If there are images or videos among them, prompts are not
-            compared: the same instruction for another image was not trained on.
-
-    Returns:
-        `train` and `eval`, the numbers of rows; and `eval_in_train`, the number of evaluation rows whose prompt is
-        also trained on, ignoring white space at its ends. None where a dataset has no prompts to compare.
-    """
+    """Count the prompts for `run.json`."""
     evaluations = list(evaluation.values()) if isinstance(evaluation, dict) else [evaluation]
     parts = [part for part in evaluations if part is not None]
     counts = {"train": 0 if train is None else len(train), "eval": sum(map(len, parts)), "eval_in_train": None}

@@ -29,17 +29,7 @@ FPS = 16.0  # of pipelines without such a parameter
 
 
 class PipelineInputs:
-    """Builds the keyword arguments of a pipeline call from dataset rows.
-
-    Args:
-        pipe: the pipeline, or its class.
-        args: settings of the run; `guidance_scale`, `height`, `width`, `num_frames` and `pipeline_kwargs` go into
-            every call, `sigmas` into those of training.
-        asked: names of the columns that rewards read.
-
-    Attributes:
-        fps: frames per second of videos.
-    """
+    """Builds the keyword arguments of a pipeline call from dataset rows."""
 
     def __init__(
         self,

@@ -57,21 +57,7 @@ READERS = {
 
 
 def load_prompts(source: Any, split: str = "train", prompt_column: str | None = None) -> Any:
-    """Load a dataset of prompts; [`check_dataset`] says whether it is one.
-
-    Args:
-        source: a file (`.txt`, one prompt per line; `.jsonl`, `.json`, `.parquet`, `.csv`), a folder with a file for
-            each split (`train.txt` or `train_metadata.jsonl`, as in Flow-GRPO), a folder written by `save_to_disk`,
-            any other folder or Hub id that `datasets.load_dataset` knows, or `"tiny"`, the prompts of the embedded
-            model; or a list of prompts or of rows, or a dataset. Paths of images, videos and sound in a file are
-            relative to its folder.
-        split: which split of the dataset; a single file has none and is returned whole.
-        prompt_column: the column that holds the prompts. By default `prompt`, or else a column `caption`, one called
-            `prompt` in other capitals, or the only column of texts.
-
-    Returns:
-        a dataset whose column `prompt` holds the prompts, if there are any; or the source, if it is of another type.
-    """
+    """Load a dataset of prompts; [`check_dataset`] says whether it is one."""
     if isinstance(source, (str, Path)):
         source = _load(str(source), split)
     elif isinstance(source, (list, tuple)) and all(isinstance(item, str) for item in source):

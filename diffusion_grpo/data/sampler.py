@@ -15,16 +15,6 @@ class GroupSampler(torch.utils.data.Sampler[int]):
     times in a row. The order depends only on seed and epoch, so that a resumed run continues it. An incomplete last
     chunk is filled up from the start of the same order, so that no prompt is left out; a dataset smaller than one
     chunk is repeated as often as needed.
-
-    Args:
-        num_rows: rows of the dataset.
-        num_generations: consecutive samples of each prompt.
-        prompts_per_rollout: prompts in a chunk, all different unless the dataset has fewer.
-        repeat_count: how often each chunk is repeated before the next one.
-        shuffle: whether each epoch has a new permutation; otherwise rows keep the order of the dataset.
-        seed: seed of the permutations, not negative.
-        processes: number of equal, consecutive shares in each chunk.
-        copies: number of processes that get the same share.
     """
 
     def __init__(

@@ -29,10 +29,6 @@ class DistributedBackend:
 
     It is made before the model. The accelerator, and the engine that wraps the model for training, are bound to it as
     soon as `Trainer` has made them.
-
-    Args:
-        half: dtype of mixed precision, or None.
-        groups: groups of processes that share the sequence of each sample.
     """
 
     name = "DDP"
@@ -50,11 +46,7 @@ class DistributedBackend:
         self._accelerator = accelerator
 
     def check_start(self) -> None:
-        """Check that training can start.
-
-        Raises:
-            ValueError: it has started before, and the engine cannot start again.
-        """
+        """Check that training can start."""
 
     def set_engine(self, engine: nn.Module) -> None:
         """Take the engine that wraps the model for training, or the model itself before there is one."""
@@ -81,45 +73,16 @@ class DistributedBackend:
         return False
 
     def check_quantization(self, methods: Collection[str]) -> None:
-        """Refuse a quantised network that these processes cannot train a LoRA on.
-
-        Args:
-            methods: how the trained networks are quantised; see
-                [`~diffusion_grpo.policy.quantized.find_quantization`].
-
-        Raises:
-            ValueError: in one sentence, what to change.
-        """
+        """Refuse a quantised network that these processes cannot train a LoRA on."""
 
     def check_optimizer(self, name: str) -> None:
-        """Refuse an optimizer that cannot update weights as these processes hold them.
-
-        Args:
-            name: the setting `optim`.
-
-        Raises:
-            ValueError: in one sentence, what to change.
-        """
+        """Refuse an optimizer that cannot update weights as these processes hold them."""
 
     def check_run(self, component: tuple[str, ...], *, processes: int, own_steps: bool, draws_tokens: bool) -> None:
-        """Refuse a run that these processes cannot train.
-
-        Args:
-            component: names of the trained networks.
-            processes: number of processes.
-            own_steps: whether samples of one rollout train different steps.
-            draws_tokens: whether the policy writes tokens.
-
-        Raises:
-            ValueError: the processes cannot train this run.
-        """
+        """Refuse a run that these processes cannot train."""
 
     def check_group_offload(self) -> None:
-        """Refuse group offloading, which moves frozen weights in and out of the accelerator.
-
-        Raises:
-            ValueError: the processes move the weights themselves.
-        """
+        """Refuse group offloading, which moves frozen weights in and out of the accelerator."""
 
     def leave_frozen_weights(self, model: nn.Module) -> None:
         """Let an engine skip frozen weights and buffers, which may be on another device than the trained weights."""
@@ -198,11 +161,7 @@ class DistributedBackend:
 
     @contextlib.contextmanager
     def gather_for_passes(self, networks: list[nn.Module], reference: nn.Module | None) -> Iterator[Callable]:
-        """Make the networks callable outside an update, gathering sharded weights first.
-
-        Yields:
-            a function `run(method, *args)`, through which methods that make passes must be called.
-        """
+        """Make the networks callable outside an update, gathering sharded weights first."""
         yield lambda method, *args: method(*args)
 
     @property
@@ -225,9 +184,6 @@ class DistributedBackend:
         """Repeat the last pass until every process has as many passes as the process with the most.
 
         This is a collective if processes must call the network together.
-
-        Returns:
-            the passes, each with a flag that says whether it counts; repeated ones do not.
         """
         return self._equalize(passes, self.reduces_every_pass)
 
@@ -243,10 +199,6 @@ class DistributedBackend:
 
         Only networks that take turns are skipped. Gradients are dropped no earlier than in the step, because a
         `GradScaler` needs at least one.
-
-        Args:
-            optimizer: optimizer of the trained weights.
-            model: the trained model, before an engine wraps it; a `ModuleDict` if networks take turns.
         """
         if isinstance(model, nn.ModuleDict):
             networks = list(model.values())
@@ -306,11 +258,7 @@ class DistributedBackend:
         return {"processes": self.accelerator.num_processes, "zero_stage": 0, "fsdp": 0}
 
     def save_optimizer(self, folder: Path, model: nn.Module, optimizer: Any, is_writer: bool) -> bool:
-        """Write the optimizer's state if it is sharded; every process calls this.
-
-        Returns:
-            whether it has been written; False leaves it to `Trainer`.
-        """
+        """Write the optimizer's state if it is sharded; every process calls this."""
         return False
 
     def keeps_schedule(self, schedule: Any) -> bool:
@@ -318,11 +266,7 @@ class DistributedBackend:
         return False
 
     def load_optimizer(self, folder: Path, model: nn.Module, optimizer: Any) -> bool:
-        """Read the optimizer's state if it is sharded now or was when it was written.
-
-        Returns:
-            whether it has been read, so that only the schedule is left to read; False leaves both to `Trainer`.
-        """
+        """Read the optimizer's state if it is sharded now or was when it was written."""
         return restore_optimizer(folder, model, optimizer)
 
     # Collectives

@@ -22,19 +22,7 @@ def make_backend(
     fsdp_plugin_args: dict[str, Any] | None,
     fsdp_gather_for_generation: bool,
 ) -> DistributedBackend:
-    """Make the backend that the settings, or the launcher, ask for.
-
-    Args:
-        half: dtype of mixed precision, or None.
-        groups: groups of processes that share the sequence of each sample.
-        processes: number of processes.
-        deepspeed_plugin: accelerate's settings of DeepSpeed; None without it.
-        fsdp, fsdp_plugin_args: transformers' setting `fsdp`, and accelerate's settings of FSDP.
-        ds3_gather_for_generation, fsdp_gather_for_generation: the settings of these names.
-
-    Raises:
-        ValueError: the configuration of DeepSpeed or FSDP is not supported.
-    """
+    """Make the backend that the settings, or the launcher, ask for."""
     if deepspeed_plugin is not None:
         hide_deepspeed()
         return DeepSpeedBackend(half, groups, deepspeed_plugin, ds3_gather_for_generation)

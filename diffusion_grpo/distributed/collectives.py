@@ -62,14 +62,7 @@ def gather_means(
     smallest: tuple[str, ...] = (),
     weights: Mapping[str, list[float]] | None = None,
 ) -> dict[str, float]:
-    """Return means over the values of all processes, each of which may have measured something else; a collective.
-
-    Args:
-        accelerator: accelerator of this process.
-        metrics: values by name.
-        largest, smallest: names for which the largest, or the smallest, value is returned instead.
-        weights: weights above 0, one per value, by name, for metrics whose values count differently.
-    """
+    """Return means over the values of all processes, each of which may have measured something else; a collective."""
     weights = {name: [1.0] * len(values) for name, values in metrics.items()} | dict(weights or {})
     own = {
         name: (sum(map(operator.mul, v, weights[name])), sum(weights[name]), float(max(v)), float(min(v)))

@@ -21,13 +21,8 @@ RING_BACKEND = "_native_cudnn"  # torch's own: returns the log-sum-exps that joi
 
 @dataclasses.dataclass(frozen=True)
 class ContextGroups:
-    """Groups of processes that share the sequence of each sample; without context parallelism, each has one process.
-
-    Attributes:
-        size: processes in a group (`context_parallel_size`).
-        processes: number of all processes.
-        process: index of this process.
-        is_ring: whether keys and values are passed around the group, instead of exchanging heads for tokens.
+    """Groups of processes that share the sequence of each sample; without context parallelism, each has one
+    process.
     """
 
     size: int = 1
@@ -64,14 +59,6 @@ def spread_over_context(networks: list[nn.Module], groups: ContextGroups, device
     the backward pass, its weights get the gradient of its own tokens, which must be summed over the group. Ulysses
     (https://huggingface.co/papers/2309.14509) exchanges heads for tokens, and ring attention
     (https://huggingface.co/papers/2310.01889) passes keys and values on.
-
-    Args:
-        networks: diffusers' models, as the pipeline calls them; a `ModuleDict` of experts is taken apart.
-        groups: groups of the run's processes; torch.distributed has been initialised.
-        device: device of this process.
-
-    Raises:
-        ValueError: as in [`check_context`].
     """
     size, is_ring = groups.size, groups.is_ring
     parts = [network.values() if isinstance(network, nn.ModuleDict) else [network] for network in networks]
@@ -90,12 +77,7 @@ def spread_over_context(networks: list[nn.Module], groups: ContextGroups, device
 
 
 def check_context(network: nn.Module, size: int, is_ring: bool, device: torch.device) -> None:
-    """Refuse a network whose sequence cannot be spread.
-
-    Raises:
-        ValueError: diffusers has no plan for the network, its heads cannot be divided among the processes, or a ring
-            is not on a CUDA device.
-    """
+    """Refuse a network whose sequence cannot be spread."""
     name = type(network).__name__
     if getattr(network, "_cp_plan", None) is None:
         raise ValueError(

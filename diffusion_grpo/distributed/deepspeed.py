@@ -46,19 +46,7 @@ ONE_GROUP = (
 
 
 class DeepSpeedBackend(DistributedBackend):
-    """DeepSpeed ZeRO.
-
-    Args:
-        half: dtype of mixed precision, or None.
-        groups: groups of one process each.
-        plugin: accelerate's settings of DeepSpeed.
-        gathers_whole: under ZeRO-3, whether the whole network is gathered once for a rollout or evaluation, instead
-            of layer by layer.
-
-    Raises:
-        ValueError: the DeepSpeed configuration would silently train in another precision than the settings say, or
-            context parallelism is on.
-    """
+    """DeepSpeed ZeRO."""
 
     def __init__(
         self, half: torch.dtype | None, groups: ContextGroups, plugin: DeepSpeedPlugin, gathers_whole: bool = True
@@ -412,12 +400,7 @@ def shard_first() -> Iterator[None]:
 
 
 def shard_weights(model: nn.Module, config: dict[str, Any]) -> None:
-    """Shard a model's weights by ZeRO-3, in place, as `deepspeed.initialize` does.
-
-    Args:
-        model: model on the CPU, or one that is sharded already.
-        config: DeepSpeed's configuration, without "auto".
-    """
+    """Shard a model's weights by ZeRO-3, in place, as `deepspeed.initialize` does."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
@@ -477,12 +460,6 @@ class ZeroWeights(TrainedWeights):
 
     ZeRO-1 and 2 keep them whole, in half precision if `bf16` or `fp16` is on, in addition to float32 values that are
     divided among the processes. Under ZeRO-3, a process has a share of both.
-
-    Args:
-        parameters: the trained parameters, in a fixed order.
-        stage: the stage of ZeRO.
-        take_turns: whether they belong to several networks that take turns over the steps.
-        frozen: frozen parameters that are written to the same files; ZeRO-3 shards them too.
     """
 
     def __init__(

@@ -39,14 +39,7 @@ Error = tuple[int, str, str]  # the process that failed, the type of its error, 
 
 
 class ProcessGroupMonitor:
-    """Watches over the processes of a run: barriers that outlast slow work, and errors that reach every process.
-
-    Args:
-        processes: index of this process and number of processes (`TrainingArguments.distributed_state`).
-        timeout: seconds without a heartbeat after which a process counts as dead (`ddp_timeout`).
-        kinds: types of errors that other processes raise as the same type; there, any other error becomes a
-            `RankError` with its message.
-    """
+    """Watches over the processes of a run: barriers that outlast slow work, and errors that reach every process."""
 
     def __init__(self, processes: PartialState, timeout: float, kinds: tuple[type[Exception], ...]):
         self.processes, self.timeout = processes, timeout
@@ -74,15 +67,7 @@ class ProcessGroupMonitor:
 
     @contextlib.contextmanager
     def barrier_after(self, task: str) -> Iterator[None]:
-        """Wait at the end for all processes, however long they take; all leave, or all raise the same error.
-
-        Args:
-            task: what the process does inside, for messages: "rolls out".
-
-        Raises:
-            Exception: this process's own error, or another process's if its type is one of `kinds`.
-            RankError: another process failed with an error of another type, or died.
-        """
+        """Wait at the end for all processes, however long they take; all leave, or all raise the same error."""
         self.set_task(task)
         if self.is_alone:
             yield
@@ -116,10 +101,6 @@ class ProcessGroupMonitor:
         A process that fails leaves its error in the store. The others end with its message as soon as their
         collective breaks. If it does not break (NCCL may wait for the whole `ddp_timeout`), they are ended with exit
         code 1, `GRACE_PERIOD` seconds after they have read the error.
-
-        Raises:
-            Exception: this process's own error.
-            RankError: another process failed, and the error of this one may only be the broken collective.
         """
         if self.is_alone:
             yield
@@ -203,14 +184,7 @@ class ProcessGroupMonitor:
             time.sleep(0.05)
 
     def agree(self, error: Exception | None) -> None:
-        """Raise on all processes if one has an error; a collective.
-
-        Args:
-            error: this process's error, or None.
-
-        Raises:
-            Exception: as in `barrier_after`.
-        """
+        """Raise on all processes if one has an error; a collective."""
         if not self.is_alone:
             failed = torch.tensor([int(error is not None)], device=self.processes.device)
             if gather(failed).any():
@@ -234,11 +208,7 @@ class ProcessGroupMonitor:
             return None
 
     def agree_on_deferred(self) -> None:
-        """Raise on all processes the error that `defer` has kept; a collective.
-
-        Raises:
-            Exception: as in `agree`.
-        """
+        """Raise on all processes the error that `defer` has kept; a collective."""
         error, self._deferred = self._deferred, None
         self.agree(error)
 
@@ -322,12 +292,7 @@ class ProcessGroupMonitor:
 
 
 class SilenceWatch:
-    """Names the processes that are waited for, and raises when one has been silent for too long.
-
-    Args:
-        timeout: seconds without a heartbeat after which a process counts as dead.
-        now: time at which waiting began, by `time.monotonic`.
-    """
+    """Names the processes that are waited for, and raises when one has been silent for too long."""
 
     def __init__(self, timeout: float, now: float):
         self.timeout, self.start, self.last_look, self.last_notice = timeout, now, now, now
@@ -338,15 +303,7 @@ class SilenceWatch:
         return time.monotonic() - self.last_look >= min(NOTICE_INTERVAL, self.timeout) / 4
 
     def look(self, missing: list[int], sign_of: Callable[[int], str | None]) -> None:
-        """Look for new heartbeats.
-
-        Args:
-            missing: the processes that are waited for.
-            sign_of: returns the latest heartbeat of a process, or None.
-
-        Raises:
-            RankError: a process has sent none for `timeout` seconds; the message names the first one.
-        """
+        """Look for new heartbeats."""
         now = self.last_look = time.monotonic()
         is_notice_due = now - self.last_notice >= NOTICE_INTERVAL
         self.last_notice = now if is_notice_due else self.last_notice

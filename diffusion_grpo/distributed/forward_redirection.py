@@ -12,12 +12,6 @@ def redirect(wrapper: nn.Module, model: nn.Module, method: Callable, *args: Any)
     """Call `method` inside the forward of `wrapper` (DDP, DeepSpeed), so that the wrapper's hooks run.
 
     TRL has a class for this, `_ForwardRedirection`, but it is private.
-
-    Args:
-        wrapper: the module around the model, or the model itself, in which case `method` is called directly.
-        model: the module whose forward the wrapper calls.
-        method: function to call in place of that forward; inside it, the model has its own forward again.
-        args: arguments of the method.
     """
     if wrapper is model:
         return method(*args)

@@ -37,19 +37,7 @@ TOKENS = (
 
 
 class FSDP2Backend(DistributedBackend):
-    """FSDP2.
-
-    Args:
-        half: dtype of mixed precision, or None.
-        groups: groups of processes that share the sequence of each sample. Weights are sharded over all processes.
-        plugin_args: accelerate's settings of FSDP; if empty, they are read from the environment.
-        keeps_gathered: whether each block is gathered once for a rollout or evaluation and kept until its end.
-        processes: number of processes.
-
-    Raises:
-        ValueError: the settings ask for FSDP1, for wrapping by size or for FSDP's own activation checkpointing, or
-            there is a single process that no launcher started.
-    """
+    """FSDP2."""
 
     def __init__(
         self,
@@ -238,14 +226,6 @@ def activate(accelerator: Accelerator, plugin_args: dict[str, Any]) -> None:
 
     accelerate supports FSDP only on accelerators: on CPUs it silently keeps `MULTI_CPU`, which is DDP. Nothing else in
     accelerate depends on the device, so it is enough to correct its state.
-
-    Args:
-        accelerator: the accelerator that `Trainer` has made.
-        plugin_args: accelerate's settings of FSDP; if empty, they are read from the environment, where
-            `accelerate launch` sets them.
-
-    Raises:
-        ValueError: accelerate would do something else.
     """
     state = accelerator.state
     if accelerator.distributed_type == DistributedType.MULTI_CPU:
@@ -259,11 +239,7 @@ def activate(accelerator: Accelerator, plugin_args: dict[str, Any]) -> None:
 
 
 def find_repeated_blocks(network: nn.Module, chosen: list[str] | None = None) -> list[str]:
-    """Return the names of the classes that become units: those the user chose, or the network's repeated blocks.
-
-    Raises:
-        ValueError: the network names no blocks, or is a language model.
-    """
+    """Return the names of the classes that become units: those the user chose, or the network's repeated blocks."""
     if hasattr(network, "generate"):
         raise ValueError(f"FSDP does not train {type(network).__name__}: {TOKENS}")
     present = {type(module).__name__ for module in network.modules()}
@@ -287,9 +263,6 @@ def configure_plugin(plugin: FullyShardedDataParallelPlugin, networks: list[nn.M
 
     Units are the repeated blocks and the networks themselves, which pipelines call. As in a single process, only
     autocast is used for half precision: FSDP's own casting would round timesteps.
-
-    Raises:
-        ValueError: a network cannot be sharded.
     """
     chosen = plugin.transformer_cls_names_to_wrap
     names = [name for network in networks for name in (*find_repeated_blocks(network, chosen), type(network).__name__)]
@@ -329,14 +302,7 @@ def shard_reference(model: nn.Module, accelerator: Accelerator, is_offloaded: bo
 def shard_units(
     network: nn.Module, plugin: FullyShardedDataParallelPlugin, offload: OffloadPolicy, is_trained: bool
 ) -> None:
-    """Turn a network and its blocks into units, in place.
-
-    Args:
-        network: the network, or the `PeftModel` around it, which is the outermost unit.
-        plugin: accelerate's settings, which name the classes of the other units.
-        offload: policy that says where shares are kept.
-        is_trained: whether the outermost unit may stay gathered from the forward to the backward pass.
-    """
+    """Turn a network and its blocks into units, in place."""
     reshards = plugin.reshard_after_forward if is_trained else True
     for module in reversed(list(network.modules())):  # inner units first
         if module is network or type(module).__name__ in plugin.transformer_cls_names_to_wrap:
@@ -389,13 +355,7 @@ def gather_units(model: nn.Module, accelerator: Accelerator, is_kept: bool) -> I
 
 
 class ShardedWeights(TrainedWeights):
-    """Values of the trained parameters under FSDP2: whole before it has sharded the model, shares afterwards.
-
-    Args:
-        model: the trained model, or a copy of it.
-        names: names of the parameters; by default those that require a gradient.
-        take_turns: whether they belong to several networks that take turns over the steps.
-    """
+    """Values of the trained parameters under FSDP2: whole before it has sharded the model, shares afterwards."""
 
     def __init__(self, model: nn.Module, names: list[str] | None = None, take_turns: bool = False):
         super().__init__([], take_turns)
@@ -451,10 +411,6 @@ class ShardedWeights(TrainedWeights):
 
         Every process must enter this context. One tensor is gathered at a time; the frozen weights below a LoRA stay
         sharded.
-
-        Args:
-            values: shares to show in place of the weights, such as an average's.
-            is_kept: False on processes that only help to gather.
         """
         shown: dict[nn.Module, dict[str, nn.Parameter]] = collections.defaultdict(dict)
         if self.is_sharded or values is not None:

@@ -11,14 +11,7 @@ from .failure import ProcessGroupMonitor
 
 
 class NetworkPasses:
-    """Runs a method outside an update, gathering sharded weights first.
-
-    Args:
-        backend: gathers the weights.
-        monitor: propagates errors if processes meet inside, because weights are gathered layer by layer.
-        networks: the trained networks.
-        reference: returns the reference's module, or None.
-    """
+    """Runs a method outside an update, gathering sharded weights first."""
 
     def __init__(
         self,

@@ -15,12 +15,6 @@ class IdleNetworks:
     DeepSpeed gives the optimizer zeros for weights without a gradient, and Adam's momentum and the weight decay would
     change these weights. So each network gets parameter groups of its own, and those of an idle network have no
     gradients while the optimizer steps.
-
-    Args:
-        networks: the trained networks.
-        optimizer: optimizer of their weights, before the engine takes it. The engine may step another optimizer with
-            the same groups: if offloaded, accelerate replaces it by a `DeepSpeedCPUAdam`.
-        device: device of the collective in which processes exchange which networks they have trained.
     """
 
     def __init__(self, networks: nn.ModuleDict, optimizer: torch.optim.Optimizer, device: torch.device):
@@ -39,11 +33,7 @@ class IdleNetworks:
         _split_groups(optimizer, numbers)
 
     def begin_update(self, optimizers: Collection[torch.optim.Optimizer]) -> None:
-        """Forget which networks the last update trained.
-
-        Args:
-            optimizers: the optimizers that the engine steps.
-        """
+        """Forget which networks the last update trained."""
         self._trained, self._is_agreed = torch.zeros(self._count, device=self._device), False
         for optimizer in optimizers:
             if not any(optimizer is watched for watched in self._watched):

@@ -34,9 +34,6 @@ def read_late(names: Collection[str]) -> Iterator[None]:
     """Inside, let diffusers load networks of these names in the dtype of their files, and hold their weights back.
 
     A network is still built in the dtype that is asked for, since tables that it computes depend on it.
-
-    Args:
-        names: names of components, which are also the names of their folders.
     """
     real = ModelMixin.__dict__["_load_pretrained_model"]
 
@@ -69,16 +66,7 @@ def read_late(names: Collection[str]) -> Iterator[None]:
 
 
 def find_dtype(state_dict: dict[str, Tensor] | None, files: Iterable[str | Path]) -> torch.dtype | None:
-    """Return the narrowest dtype that holds all floating-point weights of a network's files exactly.
-
-    Args:
-        state_dict: the weights, if they are in one file.
-        files: the files, if there are several.
-
-    Returns:
-        float32, bfloat16 or float16; None if a floating-point weight has another dtype, or if a file is not a
-        safetensors file.
-    """
+    """Return the narrowest dtype that holds all floating-point weights of a network's files exactly."""
     if isinstance(state_dict, dict):
         found = {tensor.dtype for tensor in state_dict.values() if tensor.is_floating_point()}
     else:
@@ -98,15 +86,7 @@ def find_dtype(state_dict: dict[str, Tensor] | None, files: Iterable[str | Path]
 
 
 def hold(network: nn.Module, dtypes: dict[str, torch.dtype] | torch.dtype) -> nn.Module:
-    """Hold a network's weights back; weights that are held already are cast to one more dtype when filled in.
-
-    Args:
-        network: network on the CPU.
-        dtypes: dtypes of the parameters by name, or one for all; parameters without one are left as they are.
-
-    Returns:
-        the network.
-    """
+    """Hold a network's weights back; weights that are held already are cast to one more dtype when filled in."""
     for name, parameter in network.named_parameters():
         dtype = dtypes.get(name) if isinstance(dtypes, dict) else dtypes
         is_plain = type(parameter.data) is Tensor and parameter.is_floating_point() and not parameter.is_meta
@@ -129,13 +109,7 @@ def is_waiting(parameter: nn.Parameter) -> bool:
 
 
 def fill(parameters: Iterable[nn.Parameter], is_copied: bool | None = None) -> None:
-    """Replace stand-ins by their values.
-
-    Args:
-        parameters: any parameters; those that are not stand-ins are left as they are.
-        is_copied: whether to copy values, so that they can be written to; by default only those of trained parameters.
-            Other values stay in their file if they have the right dtype.
-    """
+    """Replace stand-ins by their values."""
     for parameter in parameters:
         if not is_waiting(parameter):
             continue

@@ -26,14 +26,7 @@ def list_accelerate_configs() -> list[str]:
 
 
 def find_accelerate_config(name: str) -> Path:
-    """Return the file of an accelerate configuration.
-
-    Args:
-        name: name of a configuration in the package, or path of a file.
-
-    Raises:
-        ValueError: there is no such name or file; the message names the nearest one and lists all.
-    """
+    """Return the file of an accelerate configuration."""
     if Path(name).is_file():
         return Path(name)
     names = list_accelerate_configs()
@@ -47,15 +40,7 @@ def find_accelerate_config(name: str) -> Path:
 
 
 def make_launch_settings(arguments: LaunchArguments) -> dict[str, Any]:
-    """Return the settings of `accelerate launch` on this machine.
-
-    Returns:
-        the settings of [`read_settings`]; `num_processes`, for all machines together, defaults to the number of
-        accelerators.
-
-    Raises:
-        ValueError: settings contradict each other, or there are several machines but no address of the first one.
-    """
+    """Return the settings of `accelerate launch` on this machine."""
     settings = read_settings(arguments)
     if "num_processes" not in settings:
         settings["num_processes"] = settings["num_machines"] * max(1, count_accelerators())
@@ -65,15 +50,7 @@ def make_launch_settings(arguments: LaunchArguments) -> dict[str, Any]:
 
 
 def read_settings(arguments: LaunchArguments) -> dict[str, Any]:
-    """Read accelerate's configuration file, overridden by the settings of the command line or the YAML file.
-
-    Returns:
-        `config_file`, and the settings in that file, such as `distributed_type`; `num_processes` if it is set
-        anywhere.
-
-    Raises:
-        ValueError: there is no such file, or it is not a configuration of accelerate.
-    """
+    """Read accelerate's configuration file, overridden by the settings of the command line or the YAML file."""
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     has_many = max(given.get("num_processes", 0), given.get("num_machines", 0)) > 1
     path = find_accelerate_config(given.pop("accelerate_config", "multi_gpu" if has_many else "single_gpu"))
@@ -91,11 +68,7 @@ def count_accelerators() -> int:
 
 
 def check_processes(settings: dict[str, Any]) -> None:
-    """Refuse a number of processes that does not fit the machines or the kind of distribution.
-
-    Raises:
-        ValueError: the number does not fit.
-    """
+    """Refuse a number of processes that does not fit the machines or the kind of distribution."""
     name, processes, machines = (settings[key] for key in ("config_file", "num_processes", "num_machines"))
     if processes < 1 or machines < 1 or processes % machines:
         raise ValueError(
@@ -135,16 +108,6 @@ def launch(
 
     This also works on CPUs. `accelerate launch --cpu` would start a single process unless MPI starts them, so torch's
     launcher is selected by its option `--multi_gpu`, and each process is set to use the CPU.
-
-    Args:
-        settings: settings from [`make_launch_settings`].
-        words: the command line of each process.
-        use_cpu: whether to use the CPU even if there are accelerators.
-        variables: environment variables of each process.
-
-    Returns:
-        0; the exit code of the first process that failed; or, if a signal ended the processes, the code that a shell
-        gives: 130 after Ctrl-C, 143 after SIGTERM.
     """
     from accelerate.commands.launch import launch_command, launch_command_parser
     from accelerate.utils import patch_environment

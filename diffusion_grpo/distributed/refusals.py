@@ -8,15 +8,7 @@ TENSOR_SUBCLASSES = {"torchao", "quanto"}  # DeepSpeed can neither flatten nor s
 
 
 def check_optimizer(sharding: str, name: str) -> None:
-    """Refuse an optimizer that cannot update weights as the processes hold them.
-
-    Args:
-        sharding: `fsdp2`, a name that begins with `zero`, or any other name if each process holds all weights.
-        name: the setting `optim`.
-
-    Raises:
-        ValueError: in one sentence, what to change.
-    """
+    """Refuse an optimizer that cannot update weights as the processes hold them."""
     if sharding == "fsdp2" and name in (*BITSANDBYTES, *TORCHAO):
         reason = "FSDP2's checkpoints cannot hold torchao's compressed states"
         if name in BITSANDBYTES:
@@ -30,16 +22,7 @@ def check_optimizer(sharding: str, name: str) -> None:
 
 
 def check_quantization(sharding: str, methods: Collection[str]) -> None:
-    """Refuse a quantised network that the processes cannot train a LoRA on.
-
-    Args:
-        sharding: as in [`check_optimizer`].
-        methods: how the trained networks are quantised; see
-            [`~diffusion_grpo.policy.quantized.find_quantization`].
-
-    Raises:
-        ValueError: in one sentence, what to change.
-    """
+    """Refuse a quantised network that the processes cannot train a LoRA on."""
     for method in sorted({*methods} - {"bitsandbytes_4bit"}) if sharding == "fsdp2" else []:
         raise ValueError(
             f"FSDP2 cannot shard {method}'s weights; set load_in_4bit and bnb_4bit_quant_storage: bfloat16, which "

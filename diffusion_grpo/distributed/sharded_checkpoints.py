@@ -46,9 +46,6 @@ def restore_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer) 
     """Read optimizer state that FSDP2 wrote, or that a sharded optimizer needs.
 
     Plain files for plain optimizers are left to `Trainer`. The weights are in the checkpoint's portable files.
-
-    Returns:
-        whether the state was read.
     """
     optimizer = _plain(optimizer)
     if has_shards(checkpoint):

@@ -14,16 +14,7 @@ LIVE_WEIGHTS = 10**9
 
 @dataclass
 class Sharding:
-    """How the training state is divided among the processes.
-
-    Attributes:
-        name: ddp, zero1, zero2, zero3, fsdp2 or one process.
-        processes: number of processes that share the state.
-        optimizer, gradients, parameters: whether each is divided.
-        offload_optimizer, offload_parameters: whether each is kept in CPU memory.
-        live_weights: number of weights that ZeRO-3 keeps gathered at most; 1e9 is DeepSpeed's default.
-        bucket: numbers in DeepSpeed's buckets for gradients; 0 if they follow the network's width and are small.
-    """
+    """How the training state is divided among the processes."""
 
     name: str
     processes: int
@@ -37,11 +28,7 @@ class Sharding:
 
     @classmethod
     def of(cls, launch: dict[str, Any]) -> "Sharding":
-        """Read the sharding from the settings of `accelerate launch`.
-
-        Raises:
-            ValueError: this kind of distribution cannot be planned, or DeepSpeed's own file cannot be read.
-        """
+        """Read the sharding from the settings of `accelerate launch`."""
         kind, processes = launch["distributed_type"], launch["num_processes"]
         if kind == "DEEPSPEED":
             given = launch.get("deepspeed_config") or {}
@@ -107,14 +94,7 @@ def override_launch_settings(launch: dict[str, Any], args: TrainingArguments) ->
 
 
 def _read_deepspeed_config(config: str | dict[str, Any]) -> dict[str, Any]:
-    """Return what DeepSpeed's own configuration says about sharding, under accelerate's names.
-
-    Args:
-        config: the configuration, or the path of its JSON file.
-
-    Raises:
-        ValueError: the file cannot be read.
-    """
+    """Return what DeepSpeed's own configuration says about sharding, under accelerate's names."""
     if isinstance(config, str):
         try:
             config = json.loads(read_text(config))

@@ -8,12 +8,7 @@ from torch import Tensor, nn
 
 
 class TrainedWeights:
-    """The trained parameters of a single process or of DDP, where every process has them whole.
-
-    Args:
-        parameters: the trained parameters, in a fixed order.
-        take_turns: whether they belong to several networks that take turns over the steps.
-    """
+    """The trained parameters of a single process or of DDP, where every process has them whole."""
 
     def __init__(self, parameters: list[nn.Parameter], take_turns: bool = False):
         self._parameters, self.take_turns = parameters, take_turns
@@ -58,12 +53,7 @@ class TrainedWeights:
 
     @contextlib.contextmanager
     def show_whole(self, values: list[Tensor] | None = None, is_kept: bool = True) -> Iterator[None]:
-        """Show the trained parameters whole and exact, as in a single process, to write them to files.
-
-        Args:
-            values: shares to show in place of the weights, such as an average's.
-            is_kept: False on processes that only help to join.
-        """
+        """Show the trained parameters whole and exact, as in a single process, to write them to files."""
         with contextlib.ExitStack() as stack:
             if values is not None and is_kept:
                 for parameter, value in zip(self.parameters, values, strict=True):

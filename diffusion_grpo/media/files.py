@@ -30,7 +30,6 @@ class VideoWithSound(list):
 
     Attributes:
         sound: (channels, time) float32 in [-1, 1].
-        sampling_rate: sampling rate in hertz.
     """
 
     def __init__(self, frames: list[Image.Image], sound: np.ndarray, sampling_rate: int):
@@ -77,15 +76,6 @@ def write_sample(
     An image becomes a PNG. A video becomes an MP4, with its sound if it has any, and a PNG of its middle frame, since
     the first one may be the image that it was made from. A waveform becomes a WAV and a PNG that plots it. Anything
     else (embeddings) becomes an NPY.
-
-    Args:
-        sample: an image, a list of frames, or an array or tensor.
-        stem: path of the files without their extensions; its folder is created if needed.
-        fps: frames per second of a video.
-        sampling_rate: rate of a waveform in hertz; without it, one- and two-dimensional arrays are not sound.
-
-    Returns:
-        The image that represents the sample in grids (None if there is none), and the file with the sample.
     """
     stem = Path(stem)
     stem.parent.mkdir(parents=True, exist_ok=True)
@@ -146,22 +136,7 @@ def _split(length: int, count: int) -> list[slice]:
 def write_video(
     frames: list[Image.Image], target: str | Path | BinaryIO, fps: float, quality: int = 18, is_lossless: bool = False
 ) -> str | Path | BinaryIO:
-    """Write an MP4 (H.264, and AAC for the sound of a [`VideoWithSound`]) that any browser plays.
-
-    Args:
-        frames: one or more frames, all of the same size.
-        target: a path that ends in `.mp4`, or an open file.
-        fps: frames per second.
-        quality: x264's constant rate factor; 18 is visually lossless, and each increase of 6 halves the file size.
-        is_lossless: whether to keep every pixel exactly. Such files are far larger and meant for programs: few
-            browsers play them.
-
-    Returns:
-        `target`.
-
-    Raises:
-        ValueError: the frames differ in size, or there are none.
-    """
+    """Write an MP4 (H.264, and AAC for the sound of a [`VideoWithSound`]) that any browser plays."""
     import av
 
     sizes = sorted({frame.size for frame in frames})
@@ -245,11 +220,7 @@ def _sound_packets(stream: Any, channels: np.ndarray, video: VideoWithSound, lay
 
 
 def read_video(source: str | Path | BinaryIO) -> list[Image.Image]:
-    """Read all frames of a video file as RGB images, turned upright as players show them.
-
-    Raises:
-        ValueError: the file holds no video.
-    """
+    """Read all frames of a video file as RGB images, turned upright as players show them."""
     import av
 
     with av.open(source if hasattr(source, "read") else str(source)) as file:
@@ -268,8 +239,6 @@ def write_sound(samples: np.ndarray, path: str | Path, sampling_rate: int) -> Pa
 
     Args:
         samples: (channels, time) or (time,) floats in [-1, 1]; values outside are clipped.
-        path: ends in `.wav`.
-        sampling_rate: sampling rate in hertz.
     """
     waveform = np.atleast_2d(np.asarray(samples, dtype=np.float64)).clip(-1, 1)
     with wave.open(str(path), "wb") as file:
@@ -286,14 +255,6 @@ def read_sound(
     """Read a sound file, or the sound of a video: (channels, time) float32 in [-1, 1], and the sampling rate.
 
     A sound that ends before the first frame of its encoding has no samples.
-
-    Args:
-        source: path or open file.
-        sampling_rate: resample to this rate, in hertz; by default the file's own.
-        channels: convert to mono (1) or stereo (2); by default the file's own.
-
-    Raises:
-        ValueError: the file holds no sound.
     """
     import av
 

@@ -19,21 +19,13 @@ def as_images(samples: list) -> list:
 
     Sound and embeddings are not converted, but their tensors are moved to the CPU, where NumPy can read them. Return
     `samples` itself if there is nothing to convert.
-
-    Args:
-        samples: PIL images, arrays or tensors `(height, width, 1, 3 or 4)`, or sequences of these; arrays hold
-            uint8, or floats in [0, 1].
     """
     converted = [_convert(sample) for sample in samples]
     return samples if all(new is old for new, old in zip(converted, samples, strict=True)) else converted
 
 
 def count_bytes(sample: Any) -> int:
-    """Return how many bytes the frames, the array or the tensor of a sample take in memory.
-
-    Args:
-        sample: a PIL image, which takes four bytes per pixel; a sequence of frames; an array or a tensor.
-    """
+    """Return how many bytes the frames, the array or the tensor of a sample take in memory."""
     if isinstance(sample, Image.Image):
         return 4 * sample.width * sample.height
     return sum(map(count_bytes, sample)) if isinstance(sample, (list, tuple)) else getattr(sample, "nbytes", 0)
@@ -44,9 +36,6 @@ def convert_image(image: Image.Image, mode: str | None) -> Image.Image:
 
     Images of 16 bits, such as depth maps, are scaled down. Pillow would clip them, so that most become white. If no
     pixel is above 255, as in some masks, they count as 8 bits.
-
-    Raises:
-        ValueError: the image holds floats, whose range is unknown.
     """
     if image.mode.startswith("I"):
         pixels = np.asarray(image).astype(np.int64)
@@ -90,10 +79,8 @@ def _to_image(frame: Any) -> Image.Image:
 
 
 def as_tensor(samples: list) -> Tensor:
-    """Stack samples, `(batch, frames, 3, height, width)` float32 in [0, 1] on the CPU; an image is a one-frame video.
-
-    Raises:
-        ValueError: the samples differ in size or in their number of frames, or are not images.
+    """Stack samples, `(batch, frames, 3, height, width)` float32 in [0, 1] on the CPU; an image is a one-frame
+    video.
     """
     videos = [sample if isinstance(sample, list) else [sample] for sample in samples]
     strange = [frame for video in videos for frame in video if not isinstance(frame, Image.Image)]
@@ -160,10 +147,6 @@ def frame_positions(frames: int | str, length: int) -> list[int]:
     """Return the positions of the frames that represent a video: evenly spaced, including the first and the last.
 
     A single frame is the first one. If the video has fewer frames than asked for, all of them are returned.
-
-    Args:
-        frames: number of frames to return, or `"all"`.
-        length: number of frames in the video.
     """
     if frames == "all" or frames >= length:
         return list(range(length))

@@ -17,16 +17,7 @@ from torch import Tensor
 
 
 def pack_samples(samples: list | None, latents: list[Tensor] | None) -> Tensor:
-    """Pack samples and their latents into one packet, (bytes,) uint8 on the CPU.
-
-    Args:
-        samples: PIL images, arrays, tensors, or lists of these (with their sound, if they are `VideoWithSound`);
-            or rows: mappings from names to these, texts and numbers.
-        latents: latents of the same samples.
-
-    Raises:
-        TypeError: a sample has another type.
-    """
+    """Pack samples and their latents into one packet, (bytes,) uint8 on the CPU."""
     from safetensors.torch import save
 
     tensors: dict[str, Tensor] = {}

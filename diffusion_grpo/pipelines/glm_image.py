@@ -22,11 +22,7 @@ class GlmImage(Family):
     without_gradient = ("model.visual", "model.vqmodel")  # they end in an argmin
 
     def arguments(self, pipe: DiffusionPipeline, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return one list of images per sample, even if the dataset has one image per row.
-
-        Raises:
-            ValueError: height or width is missing, or the images of one call differ in size.
-        """
+        """Return one list of images per sample, even if the dataset has one image per row."""
         missing = [name for name in ("height", "width") if inputs.get(name) is None]
         if missing:
             raise ValueError(f"{type(pipe).__name__} has no default size; set {' and '.join(missing)}.")

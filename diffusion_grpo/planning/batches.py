@@ -8,25 +8,7 @@ from ..config.settings import DiffusionGRPOConfig
 
 @dataclass
 class Batches:
-    """Counts of prompts, samples and updates of a run, over all processes unless a field says otherwise.
-
-    Attributes:
-        processes: number of processes on all machines.
-        prompts_per_rollout, samples_per_prompt, samples_per_rollout: counts of what is generated and scored.
-        trained_per_prompt: samples per prompt that are trained on: the whole group, or `best_of_n` samples of it.
-        samples_per_process: samples that one process generates per rollout.
-        pipeline_calls: pipeline calls of one process per rollout.
-        micro_batch: samples in one forward and backward pass of one process.
-        micro_batches_per_update: micro-batches of one process in an update.
-        updates_per_rollout: updates between two rollouts.
-        samples_per_update: samples that one update trains on.
-        trained_steps: steps trained per sample.
-        num_inference_steps: denoising steps per sample.
-        rollouts_per_epoch, updates_per_epoch: counts per epoch; None if the size of the dataset is unknown.
-        updates: updates of the whole run; None if its length is in epochs and the size of the dataset is unknown.
-        prompts: rows of the dataset; None if unknown.
-        trained_tokens: tokens trained per sample, in one step; 0 where denoising steps are trained.
-    """
+    """Counts of prompts, samples and updates of a run, over all processes unless a field says otherwise."""
 
     processes: int
     prompts_per_rollout: int
@@ -49,12 +31,7 @@ class Batches:
 
     @classmethod
     def of(cls, args: DiffusionGRPOConfig, prompts: int | None) -> "Batches":
-        """Compute the counts.
-
-        Args:
-            args: the settings.
-            prompts: number of rows in the dataset; None if unknown.
-        """
+        """Compute the counts."""
         per_rollout = args.micro_batches_per_rollout * args.num_iterations // args.gradient_accumulation_steps
         rollouts = None if prompts is None else math.ceil(prompts / args.batch_sizes.prompts_per_rollout)
         per_epoch = None if rollouts is None else rollouts * per_rollout

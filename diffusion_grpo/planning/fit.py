@@ -28,14 +28,7 @@ Propose = Callable[[DiffusionGRPOConfig], Settings | None]
 
 @dataclass
 class Choice:
-    """Settings that were chosen together.
-
-    Attributes:
-        name: description of what the settings do.
-        settings: the settings, as in the configuration file.
-        saved: bytes that the settings save.
-        cost: description of what the settings cost.
-    """
+    """Settings that were chosen together."""
 
     name: str
     settings: Settings
@@ -45,14 +38,7 @@ class Choice:
 
 @dataclass
 class Fit:
-    """Result of a search for settings that make a run fit.
-
-    Attributes:
-        size, usable: bytes of the accelerator, and how many of them a plan may use.
-        before, after: peak memory in bytes, as configured and with the choices.
-        choices: the chosen settings; empty if the run fits as it is.
-        notes: notes of the plan.
-    """
+    """Result of a search for settings that make a run fit."""
 
     size: int
     usable: int
@@ -207,12 +193,7 @@ STEPS: dict[str, tuple[Propose, str]] = {  # name: function that proposes the se
 
 
 class Search:
-    """Plans candidates for one configuration.
-
-    Args:
-        config_file, overrides, launch, built: see [`~diffusion_grpo.planning.plan.plan`].
-        usable: bytes that a plan may use.
-    """
+    """Plans candidates for one configuration."""
 
     def __init__(
         self,
@@ -260,11 +241,7 @@ class Search:
         return read_run(self._config_file, words, self._launch)[0][2]
 
     def find(self, most: int) -> list[Choice]:
-        """Add the cheapest settings that save something until the run fits or nothing is left.
-
-        Args:
-            most: peak memory in bytes of the run as it is configured.
-        """
+        """Add the cheapest settings that save something until the run fits or nothing is left."""
         chosen: dict[str, Choice] = {}
         is_changed = True
         while most > self._usable and is_changed:
@@ -312,15 +289,7 @@ def fit(
     launch: LaunchArguments | None = None,
     built: Built | None = None,
 ) -> Fit:
-    """Find the cheapest settings with which a run fits.
-
-    Args:
-        config_file, overrides, launch, built: see [`~diffusion_grpo.planning.plan.plan`].
-        size: bytes of the accelerator's memory.
-
-    Raises:
-        ValueError: the run would refuse its settings, or its memory cannot be planned.
-    """
+    """Find the cheapest settings with which a run fits."""
     usable = count_usable(size)
     search = Search(config_file, overrides, launch, usable, built)
     made = search.plan({})

@@ -16,15 +16,6 @@ class LiveBytes(TorchDispatchMode):
 
     It works on tensors without values (torch's `FakeTensorMode`) as on real ones. Memory that a kernel allocates and
     frees before it returns is not seen.
-
-    Args:
-        known: tensors that exist already and do not count, such as weights.
-
-    Attributes:
-        now: bytes of live storages.
-        made: number of storages that have been made.
-        peaks: peak of live bytes in each phase.
-        phase: name of the current phase.
     """
 
     def __init__(self, known: Iterable[Tensor] = (), phase: str = ""):

@@ -36,13 +36,7 @@ INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.
 
 @dataclass(frozen=True)
 class CallSizes:
-    """Numbers of rows in the calls of a run.
-
-    Attributes:
-        rollout: samples in one call of a rollout.
-        micro_batch: samples in one micro-batch.
-        update: rows in the call with gradient of a micro-batch; samples that share a network call have one row.
-    """
+    """Numbers of rows in the calls of a run."""
 
     rollout: int
     micro_batch: int
@@ -61,21 +55,7 @@ class CallSizes:
 
 @dataclass
 class Measurement:
-    """Sizes of one call and one micro-batch, measured on a pipeline without weights.
-
-    Attributes:
-        samples: number of samples in the call.
-        step_bytes: bytes per recorded step and sample: latents before and after the step, log-probability, step index.
-        sample_bytes: bytes per sample that do not depend on the number of trained steps, such as seeds and tokens.
-        prompt_bytes: bytes of encoded prompts per sample.
-        evaluations: forward passes of the trained network per step and sample; 2 with guidance in most pipelines.
-        update_evaluations: forward passes per trained step and sample in an update.
-        peaks: peak bytes of each phase, without the weights, their gradients and the trajectory; phases that could not
-            be measured are missing.
-        tokens: tokens that a language model draws per sample; 0 where none is trained.
-        is_batched: whether the pipeline takes several samples in one call.
-        shares_prediction: whether samples of one initial latent share the call that predicts their first noisy step.
-    """
+    """Sizes of one call and one micro-batch, measured on a pipeline without weights."""
 
     samples: int
     step_bytes: int
@@ -100,13 +80,6 @@ def measure(
 
     If a network has many equal blocks, only a few of them run (`repeats.py`), unless checkpointing is reentrant or
     covers only some of the blocks.
-
-    Args:
-        policy: policy of a pipeline from `build_weightless_pipeline` that is prepared for training.
-        mode: the fake tensor mode of that pipeline.
-        make_inputs: returns the keyword arguments of the pipeline's call for a number of samples.
-        sizes: sizes of the calls.
-        args: settings of the run.
     """
     if policy.draws_tokens:
         return measure_tokens(policy, mode, make_inputs(sizes.micro_batch), sizes.micro_batch, args)
@@ -166,16 +139,7 @@ def _shares_prediction(
 
 
 class PhaseWatch:
-    """Tells the phases of a rollout apart, and skips the network after the first step.
-
-    Args:
-        policy: policy of a pipeline without weights.
-
-    Attributes:
-        live: counts the bytes of each phase.
-        rows: number of rows in each call of a trained network in the first step.
-        encoded: live bytes when the first network runs, which are those of encoded prompts and conditions.
-    """
+    """Tells the phases of a rollout apart, and skips the network after the first step."""
 
     def __init__(self, policy: Policy):
         self._policy = policy
@@ -274,9 +238,6 @@ def measure_tokens(
 
     The tokens are zeros, since a model without weights cannot draw any. One teacher-forced pass scores them all, so
     the replay keeps the activations of the network and of the log-probabilities, one number per id.
-
-    Args:
-        See [`measure`].
     """
     drawn: list[Drawn] = []
     with _draw_without_weights(policy, mode, drawn), contextlib.suppress(StepScored):
@@ -349,13 +310,7 @@ def _draw_without_weights(policy: Policy, mode: FakeTensorMode, drawn: list[Draw
 
 
 def measure_renoised(guided: Measurement, unguided: Measurement, has_old_policy: bool) -> Measurement:
-    """Turn measurements of recorded steps into those of finished samples that are noised again.
-
-    Args:
-        guided: measurement of the rollout's calls.
-        unguided: measurement of the same calls without guidance, as in updates.
-        has_old_policy: whether an old policy's predictions are kept, one latent per step.
-    """
+    """Turn measurements of recorded steps into those of finished samples that are noised again."""
     latent = _count_latent_bytes(guided)
     return dataclasses.replace(
         guided,

@@ -31,14 +31,7 @@ WEIGHT_BLOCK = 64  # values that share a scale in the 4-bit weights of bitsandby
 
 @dataclass
 class Memory:
-    """Bytes of one kind on one process.
-
-    Attributes:
-        name: name of the kind.
-        accelerator, cpu: bytes on the accelerator and in CPU memory.
-        basis: where the numbers come from.
-        phase: phase in which the bytes are in use; "" for always.
-    """
+    """Bytes of one kind on one process."""
 
     name: str
     accelerator: int = 0
@@ -64,16 +57,7 @@ def add_up(memory: list[Memory]) -> Memory:
 
 @dataclass
 class Parts:
-    """What a pipeline is made of, with fake tensors for weights.
-
-    Attributes:
-        model: the model as prepared for training.
-        networks: the trained networks.
-        others: the other networks, by name.
-        specs: how each network is quantised, by name; see `choose_specs`.
-        moved: names of the other networks that `offload_frozen` moves.
-        decodes: names of the other networks that run after the trained ones.
-    """
+    """What a pipeline is made of, with fake tensors for weights."""
 
     model: nn.Module
     networks: dict[str, nn.Module]
@@ -110,15 +94,7 @@ def estimate_memory(
     counted: Measurement | None,
     batches: Batches,
 ) -> list[Memory]:
-    """Estimate the bytes on one process, by kind.
-
-    Args:
-        parts: parts of the pipeline.
-        args, peft_config: settings of the run.
-        sharding: how the training state is divided.
-        counted: measurement on the pipeline without weights. None leaves out the trajectory and all phases.
-        batches: counts of the run.
-    """
+    """Estimate the bytes on one process, by kind."""
     found = [*_list_state(parts, args, sharding), *_list_copies(parts, args, peft_config, sharding)]
     found += _list_frozen(parts, args)
     found.append(_plan_loading(parts, sharding))
@@ -195,13 +171,7 @@ def _weigh_block(parts: Parts, args: DiffusionGRPOConfig, sharding: Sharding) ->
 
 
 def _weigh_weights(parts: Parts, args: DiffusionGRPOConfig, is_cast: bool) -> int:
-    """Return the bytes of all weights of the networks, undivided and without buffers.
-
-    Args:
-        parts: parts of the pipeline.
-        args: settings of the run.
-        is_cast: whether DeepSpeed casts them to the precision of the run.
-    """
+    """Return the bytes of all weights of the networks, undivided and without buffers."""
     if is_cast and (args.bf16 or args.fp16) and not parts.specs:
         return sum(2 * p.numel() if p.is_floating_point() else p.nbytes for p in parts.model.parameters())
     return count_bytes(parts.trained) + parts.frozen - parts.buffers
@@ -218,14 +188,7 @@ def _divides_reference(args: DiffusionGRPOConfig, sharding: Sharding) -> bool:
 
 
 def _weigh_gathered(parts: Parts, args: DiffusionGRPOConfig, copies: int, sharding: Sharding) -> int:
-    """Return the bytes that a process holds besides its shard while samples are made and weights are gathered.
-
-    Args:
-        parts: parts of the pipeline.
-        args: settings of the run.
-        copies: how often the networks are gathered: twice if the reference is too.
-        sharding: how the training state is divided.
-    """
+    """Return the bytes that a process holds besides its shard while samples are made and weights are gathered."""
     gathers = {"zero3": args.ds3_gather_for_generation, "fsdp2": args.fsdp_gather_for_generation}
     if sharding.processes == 1 or not gathers.get(sharding.name):
         return 0
@@ -268,16 +231,7 @@ def _list_frozen(parts: Parts, args: DiffusionGRPOConfig) -> list[Memory]:
 def _list_phases(
     parts: Parts, args: DiffusionGRPOConfig, counted: Measurement, batches: Batches, gathered: int, visiting: int
 ) -> list[Memory]:
-    """List temporary memory: one row for each phase that was measured.
-
-    Args:
-        parts: parts of the pipeline.
-        args: settings of the run.
-        counted: measurement with the peak of each phase.
-        batches: counts of the run.
-        gathered: bytes of weights that are gathered while samples are made.
-        visiting: bytes of a reference that is moved from CPU memory for its passes.
-    """
+    """List temporary memory: one row for each phase that was measured."""
     moved = parts.moved if args.offload_frozen is not None else ()
     cached, found = _are_prompts_cached(args), []
     size = args.per_device_train_batch_size
@@ -346,13 +300,7 @@ def keeps_means(args: DiffusionGRPOConfig) -> bool:
 
 
 def weigh(network: nn.Module, spec: Any = None, is_frozen: bool = False) -> int:
-    """Return the bytes of a network's weights and buffers, SD3's table of positions for example.
-
-    Args:
-        network: network with fake or real tensors.
-        spec: how the frozen weights of its linear layers are quantised.
-        is_frozen: whether to leave out trained weights.
-    """
+    """Return the bytes of a network's weights and buffers, SD3's table of positions for example."""
     quantised = {} if spec is None else {id(x): x for x in list_linear_weights(network)}
     left = [p for p in network.parameters() if id(p) not in quantised and not (is_frozen and p.requires_grad)]
     return count_bytes([*left, *network.buffers()]) + sum(count_quantised_bytes(w, spec) for w in quantised.values())
@@ -369,8 +317,6 @@ def count_quantised_bytes(weight: Tensor, spec: Any) -> int:
 
     Args:
         weight: (out, in) weight of a linear layer.
-        spec: a `QuantizationSpec`, or a configuration object of diffusers, for which 8 bits are assumed unless it says
-            that it loads in 4 bits.
     """
     backend, options = getattr(spec, "backend", ""), getattr(spec, "options", {})
     if backend == "bitsandbytes_4bit" or getattr(spec, "load_in_4bit", False):

@@ -87,18 +87,7 @@ def make_planned_config(processes: int) -> type[DiffusionGRPOConfig]:
 
 @dataclass
 class Plan:
-    """Counts and bytes of a run.
-
-    Attributes:
-        batches: counts of prompts, samples and updates.
-        sharding: how the training state is divided.
-        model: `pipeline`, `network`, `weights` and `trained` (numbers of parameters); empty if the model's
-            configuration files are not found.
-        evaluations: forward passes of the network per sample, by purpose.
-        memory: bytes per process, by kind; empty if the model's configuration files are not found.
-        notes: sentences about what could not be planned.
-        processes_per_machine: number of processes that share the CPU memory of one machine.
-    """
+    """Counts and bytes of a run."""
 
     batches: Batches
     sharding: Sharding
@@ -128,14 +117,7 @@ Run = tuple[ScriptArguments, LoraArguments, DiffusionGRPOConfig]
 
 @dataclass
 class Prepared:
-    """A pipeline without weights that is prepared for training.
-
-    Attributes:
-        pipe: the pipeline.
-        mode: mode of its fake tensors.
-        component: names of the trained networks.
-        parts: parts of the pipeline.
-    """
+    """A pipeline without weights that is prepared for training."""
 
     pipe: Any
     mode: FakeTensorMode
@@ -145,12 +127,7 @@ class Prepared:
 
 @dataclass
 class Built:
-    """Results that several plans of one model share, by the settings that they depend on.
-
-    Attributes:
-        prepared: prepared pipelines.
-        measured: measurements of a micro-batch, and notes on what could not be measured.
-    """
+    """Results that several plans of one model share, by the settings that they depend on."""
 
     prepared: dict[str, Prepared] = field(default_factory=dict)
     measured: dict[str, tuple[Measurement | None, list[str]]] = field(default_factory=dict)
@@ -159,11 +136,7 @@ class Built:
 def read_run(
     config_file: str | None, overrides: list[str], launch: LaunchArguments | None = None
 ) -> tuple[Run, dict[str, Any], list[str]]:
-    """Read the settings of a run on another machine; see [`plan`].
-
-    Returns:
-        the settings of the run, those of its processes, and notes on assumptions.
-    """
+    """Read the settings of a run on another machine; see [`plan`]."""
     launch_settings = read_settings(launch or LaunchArguments())
     is_given = "num_processes" in launch_settings
     launch_settings.setdefault("num_processes", launch_settings["num_machines"])
@@ -183,17 +156,7 @@ def plan(
     launch: LaunchArguments | None = None,
     built: Built | None = None,
 ) -> Plan:
-    """Plan the run that a YAML file and overrides describe.
-
-    Args:
-        config_file: YAML file, as for `diffusion-grpo train`.
-        overrides: words `--key value` that override the file.
-        launch: processes to plan for, by default one. The hardware of this machine does not matter.
-        built: filled with the pipelines and measurements of this plan, to be reused by other plans of the same model.
-
-    Raises:
-        ValueError: the run would refuse these settings too.
-    """
+    """Plan the run that a YAML file and overrides describe."""
     (script, lora, args), launch_settings, notes = read_run(config_file, overrides, launch)
     sharding = Sharding.of(launch_settings)
     made = Plan(Batches.of(args, None), sharding, notes=notes)
@@ -267,11 +230,7 @@ def _plan_model(
 
 
 def _find_specs(folder: Path, args: DiffusionGRPOConfig, parts: Parts, is_full_training: bool) -> dict[str, Any]:
-    """Find out how each network is quantised, without a check for packages and a GPU, which only the run needs.
-
-    Raises:
-        ValueError: `quantization` names no network of the pipeline, or all weights of a quantised one are trained.
-    """
+    """Find out how each network is quantised, without a check for packages and a GPU, which only the run needs."""
     index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     components = {name: tuple(entry) for name, entry in index.items() if isinstance(entry, list) and None not in entry}
     specs = choose_specs(args, components, tuple(parts.networks))

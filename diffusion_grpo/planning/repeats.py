@@ -26,13 +26,7 @@ class BlocksDifferError(Exception):
 
 @dataclass
 class Run:
-    """Equal blocks in a row.
-
-    Attributes:
-        blocks: the blocks that are kept. The others belong between the second and the third of them.
-        left_out: number of blocks that are left out.
-        passes: passes through the blocks, the latest one last.
-    """
+    """Equal blocks in a row."""
 
     blocks: list[nn.Module]
     left_out: int
@@ -41,13 +35,7 @@ class Run:
 
 @dataclass
 class Pass:
-    """One forward pass through equal blocks, and its backward pass.
-
-    Attributes:
-        times: how many times to count the memory that one block leaves.
-        live: watches the pass.
-        starts, turns: number of storages made before each block's forward pass, and before its backward pass.
-    """
+    """One forward pass through equal blocks, and its backward pass."""
 
     times: int
     live: LiveBytes
@@ -136,15 +124,7 @@ def describe(block: nn.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def count_repeats(runs: list[Run], live: LiveBytes) -> Iterator[None]:
-    """Count the memory that the blocks that were left out would keep.
-
-    Args:
-        runs: runs of blocks from [`shorten`].
-        live: watches the passes.
-
-    Raises:
-        BlocksDifferError: two blocks of a run leave different numbers of bytes in a pass.
-    """
+    """Count the memory that the blocks that were left out would keep."""
     with contextlib.ExitStack() as stack:
         for run in runs:
             for place, block in enumerate(run.blocks):

@@ -26,11 +26,7 @@ WEIGHTS = ["*.safetensors", "*.bin", "*.msgpack", "*.h5", "*.ckpt", "*.pt", "*.o
 
 
 def find_configuration(model: str) -> Path:
-    """Find the folder with the configuration files of a pipeline, downloading them from the Hub if needed.
-
-    Raises:
-        OSError: `model` is not a folder, and the Hub cannot be reached or has no such pipeline.
-    """
+    """Find the folder with the configuration files of a pipeline, downloading them from the Hub if needed."""
     if Path(model).expanduser().is_dir():
         return Path(model).expanduser()
     from huggingface_hub import snapshot_download
@@ -44,10 +40,6 @@ def build_weightless_pipeline(
     """Build the pipeline of a folder as `load_pipeline` does, but with fake tensors instead of weights.
 
     How it decodes is set by [`decode_as_set`].
-
-    Raises:
-        ValueError: neither diffusers nor transformers has the class of one of its parts.
-        ImportError: see [`~diffusion_grpo.training.pipeline_checks.check_processors`].
     """
     index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     check_processors(index, args.model_init_kwargs or {})
@@ -69,11 +61,7 @@ def build_weightless_pipeline(
 
 @contextlib.contextmanager
 def decode_as_set(pipe: DiffusionPipeline, args: DiffusionGRPOConfig) -> Iterator[None]:
-    """Apply the settings of decoding to a pipeline; undo this on leaving.
-
-    Raises:
-        ValueError: see [`~diffusion_grpo.training.decoding.set_decoding`].
-    """
+    """Apply the settings of decoding to a pipeline; undo this on leaving."""
     parts = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
     before = [dict(vars(part)) for part in parts]
     try:

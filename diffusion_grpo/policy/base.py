@@ -41,22 +41,6 @@ class Policy(ABC):
 
     There are two kinds: [`~diffusion_grpo.policy.denoising.DenoisingPolicy`], whose actions are denoising steps, and
     [`~diffusion_grpo.policy.token.TokenPolicy`], whose actions are tokens. The pipeline itself is left as it was.
-
-    Args:
-        pipe: any diffusers pipeline.
-        component: names of the trained networks; see [`policy_component`].
-        access: how the networks are called; the default suits a single process in full precision.
-        sampling: how a language model in the pipeline's call draws tokens: `temperature`, `top_k` and `top_p`, if they
-            differ from its own generation config.
-
-    Attributes:
-        component: names of the trained networks.
-        draws_tokens: whether the actions are tokens.
-        draws_globally: whether a call of the pipeline has drawn from torch's global generator so far.
-
-    Raises:
-        ValueError: `sampling` is given for a pipeline that draws no tokens.
-        UnsupportedPipeline: the pipeline has no such network.
     """
 
     draws_tokens: bool = False
@@ -85,11 +69,7 @@ class Policy(ABC):
 
     @abstractmethod
     def check_noise_level(self, noise_level: float | None) -> None:
-        """Refuse a noise level that the process does not have.
-
-        Raises:
-            ValueError: at this level, a step would draw more noise than its latent may hold.
-        """
+        """Refuse a noise level that the process does not have."""
 
     @abstractmethod
     def rollout(
@@ -110,11 +90,7 @@ class Policy(ABC):
 
     @abstractmethod
     def check_latents(self) -> None:
-        """Refuse a pipeline that has no denoised latents to give to a reward.
-
-        Raises:
-            UnsupportedPipeline: the pipeline has none.
-        """
+        """Refuse a pipeline that has no denoised latents to give to a reward."""
 
     @property
     def networks(self) -> list[nn.Module]:
@@ -145,15 +121,7 @@ class Policy(ABC):
         return [name for name in self.experts if name not in self.component]
 
     def refuse_step(self, step: int, passing: Collection[int] = ()) -> NoReturn:
-        """Refuse to train on a step that calls none of the trained networks, such as a step of another expert.
-
-        Args:
-            step: index of the step in the loop.
-            passing: the steps that do call a trained network, if they are known.
-
-        Raises:
-            UntrainedStepError: always.
-        """
+        """Refuse to train on a step that calls none of the trained networks, such as a step of another expert."""
         trained, others = ", ".join(self.component), self.frozen_experts
         window = f" ({min(passing)} to {max(passing)})" if passing else ""
         both = f", or train them all with train_component={', '.join(sorted([*self.component, *others]))!r}"
@@ -219,9 +187,6 @@ def call_arguments(
     """Build the keyword arguments of a pipeline call; they are the same in rollout and replay.
 
     Args:
-        pipe: the pipeline.
-        inputs: the user's keyword arguments for one batch.
-        num_inference_steps: length of the loop; None leaves it to the pipeline.
         initial_seeds: (batch,) seeds, one per sample.
     """
     drawn = make_generators(initial_seeds)
@@ -256,17 +221,7 @@ def without_filters(pipe: DiffusionPipeline) -> Iterator[None]:
 
 
 def policy_component(pipe: DiffusionPipeline, component: str | Sequence[str] | None = None) -> tuple[str, ...]:
-    """Return the names of the networks that are trained.
-
-    Args:
-        pipe: the pipeline.
-        component: names in a sequence, or in a string separated by commas, as in the setting `train_component`. By
-            default, the first of transformer, unet, prior and decoder, together with its second expert if the pipeline
-            has one (`transformer_2` of Wan 2.2).
-
-    Raises:
-        UnsupportedPipeline: the pipeline has no such network; the message lists those it has.
-    """
+    """Return the names of the networks that are trained."""
     is_network = {name: isinstance(getattr(pipe, name, None), nn.Module) for name in pipe.components}
     if component is None:
         names = [name for name in POLICY_COMPONENTS if is_network.get(name) or is_network.get(f"{name}_2")]

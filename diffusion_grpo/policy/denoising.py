@@ -87,11 +87,7 @@ class DenoisingPolicy(Policy):
         return None if self.scheduler.first is None else self.scheduler.loop_length
 
     def rollout(self, inputs: dict[str, Any], request: RolloutRequest) -> tuple[Any, Trajectory | CleanSamples | None]:
-        """Call the pipeline with noise in its steps and record the trained ones, or keep the finished latents.
-
-        Returns:
-            the samples, or None if nothing was decoded; and the trajectory, or None if nothing was recorded.
-        """
+        """Call the pipeline with noise in its steps and record the trained ones, or keep the finished latents."""
         if request.keeps_clean:
             return self._roll_out_clean(inputs, request)
         self.check_noise_level(request.noise_level)
@@ -195,14 +191,7 @@ class DenoisingPolicy(Policy):
         """Score one recorded step under the current networks; see [`~diffusion_grpo.policy.rollout.replay`].
 
         Args:
-            inputs: the keyword arguments of the rollout for the same samples.
-            trajectory: trajectory of these samples, each with `step` among its trained steps.
-            step: index of the step in the loop.
-            forwards: functions to use in place of the networks' own forwards, one per network.
             sources: (batch,) int64, the row of `inputs` that each sample uses; None if each has its own row.
-
-        Raises:
-            ValueError: the step was not recorded for all samples.
         """
         rows, columns = (trajectory.steps == step).nonzero(as_tuple=True)
         if len(rows) != len(trajectory):
@@ -241,18 +230,11 @@ class DenoisingPolicy(Policy):
         a rollout, but the network runs only in this step. Gradients flow if torch's grad mode is on.
 
         Args:
-            inputs: keyword arguments of the pipeline's `__call__` for one batch.
             latents: (batch, ...) float32 input of step `step`, in the scheduler's own coordinates; if a step moves
                 several latents, all of them, flattened and joined. Step 0 has no step before it: there the pipeline
                 draws its initial latent from `initial_seeds`, and `latents` must equal it.
-            step: index of the step in the loop.
-            num_inference_steps: length of the loop.
             initial_seeds: (batch,) seeds of the initial latents.
             tokens: (batch, tokens) int64 tokens that a language model in the pipeline's call wrote, if there is one.
-            forwards: functions to use in place of the networks' own forwards, one per network.
-
-        Raises:
-            ValueError: the step lies outside the loop, or is 0 and the latents are not the initial ones.
         """
         initial_seeds = torch.as_tensor(initial_seeds, dtype=torch.int64)
         predictor = Predictor(step, latents, initial_seeds, tokens)
@@ -270,16 +252,6 @@ class DenoisingPolicy(Policy):
 
         Classifier-free guidance is off, because the conditional prediction is trained. Guidance that the network takes
         as an input is left as it is. Gradients flow if torch's grad mode is on.
-
-        Args:
-            inputs: keyword arguments of the pipeline's `__call__` for these samples.
-            samples: samples of a rollout with `keeps_clean`.
-            step: index of the step in the loop, 1 or later.
-            forwards: functions to use in place of the networks' own forwards, one per network.
-
-        Raises:
-            ValueError: `step` is 0.
-            UnsupportedPipeline: no step of the pipeline can be handed a noised sample.
         """
         if step < 1:
             raise ValueError("Step 0 has no step before it that could hand over a noised sample; train at 1 or later.")
@@ -303,10 +275,6 @@ class DenoisingPolicy(Policy):
         """Return, for each trained network, the indices of the steps that call it.
 
         Calls before the loop count as step 0. Each network runs only once, for the shape of its output.
-
-        Args:
-            inputs: keyword arguments of the pipeline's `__call__` for one sample.
-            num_inference_steps: length of the loop.
         """
         driver = Scout(torch.zeros(1, dtype=torch.int64))
         frozen = NetworkGates(
@@ -323,14 +291,6 @@ class DenoisingPolicy(Policy):
         """Call the pipeline up to its first network, so that its prompts are encoded and kept.
 
         Errors after prompts have been encoded are ignored: the rollout, which has other batches, will report them.
-
-        Args:
-            inputs: keyword arguments of the pipeline's `__call__`.
-            num_inference_steps: length of the loop.
-            calls: number of calls of `encode_prompt` after which to stop, if it is known.
-
-        Returns:
-            how often `encode_prompt` was called.
         """
         pipe, made = self.pipe, 0
         seeds = torch.zeros(1, dtype=torch.int64)
@@ -353,16 +313,7 @@ class DenoisingPolicy(Policy):
         return made
 
     def reach_network(self, inputs: dict[str, Any], num_inference_steps: int, count: int) -> None:
-        """Call the pipeline up to its first network, to see whether it raises an error before.
-
-        Args:
-            inputs: keyword arguments of the pipeline's `__call__`.
-            num_inference_steps: length of the loop.
-            count: number of samples.
-
-        Raises:
-            Exception: the error of the pipeline.
-        """
+        """Call the pipeline up to its first network, to see whether it raises an error before."""
         seeds = torch.zeros(count, dtype=torch.int64)
         with self._until_network(seeds):
             self.pipe(**self.call_arguments(inputs, num_inference_steps, seeds))
@@ -386,13 +337,7 @@ class DenoisingPolicy(Policy):
     def acting(
         self, driver: Driver, forwards: Sequence[Callable] | None = None, scheduler: Any = None
     ) -> Iterator[None]:
-        """Give the pipeline a stochastic scheduler, gates and cached prompts; restore it on leaving.
-
-        Args:
-            driver: decides what each scheduler step does, and whether the network must really run for it.
-            forwards: functions to use in place of the networks' own forwards, for example a reference model's.
-            scheduler: scheduler to use in place of the stochastic one.
-        """
+        """Give the pipeline a stochastic scheduler, gates and cached prompts; restore it on leaving."""
         pipe, original = self.pipe, self.pipe.scheduler
         inner = {k: v for k, v in pipe.__dict__.items() if isinstance(v, DiffusionPipeline)}  # inner pipelines
         holders = [holder for holder in (pipe, *inner.values()) if getattr(holder, "scheduler", None) is original]
@@ -461,11 +406,7 @@ class DenoisingPolicy(Policy):
 
 
 def _split_noise_steps(noise_steps: Sequence | None, count: int) -> set[int] | list[set[int]] | None:
-    """Return a set of steps for all samples, or one set per sample; None stays None.
-
-    Raises:
-        ValueError: steps are given per sample, but not for each sample.
-    """
+    """Return a set of steps for all samples, or one set per sample; None stays None."""
     if noise_steps is None:
         return None
     if not any(isinstance(steps, Collection) for steps in noise_steps):

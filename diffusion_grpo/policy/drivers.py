@@ -32,7 +32,6 @@ class Driver:
 
     Attributes:
         initial_seeds: (batch,) seeds of the samples' initial latents.
-        needs_network: whether the network must really run for the current step.
         tokens: (batch, tokens) int64 tokens that a language model in the pipeline's call wrote, or must return.
     """
 
@@ -114,7 +113,6 @@ class Follower(Driver):
     """The base of drivers that go to one step without the network, and give that step a latent.
 
     Args:
-        index: index of the step in which the network runs.
         latents: (batch, ...) input of that step.
     """
 

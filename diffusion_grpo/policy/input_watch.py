@@ -21,9 +21,6 @@ class InputWatch:
     It uses autograd over the few operations between two steps. The networks get their inputs without this graph, and
     other modules that run in between (a ControlNet) build no graph.
 
-    Args:
-        networks: the trained networks.
-
     Attributes:
         seen: (batch, ...) bool tensors, one per latent; None for a latent that no input of a network depends on.
     """

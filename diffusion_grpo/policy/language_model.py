@@ -67,11 +67,6 @@ def draw(
     """Draw tokens with the model's own `generate`; the tokens of a sample depend on its seed, not on its batch.
 
     Args:
-        model: language model with a head and `generate`.
-        call: the arguments with which the pipeline calls `generate`.
-        count: the maximum number of tokens; fewer are drawn if all samples of the batch end before.
-        vocabulary: ids below this number may be drawn.
-        sampling: how to draw them.
         seeds: (batch,) seeds, one per sample.
     """
     prompt, own = select_prompt(call), model.generation_config
@@ -112,14 +107,7 @@ def score(
     vocabulary: int,
     temperature: float,
 ) -> Tensor:
-    """Return (batch, tokens) log-probabilities of recorded tokens by one teacher-forced pass; 0 where masked.
-
-    Args:
-        forward: forward of the language model, or of its reference.
-        arguments: keyword arguments from [`~diffusion_grpo.pipelines.Family.scoring`].
-        ids, mask, kept: the drawn tokens; see [`Drawn`].
-        vocabulary, temperature: those of the rollout.
-    """
+    """Return (batch, tokens) log-probabilities of recorded tokens by one teacher-forced pass; 0 where masked."""
     logits = forward(**arguments, logits_to_keep=ids.shape[1], use_cache=False).logits
     safe = ids.masked_fill(~mask, 0)  # padding after the end may be outside the vocabulary
     log_probs = token_log_prob(logits[..., :vocabulary].float(), safe, kept, temperature)

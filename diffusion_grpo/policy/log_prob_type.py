@@ -6,16 +6,7 @@ NOISE_UP_TO_1 = ("cps", "ddim", "ancestral")  # processes whose level is a share
 
 
 def check_log_prob(log_prob_type: str, process: str, known: Collection[str]) -> None:
-    """Refuse an unknown form of the log-probability, or one that a process does not have.
-
-    Args:
-        log_prob_type: the setting of that name.
-        process: name of the process.
-        known: the keys of [`~diffusion_grpo.policy.processes.LOG_PROBS`].
-
-    Raises:
-        ValueError: `log_prob_type` is not known, or it is "squared_error" and `process` is not "cps".
-    """
+    """Refuse an unknown form of the log-probability, or one that a process does not have."""
     if log_prob_type not in known:
         raise ValueError(f"log_prob_type must be one of {', '.join(known)}, got {log_prob_type!r}.")
     if log_prob_type == "squared_error" and process != "cps":

@@ -23,18 +23,7 @@ DONE, PLAIN, GRAPH = 0, 1, 2  # next action of a process: no more calls, a call 
 
 @dataclasses.dataclass(frozen=True)
 class NetworkAccess:
-    """How the networks of a policy are called. The defaults suit a single process in full precision.
-
-    Attributes:
-        forward_context: context of each real call of a network, for example `accelerator.autocast`.
-        casts_outputs: whether that context computes in another dtype than that of the inputs, so that outputs must be
-            cast back.
-        ask_all: for sharded weights, a collective that takes the next action of this process and returns those of all
-            processes. None if processes may call the network independently.
-        shapes_only: for sharded weights, the context of calls that only find the shape of an output, in which no
-            weights are gathered. None if such calls are like any other.
-        skips_hooks: whether the network's hooks gather weights, and so must not run in skipped calls.
-    """
+    """How the networks of a policy are called. The defaults suit a single process in full precision."""
 
     forward_context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     casts_outputs: bool = False
@@ -44,14 +33,7 @@ class NetworkAccess:
 
 
 class NetworkGates:
-    """The gates in front of a policy's trained networks.
-
-    Args:
-        networks: returns the trained networks, as the pipeline calls them.
-        access: how they are called.
-        adjust_call: takes the keyword arguments of a call; returns those that the network should get, and whether the
-            network must run even if the result of the step is known.
-    """
+    """The gates in front of a policy's trained networks."""
 
     def __init__(
         self,
@@ -68,12 +50,7 @@ class NetworkGates:
 
     @contextlib.contextmanager
     def put_up(self, driver: Driver, forwards: Sequence[Callable] | None = None) -> Iterator[None]:
-        """Replace the networks' forwards by gates; restore them on leaving.
-
-        Args:
-            driver: says whether the network must really run for the current step.
-            forwards: functions to use in place of the networks' own forwards, for example a reference model's.
-        """
+        """Replace the networks' forwards by gates; restore them on leaving."""
         skips_hooks = self._access.skips_hooks
         with contextlib.ExitStack() as stack:
             for number, network in enumerate(self._networks()):

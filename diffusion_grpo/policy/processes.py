@@ -239,9 +239,7 @@ def split_prediction(
     """Return the clean sample and the noise that a prediction on a variance-preserving latent implies.
 
     Args:
-        prediction, sample: as in [`ddim`].
         alpha_cumprod: cumulative alpha of the step, in (0, 1).
-        prediction_type: "epsilon", "v_prediction" or "sample".
     """
     alpha, beta = alpha_cumprod, 1 - alpha_cumprod
     if prediction_type == "epsilon":

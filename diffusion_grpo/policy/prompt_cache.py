@@ -22,11 +22,7 @@ Prompts = tuple[str, ...]  # texts of one sample: `prompt`, and others that the 
 
 
 class PromptCache:
-    """Remembers results of a pipeline's `encode_prompt` between calls of the pipeline.
-
-    Attributes:
-        keeps_prompts: whether prompts stay between rollouts; see [`~diffusion_grpo.policy.prompt_store.PromptStore`].
-    """
+    """Remembers results of a pipeline's `encode_prompt` between calls of the pipeline."""
 
     keeps_prompts = False
 

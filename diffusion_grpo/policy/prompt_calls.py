@@ -29,14 +29,7 @@ Layout = int | str | list | dict  # for a tensor, the axis of the samples; for a
 
 @dataclasses.dataclass(frozen=True)
 class PromptCall:
-    """A call of `encode_prompt`.
-
-    Attributes:
-        arguments: all arguments.
-        names: names of the arguments with one value per sample.
-        count: number of samples.
-        settings: the other arguments as JSON, without the device and the number of samples.
-    """
+    """A call of `encode_prompt`."""
 
     arguments: dict[str, Any]
     names: tuple[str, ...]
@@ -72,11 +65,7 @@ class PromptCall:
 
 
 def check_encode_prompt(pipeline: type[DiffusionPipeline]) -> None:
-    """Refuse a class of pipelines whose prompts cannot be encoded ahead of its calls.
-
-    Raises:
-        UnsupportedPipeline: the class has no `encode_prompt`, or one that takes more than texts, such as an image.
-    """
+    """Refuse a class of pipelines whose prompts cannot be encoded ahead of its calls."""
     encode = getattr(pipeline, "encode_prompt", None)
     if encode is None:
         raise UnsupportedPipeline(
@@ -92,11 +81,7 @@ def check_encode_prompt(pipeline: type[DiffusionPipeline]) -> None:
 
 
 def read_call(encode: Callable, args: tuple, kwargs: dict[str, Any]) -> PromptCall:
-    """Read a call of `encode_prompt`.
-
-    Raises:
-        UnsupportedPipeline: the result depends on more than texts and settings, such as an image.
-    """
+    """Read a call of `encode_prompt`."""
     bound = inspect.signature(encode).bind(*args, **kwargs)
     bound.apply_defaults()
     arguments = {k: v for k, v in bound.arguments.items() if k != "kwargs" or v}
@@ -171,15 +156,7 @@ class CannotJoin(UnsupportedPipeline):
 
 
 def find_layout(one: Any, two: Any) -> Layout:
-    """Find the layout of results for several samples.
-
-    Args:
-        one: result of the encoder for a prompt.
-        two: result of the encoder for the same prompt twice.
-
-    Raises:
-        CannotJoin: `two` does not consist of `one` twice.
-    """
+    """Find the layout of results for several samples."""
     if torch.is_tensor(one) and torch.is_tensor(two):
         if one.shape == two.shape:
             return SHARED
@@ -200,11 +177,7 @@ def find_layout(one: Any, two: Any) -> Layout:
 
 
 def join_results(results: list[Any], layout: Layout) -> Any:
-    """Join results for single samples into the result of one call.
-
-    Raises:
-        CannotJoin: the results have different sizes, or differ in what all samples must share.
-    """
+    """Join results for single samples into the result of one call."""
     first = results[0]
     if layout == SHARED:
         if not all(_is_equal(first, other) for other in results):

@@ -78,9 +78,6 @@ class DiskShelf:
 
     For each prompt, a JSON file names the tensors of its result. Files are written under temporary names and moved
     into place, so that several processes and runs may share the folder; a damaged file counts as missing.
-
-    Args:
-        folder: folder of the files, created if needed.
     """
 
     def __init__(self, folder: Path):
@@ -148,20 +145,7 @@ class DiskShelf:
 
 
 class PromptStore:
-    """Answers a pipeline's calls of `encode_prompt` from a shelf.
-
-    Args:
-        shelf: the place where results are kept.
-        watch: returns a context that yields a list, whose first item tells whether text encoders have run inside.
-
-    Attributes:
-        keeps_prompts: whether prompts stay between rollouts; here they do.
-        learns_layouts: whether to find the layout of results for several prompts, for each new kind of call.
-        is_ahead: whether prompts are only encoded ahead of their use; results on the shelf are then answered by empty
-            tensors.
-        noted: keys that calls have asked for, until the list is cleared.
-        encoded: number of results that were put on the shelf.
-    """
+    """Answers a pipeline's calls of `encode_prompt` from a shelf."""
 
     keeps_prompts = True
 

@@ -4,11 +4,7 @@ from torch import nn
 
 
 def find_quantization(network: nn.Module) -> str | None:
-    """Return how a network is quantised, under diffusers' names; None for plain weights.
-
-    Returns:
-        bitsandbytes_4bit, bitsandbytes_8bit, torchao, gguf, quanto or another of diffusers' and transformers' methods.
-    """
+    """Return how a network is quantised, under diffusers' names; None for plain weights."""
     config = getattr(getattr(network, "hf_quantizer", None), "quantization_config", None)
     if config is None:
         return None

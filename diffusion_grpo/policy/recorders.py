@@ -22,12 +22,7 @@ class Recorder(Driver):
 
     Args:
         seeds, initial_seeds: (batch,) int64 seeds of the step noise and of the initial latents.
-        noise_steps: steps that draw noise, one set for all samples or one per sample; None for all but the last.
         trained_steps: (batch, steps) int64 indices of the trained steps; None for all but the last.
-        noise_level: noise level of the process.
-        device: where the records are kept.
-        is_complete: whether the call runs to its end.
-        noise_in_last_step: whether the last step may draw noise.
     """
 
     needs_network = True
@@ -134,11 +129,7 @@ class Recorder(Driver):
                 )
 
     def trajectory(self, **settings) -> Trajectory:
-        """Return the recorded steps.
-
-        Raises:
-            UnsupportedPipeline: the loop ended before all trained steps were taken.
-        """
+        """Return the recorded steps."""
         trained = [] if self.trained_steps is None else self.trained_steps.unique().tolist()
         missing = [step for step in trained if step not in self.records]
         if self.noise_steps is not None and not missing:
@@ -184,10 +175,6 @@ class BranchRecorder(Recorder):
     """Drives a rollout that branches from a prefix: without the network up to its end, then like `Recorder`.
 
     The first step of the samples' own uses the prefix's prediction, if there is one.
-
-    Args:
-        prefix: prefix with one row per sample.
-        settings: arguments of [`Recorder`].
     """
 
     def __init__(self, prefix: Prefix, *settings: Any):
@@ -239,9 +226,7 @@ class PrefixDriver(Driver):
     """Drives the first steps of a loop, without noise; keeps the resulting latent and the next prediction.
 
     Args:
-        length: number of steps.
         initial_seeds: (batch,) int64 seeds of the initial latents.
-        device: where latent and prediction are kept.
     """
 
     def __init__(self, length: int, initial_seeds: Tensor, device: str | torch.device):
@@ -308,11 +293,7 @@ class SolverRecorder(Driver):
 
 
 def join_clean(recorder: Recorder | SolverRecorder) -> Tensor:
-    """Return the (batch, ...) float32 output of the last step of a rollout; several latents are joined.
-
-    Raises:
-        UnsupportedPipeline: no scheduler took a step.
-    """
+    """Return the (batch, ...) float32 output of the last step of a rollout; several latents are joined."""
     parts = [latents[: recorder.count].float() for latents in recorder.left.values()]
     if not parts:
         raise UnsupportedPipeline("The pipeline took no step through its scheduler; nothing can be recorded.")
@@ -320,14 +301,7 @@ def join_clean(recorder: Recorder | SolverRecorder) -> Tensor:
 
 
 class Finisher(Driver):
-    """Drives a call without the network whose last step returns the output of a rollout's last step.
-
-    Args:
-        recorder: recorder of that rollout.
-
-    Raises:
-        UnsupportedPipeline: the steps move several latents (video and sound).
-    """
+    """Drives a call without the network whose last step returns the output of a rollout's last step."""
 
     needs_network = False
 

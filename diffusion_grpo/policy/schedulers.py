@@ -145,16 +145,7 @@ _DRAWS_NOISE = (
 
 
 def watch_solver(scheduler: SchedulerMixin, keep: Callable[[Any, Tensor], None]) -> SchedulerMixin | None:
-    """Return a copy of the pipeline's own scheduler that reports the output of each of its steps.
-
-    Args:
-        scheduler: the pipeline's own scheduler; it is not modified.
-        keep: function that is called with the scheduler and the latents after each step; copies of the scheduler call
-            it too.
-
-    Returns:
-        the copy; None for a scheduler that draws noise in its steps.
-    """
+    """Return a copy of the pipeline's own scheduler that reports the output of each of its steps."""
     draws = scheduler.config.get("stochastic_sampling") or "sde" in scheduler.config.get("algorithm_type", "")
     if draws or isinstance(scheduler, _DRAWS_NOISE):
         return None

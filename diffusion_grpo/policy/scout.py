@@ -12,9 +12,6 @@ class Scout(Driver):
 
     Args:
         initial_seeds: (batch,) int64 seeds of the initial latents.
-
-    Attributes:
-        passing: indices of the steps that called a trained network, by the number of the network.
     """
 
     needs_network = False

@@ -41,8 +41,6 @@ def weigh_steps(name: str, scales: dict[int, StepScale], steps: Tensor) -> Tenso
     """Return the (batch, steps) float32 weights of the trained steps; None for "none".
 
     Args:
-        name: a key of `STEP_WEIGHTS`.
-        scales: scales of the steps that may be trained, by index.
         steps: (batch, steps) int64, indices of the trained steps.
     """
     weight = STEP_WEIGHTS[name]

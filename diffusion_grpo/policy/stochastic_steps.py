@@ -47,8 +47,6 @@ class CleanEstimate(NamedTuple):
 
     Attributes:
         clean: (batch, ...) float32, the predicted clean sample.
-        share: how much of the step's latent is noise, broadcastable to `clean`; see
-            [`~diffusion_grpo.policy.trajectory.Denoised`].
         origin: (batch, ...) starting point of `v`: the latent itself for flow matching.
         moves: (batch, ...) bool, True for elements that the step moves; None for all.
     """
@@ -75,13 +73,6 @@ class StochasticScheduler:
     """Mixin in front of a diffusers scheduler: it keeps the schedule, but `step` asks the driver.
 
     Attributes that the class lacks (`sigmas`, `variance_type`, ...) are looked up in the original scheduler.
-
-    Attributes:
-        coordinates: how latents are written, which decides which processes fit.
-        process: an entry of `PROCESSES`.
-        log_prob_type: form of the log-probability of a step, a key of `LOG_PROBS`.
-        driver: decides what a step does; without one, steps are deterministic. Copies share it.
-        original: a copy of the pipeline's own scheduler, with the same timesteps set.
     """
 
     coordinates: Coordinates
@@ -173,13 +164,7 @@ class StochasticScheduler:
 
     @torch.no_grad()
     def scale(self, timestep: Any, sample: Tensor, noise_level: float, count: int | None = None) -> StepScale:
-        """Measure the scale of a step's noise and of its prediction's effect; neither depends on the prediction.
-
-        Args:
-            timestep, sample: as in `step`; only the shape and device of the sample matter.
-            noise_level: noise level of the process.
-            count: number of samples, if the batch has several copies of each; by default the length of the batch.
-        """
+        """Measure the scale of a step's noise and of its prediction's effect; neither depends on the prediction."""
         zeros = torch.zeros_like(sample, dtype=torch.float32)
         still, std = self.unclipped(zeros, timestep, zeros, noise_level)
         jacobian = (self.unclipped(zeros + 1, timestep, zeros, noise_level)[0] - still).abs()
@@ -195,7 +180,6 @@ class StochasticScheduler:
         Args:
             clean, noise: (batch, ...), data and standard normal noise.
             sample: (batch, ...) input of the current step; elements that are held fixed are taken from it.
-            index: index of the step whose input the result will be.
         """
         raise NotImplementedError
 

@@ -20,10 +20,8 @@ class Teacher(Follower):
     """Drives a replay: gives the replayed step its recorded input, and scores its recorded output.
 
     Args:
-        index: index of the step.
         latents: (calls, ...) recorded input of the step.
         next_latents: (batch, ...) recorded output of the step.
-        noise_level: noise level of the process.
         initial_seeds: (calls,) seeds of the initial latents.
         tokens: (calls, tokens) tokens that a language model in the pipeline's call wrote, if there is one.
         sources: (batch,) int64, the row of `latents` that each sample uses; None if each has its own row.
@@ -95,7 +93,6 @@ class Predictor(Follower):
     """Drives a prediction: gives one step a latent, and keeps the pipeline's prediction for it.
 
     Args:
-        index: index of the step.
         latents: (batch, ...) input of the step.
         initial_seeds: (batch,) seeds of the samples' initial latents.
         tokens: (batch, tokens) tokens that a language model in the pipeline's call wrote, if there is one.
@@ -136,17 +133,7 @@ class Predictor(Follower):
 
 
 class Denoiser(Follower):
-    """Drives a prediction on re-noised samples: gives one step the noised samples, and keeps the predictions.
-
-    Args:
-        index: index of the step, 1 or later, since the step before it must return the noised samples.
-        samples: the finished samples. Their `seeds` fix the noise, which differs from step to step.
-        networks: the trained networks; elements of the noised sample that they do not see are not trained.
-
-    Raises:
-        UnsupportedPipeline: the pipeline changes every element of its latents between two steps, or the networks get
-            nothing that is computed from them.
-    """
+    """Drives a prediction on re-noised samples: gives one step the noised samples, and keeps the predictions."""
 
     def __init__(self, index: int, samples: CleanSamples, networks: Sequence[nn.Module]):
         super().__init__(index, samples.latents, samples.initial_seeds, samples.tokens, noise_level=0.0)

@@ -165,10 +165,6 @@ def make_policy(
     """Make the policy for a trained network: a token policy if it is the language model, else a denoising policy.
 
     See [`~diffusion_grpo.policy.denoising.DenoisingPolicy`] for the arguments.
-
-    Raises:
-        UnsupportedPipeline: the network is a language model, but no family describes how the pipeline uses it.
-        ValueError: a setting does not fit the policy.
     """
     component = policy_component(pipe, component)
     if component == (family_of(pipe).language_model,):

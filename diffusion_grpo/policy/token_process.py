@@ -24,14 +24,7 @@ TRANSFORMERS_TOP_K = 50  # default of `generate` if neither its caller nor the g
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn, in the order of `generate`: temperature, then top-k, then top-p.
-
-    Attributes:
-        temperature: number above 0 that logits are divided by.
-        top_k: only this many of the most probable ids may be drawn; 0 for no limit.
-        top_p: only the most probable of these ids that together reach this probability may be drawn: the nucleus
-            (https://huggingface.co/papers/1904.09751); 1 for all.
-    """
+    """How tokens are drawn, in the order of `generate`: temperature, then top-k, then top-p."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -39,10 +32,8 @@ class Sampling:
 
     @classmethod
     def of(cls, config: GenerationConfig, **wanted: float | None) -> "Sampling":
-        """Return the settings of a model's own generation config, overridden by those in `wanted` that are not None.
-
-        Raises:
-            ValueError: the config has a setting that changes probabilities but is not supported here.
+        """Return the settings of a model's own generation config, overridden by those in `wanted` that are not
+        None.
         """
         for name, neutral in OTHERS.items():
             if getattr(config, name, None) not in (None, neutral):
@@ -99,7 +90,6 @@ def token_log_prob(logits: Tensor, ids: Tensor, kept: Tensor | None, temperature
         logits: (batch, tokens, ids) float32.
         ids: (batch, tokens) int64, the drawn ids, which are among the kept ones.
         kept: (batch, tokens, ids) bool, the ids that could be drawn; None if all could.
-        temperature: temperature of the rollout.
     """
     scaled = logits / temperature
     if kept is not None:
@@ -133,15 +123,11 @@ class TokenTrajectory(SampleTensors):
     Attributes:
         ids: (batch, tokens) int64, the drawn ids.
         mask: (batch, tokens) bool, False after the end of a sample's text.
-        support: (batch, tokens, ceil(ids / 8)) uint8, one bit per id that could be drawn (`pack_bits`). The last
-            dimension is empty if all could.
         log_probs: (batch, 1, tokens) float32, from one teacher-forced pass right after the generation.
         drift: (batch, tokens) float32, `log_probs` minus the log-probabilities of the generation itself.
         steps: (batch, 1) int64 zeros, the index of the only step.
         seeds: (batch,) int64, seed of each sample's tokens.
         initial_seeds: (batch,) int64, seed of each sample's decoding.
-        num_inference_steps: number of steps of the decoder.
-        temperature: temperature at which the tokens were drawn.
     """
 
     ids: Tensor

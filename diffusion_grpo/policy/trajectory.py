@@ -295,21 +295,6 @@ class RolloutRequest:
 
     Attributes:
         seeds, initial_seeds: (batch,) int64 seeds of the step noise and of the initial latents.
-        num_inference_steps: length of the loop.
-        steps: trained steps, one row of ascending indices per sample; None for all but the last.
-        noise_steps: steps that draw noise, one sequence for all samples or one per sample; None for all but the last.
-        noise_in_last_step: whether the last step draws noise too.
-        noise_level: noise level of the process; None for its usual one.
-        device: where the trajectory is kept.
-        is_complete: whether the call runs to its end.
-        latents: a list that receives the samples' denoised latents, or None.
-        is_decoded: whether samples are decoded.
-        keeps_clean: whether the pipeline samples without noise, by its own solver if that draws none, and only the
-            finished latents are kept.
-        step_weight: a key of [`~diffusion_grpo.policy.step_weights.STEP_WEIGHTS`].
-        weighted_steps: the steps that may be trained, over which weights are normalised; None for all but the last.
-        keeps_means: whether the means of the trained steps are recorded.
-        prefix: prefix from which the samples branch; None if each takes all steps.
     """
 
     seeds: Tensor

@@ -29,15 +29,6 @@ def switch_guidance_off(
 
     If the network takes the guidance scale as an input (FLUX, HunyuanVideo), this scale is kept; `true_cfg_scale` is
     classifier-free guidance under another name.
-
-    Args:
-        pipe: the pipeline.
-        networks: the trained networks.
-        inputs: keyword arguments of the pipeline's `__call__`.
-
-    Raises:
-        UnsupportedPipeline: the pipeline is guided by a component, which no argument switches off, or by a scale that
-            is not known here.
     """
     guider = getattr(pipe, "guider", None)
     refuse_guider(type(pipe).__name__, None if guider is None else type(guider).__name__)
@@ -56,13 +47,6 @@ def find_guidance_argument(pipe: DiffusionPipeline, networks: Sequence[nn.Module
 
     It is `true_cfg_scale` if the pipeline has it and the network does not take `guidance_scale` as an input
     (Qwen-Image, FLUX.1 schnell): such a pipeline ignores `guidance_scale`.
-
-    Args:
-        pipe: the pipeline.
-        networks: the trained networks.
-
-    Raises:
-        UnsupportedPipeline: the call takes neither argument.
     """
     parameters = inspect.signature(inspect.unwrap(type(pipe).__call__)).parameters
     configs = [getattr(network, "config", None) for network in (*networks, *pipe.components.values())]
@@ -75,15 +59,7 @@ def find_guidance_argument(pipe: DiffusionPipeline, networks: Sequence[nn.Module
 
 
 def find_default_guidance(pipe: DiffusionPipeline, networks: Sequence[nn.Module]) -> float | None:
-    """Return the default of a pipeline's `guidance_scale` if it means classifier-free guidance; otherwise None.
-
-    Args:
-        pipe: the pipeline.
-        networks: the trained networks.
-
-    Raises:
-        UnsupportedPipeline: as in [`switch_guidance_off`].
-    """
+    """Return the default of a pipeline's `guidance_scale` if it means classifier-free guidance; otherwise None."""
     parameters = inspect.signature(inspect.unwrap(type(pipe).__call__)).parameters
     default = parameters["guidance_scale"].default if "guidance_scale" in parameters else None
     if not isinstance(default, (int, float)):
@@ -110,15 +86,7 @@ def _list_used(pipeline: type[DiffusionPipeline], inputs: Mapping[str, Any]) -> 
 
 
 def refuse_unknown_scales(pipeline: type[DiffusionPipeline], inputs: Mapping[str, Any]) -> None:
-    """Refuse a pipeline with a guidance scale for which no value is known that switches it off.
-
-    Args:
-        pipeline: class of the pipeline.
-        inputs: keyword arguments of its call, as far as they are known.
-
-    Raises:
-        UnsupportedPipeline: there is such a scale.
-    """
+    """Refuse a pipeline with a guidance scale for which no value is known that switches it off."""
     unknown = [name for name in _list_used(pipeline, inputs) if SCALE.fullmatch(name) and name not in (*OFF, *STAYS)]
     if unknown:
         raise UnsupportedPipeline(
@@ -128,15 +96,7 @@ def refuse_unknown_scales(pipeline: type[DiffusionPipeline], inputs: Mapping[str
 
 
 def refuse_guider(pipeline: str, guider: str | None) -> None:
-    """Refuse a pipeline that is guided by a component.
-
-    Args:
-        pipeline: name of the pipeline's class.
-        guider: name of the component's class; None if there is none.
-
-    Raises:
-        UnsupportedPipeline: there is such a component.
-    """
+    """Refuse a pipeline that is guided by a component."""
     if guider is not None:
         raise UnsupportedPipeline(
             f"{pipeline} applies guidance through its component {guider}, which no argument switches off, but losses "

@@ -35,18 +35,7 @@ SPECIAL = re.compile(r"([\\`*\[\]<>|#~$&!])|(?<![A-Za-z0-9])(_)|(_)(?![A-Za-z0-9
 
 @dataclasses.dataclass(frozen=True)
 class CardDetails:
-    """Details of a model card in addition to those from the run. None or empty values leave the run's, if any.
-
-    Attributes:
-        title: the card's heading.
-        datasets: Hub ids, which the metadata links, or other names of training datasets.
-        dataset_names: names for them in the text, in place of their ids.
-        tags: tags that follow those of this library.
-        language: language codes such as "en".
-        license: the Hub's name of a licence, in place of the base model's.
-        base_model: Hub id of the base model.
-        task: the Hub's name of a task, such as "text-to-image".
-    """
+    """Details of a model card in addition to those from the run. None or empty values leave the run's, if any."""
 
     title: str | None = None
     datasets: tuple[str, ...] = ()
@@ -99,14 +88,6 @@ def write_model_card(
     """Write `README.md` with base model, rewards, settings, curve and sample images, and the images that it shows.
 
     A `README.md` that was not written by this library is kept, with a warning.
-
-    Args:
-        folder: the run's output folder; images in it are shown.
-        run: contents of `run.json`.
-        history: the trainer's `log_history`.
-        updates: number of updates made.
-        repository: Hub id under which readers find the weights; None if they are only in this folder.
-        details: details that the user adds. The default title is the name of the repository or the folder.
     """
     folder, details = Path(folder), details or CardDetails()
     if not _is_own_card(folder / "README.md"):
@@ -216,12 +197,7 @@ def _list_rewards(run: dict[str, Any], datasets: list[str]) -> list[tuple[str, f
 
 
 def write_card_samples(run: Run) -> list[dict[str, Any]]:
-    """Copy the first samples of the evaluations, not hand-picked, into the folder `images`.
-
-    Returns:
-        for each, `prompt`, the samples `before` and `after` training (`image`, `file` of a video or sound, `reward`),
-        and `input`, the image that they were made from, or None.
-    """
+    """Copy the first samples of the evaluations, not hand-picked, into the folder `images`."""
     folder = run.path / FOLDER
     for path in folder.iterdir() if folder.is_dir() else ():  # those of an earlier card
         if OWN_FILE.fullmatch(path.name) and not path.is_dir():

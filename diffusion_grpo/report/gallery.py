@@ -43,14 +43,7 @@ def _index_rows(rows: list[dict[str, Any]]) -> dict[tuple[str | None, str, int],
 
 
 def make_gallery(run: Run) -> dict[str, Any] | None:
-    """Return the data of the report's viewer of evaluations; None without two evaluations that left samples.
-
-    Returns:
-        `total` pairs and `counts` of those that got better, stayed the same or got worse; `steps`, the evaluations
-        that can be chosen, each with its `name`; and `cards`, one per prompt: `prompt`, its `dataset` if there are
-        several, `input` (the image that the samples were made from, or None), `change` of the reward, and `samples`,
-        one per evaluation.
-    """
+    """Return the data of the report's viewer of evaluations; None without two evaluations that left samples."""
     pairs = pair_samples(run)
     if not pairs:
         return None

@@ -44,11 +44,7 @@ AGGREGATIONS = {"min_then_normalize": "Smallest", "product_then_normalize": "Pro
 
 
 def write_summary(run_dir: str | Path) -> dict[str, Any]:
-    """Write `summary.json` of a run and return its contents.
-
-    Raises:
-        ValueError: `run_dir` is not the output folder of a run.
-    """
+    """Write `summary.json` of a run and return its contents."""
     run = read_run(run_dir)
     summary = summarise(run)
     (run.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
@@ -56,20 +52,7 @@ def write_summary(run_dir: str | Path) -> dict[str, Any]:
 
 
 def write_report(run_dir: str | Path, experiment: str | Path | None = None) -> Path:
-    """Write `report.html` of a run, with every plot, image, video and sound inside it.
-
-    Args:
-        run_dir: output folder of a run.
-        experiment: JSON of an earlier experiment to show as a table: `title`, `note`, `columns`, `rows` (each `name`
-            and `values`, one per column, None allowed), `command`, `machine`.
-
-    Returns:
-        Path of the page.
-
-    Raises:
-        ValueError: `run_dir` is not the output folder of a run, or `experiment` is no such file.
-        ImportError: the extra `report` is not installed.
-    """
+    """Write `report.html` of a run, with every plot, image, video and sound inside it."""
     if missing_packages():
         raise ImportError(
             f"The report needs {' and '.join(missing_packages())}: pip install 'diffusion-grpo[report]'."

@@ -37,17 +37,7 @@ STYLE = {
 
 @dataclass
 class Curve:
-    """One reward over the run; every list may be empty.
-
-    Attributes:
-        name: title of the plot.
-        train_steps, train: updates, and the mean reward of each update's rollout.
-        eval_steps, eval, eval_errors: updates before each evaluation, its held-out mean, and the mean's standard
-            error.
-        baselines: held-out means of the untrained model used in other ways, by name.
-        is_evaluation_only: whether the reward is never trained on.
-        prompts: what to call the evaluations' prompts.
-    """
+    """One reward over the run; every list may be empty."""
 
     name: str
     train_steps: list[int]

@@ -11,16 +11,7 @@ WIDEST = 119  # characters per line; a longer call gets a line per argument
 
 
 def write_usage(run: dict[str, Any], source: str, prompt: str | None, is_on_hub: bool, is_whole: bool = True) -> str:
-    """Return Python code that loads the weights and makes a sample.
-
-    Args:
-        run: contents of `run.json`.
-        source: a repository on the Hub, or the name of the run's folder.
-        prompt: an example prompt; None if no sample was kept.
-        is_on_hub: whether `source` is a repository.
-        is_whole: after full training, whether it holds a whole pipeline, or the trained networks alone, as while the
-            run goes on.
-    """
+    """Return Python code that loads the weights and makes a sample."""
     is_full_training, is_embedded = run["trains_by"] == "full", run["model"] == "tiny"
     dtype = _find_half(run)
     if dtype is None and not is_embedded and not (is_full_training and is_whole):

@@ -44,20 +44,7 @@ class RewardError(RuntimeError):
 
 @dataclasses.dataclass(kw_only=True)
 class Batch:
-    """The samples of one scoring, with their prompts and columns; each list has one value per sample.
-
-    Args:
-        images, videos, latents, prompts, columns, groups, fps, sampling_rate, trainer_state: as in
-            [`~diffusion_grpo.rewards.calls.score`].
-        indices: index of each sample in its rollout or evaluation, for error messages.
-
-    Attributes:
-        kind: "images", "videos" or, if all functions take latents, "latents".
-        samples: the samples of that kind.
-
-    Raises:
-        ValueError: both `images` and `videos` are given, or no samples at all.
-    """
+    """The samples of one scoring, with their prompts and columns; each list has one value per sample."""
 
     images: dataclasses.InitVar[list | None] = None
     videos: dataclasses.InitVar[list | None] = None
@@ -145,22 +132,13 @@ class Call:
     taken: frozenset[str] = frozenset(TAKEN)
 
     def log_metric(self, name: str, value: float) -> None:
-        """Record a number that the function logs.
-
-        Raises:
-            ValueError: one of the run's own metrics has this name.
-        """
+        """Record a number that the function logs."""
         if is_run_metric(name):
             raise ValueError(f"log_metric({name!r}) has the name of a metric of the run; change it.")
         self.metrics.append((name, float(value)))
 
     def log_extra(self, name: str, values: list) -> None:
-        """Record a column that the function logs, one value per item.
-
-        Raises:
-            ValueError: another column of the table has this name, the number of values is wrong, or a table cannot
-                hold the values.
-        """
+        """Record a column that the function logs, one value per item."""
         if name in self.taken or name.startswith("advantage/"):
             raise ValueError(f"log_extra({name!r}) has the name of another column of the table of samples; change it.")
         if len(values) != len(self.rows):
@@ -197,11 +175,7 @@ class Failure:
 
 
 def check_answer(call: Call, failure: Failure) -> list[float]:
-    """Return the answer as floats, NaN for `None`.
-
-    Raises:
-        RewardError: the function failed, or its answer is not a list with one reward per sample.
-    """
+    """Return the answer as floats, NaN for `None`."""
     answer, count = call.answer, len(call.rows)
     if isinstance(answer, RewardError):
         raise failure.error(str(answer)) from answer

@@ -122,14 +122,6 @@ class Scoring:
 
     There are three steps because the first two may happen in other threads, at the same time as those of other
     samples. What functions log is kept until `values`, and is then reported in the order of the functions.
-
-    Args:
-        reward_funcs: as in `score`.
-        batch: the samples.
-
-    Attributes:
-        doing: name of the function being called, or names of those being awaited.
-        taken: names that functions may not give to `log_extra`.
     """
 
     def __init__(self, reward_funcs: list[Callable | Reward], batch: Batch):

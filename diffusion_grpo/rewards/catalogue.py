@@ -8,13 +8,7 @@ from typing import NamedTuple
 
 
 class Entry(NamedTuple):
-    """One built-in reward.
-
-    Attributes:
-        measures: what a high value means.
-        values: range of the values.
-        needs: weights (Hub ids), packages or columns; empty if it needs nothing.
-    """
+    """One built-in reward."""
 
     measures: str
     values: str

@@ -109,9 +109,6 @@ def opens_images(function: Function) -> Function:
     """Mark a reward whose `..._column` arguments name columns of images, which it opens if they are paths.
 
     If such a reward is served, the server accepts only the images themselves, not paths, and `remote` sends them.
-
-    Args:
-        function: the reward, a function or a class, which is returned.
     """
     return _mark(function, "opens_images")
 
@@ -120,9 +117,6 @@ def reads_text(function: Function) -> Function:
     """Mark a reward whose `..._column` arguments name columns of text; a dataset with other values is refused.
 
     Whole numbers are accepted, because each is written in one way only.
-
-    Args:
-        function: the reward, a function or a class, which is returned.
     """
     return _mark(function, "reads_text")
 
@@ -300,11 +294,7 @@ def reward_name(reward: Callable) -> str:
 
 
 def reward_weights(rewards: list[Reward], setting: list[float] | None) -> list[float]:
-    """Return one weight per reward: those written with the rewards, or the setting `reward_weights`, or 1 each.
-
-    Raises:
-        ValueError: there are no rewards, weights are given in both places, or their number differs from the rewards'.
-    """
+    """Return one weight per reward: those written with the rewards, or the setting `reward_weights`, or 1 each."""
     if not rewards:
         raise ValueError("reward_funcs is empty; name at least one reward.")
     written = [reward.name for reward in rewards if reward.weight is not None]
@@ -320,11 +310,7 @@ def reward_weights(rewards: list[Reward], setting: list[float] | None) -> list[f
 
 
 def check_eval_rewards(rewards: list[Reward], eval_rewards: list[Reward]) -> None:
-    """Refuse an evaluation-only reward with the name of a different reward, whose metrics it would overwrite.
-
-    Raises:
-        ValueError: there is such a reward.
-    """
+    """Refuse an evaluation-only reward with the name of a different reward, whose metrics it would overwrite."""
     for evaluated in eval_rewards:
         for reward in rewards:
             if evaluated.name == reward.name and evaluated != dataclasses.replace(reward, weight=evaluated.weight):
@@ -341,16 +327,6 @@ def check_columns(
 
     A reward needs the parameters without a default in its signature, the columns that its `..._column` arguments
     name, and those in its attribute `needed_columns`, where it has one.
-
-    Args:
-        rewards: the rewards.
-        columns: the dataset's columns.
-        dataset: its name, for messages.
-        types: types of the columns that hold plain values, such as `string` or `float64`.
-
-    Raises:
-        ValueError: a column is missing or is no text where the reward reads text, or a `..._column` argument names one
-            that cannot be passed. The message names the reward, the column and the dataset.
     """
     for reward in rewards:
         _check_column_names(reward)
@@ -399,16 +375,7 @@ def list_image_columns(reward: Reward) -> list[str]:
 
 
 def check_groups(rewards: list[Reward], samples: int, num_generations: int) -> None:
-    """Refuse groupwise rewards if a prompt's samples are spread over processes.
-
-    Args:
-        rewards: the trained rewards.
-        samples: number of consecutive samples that one process rolls out (`BatchSizes.consecutive_samples`).
-        num_generations: number of samples per group.
-
-    Raises:
-        ValueError: `samples` is not a whole number of groups.
-    """
+    """Refuse groupwise rewards if a prompt's samples are spread over processes."""
     for reward in rewards:
         if is_marked(reward.function, "is_groupwise") and samples % num_generations:
             raise ValueError(

@@ -29,14 +29,7 @@ IMAGE_PROCESSOR = (("preprocessor_config.json", "processor_config.json"),)
 
 
 class Source(NamedTuple):
-    """A Hub id or folder from which a reward reads files.
-
-    Attributes:
-        setting: the reward's argument that names it.
-        place: Hub id, folder, or a single file.
-        files: for each file that is read, the names that it may have there; one of them is enough.
-        revision: branch, tag or commit of a Hub id.
-    """
+    """A Hub id or folder from which a reward reads files."""
 
     setting: str
     place: str
@@ -56,11 +49,7 @@ class Source(NamedTuple):
         return Path(found) if isinstance(found, str) else None
 
     def find(self) -> list[str]:
-        """Return the names of all files that are read, all of which are on this machine.
-
-        Raises:
-            FileNotFoundError: a file is missing, or one part of weights that are split into several files.
-        """
+        """Return the names of all files that are read, all of which are on this machine."""
         names = []
         for alternatives in self.files:
             first = next((name for name in alternatives if self.path(name) is not None), None)

@@ -42,12 +42,6 @@ class Overlap:
     The first samples are scored while the rollout waits: rewards then load what they need, and it becomes clear
     whether one draws from torch's global generator. Such a reward and the rollout would change each other's random
     numbers; so would a pipeline that draws from the global generator.
-
-    Args:
-        is_wanted: the setting `overlap_rewards`.
-        draws_globally: returns whether a call of the pipeline has drawn from torch's global generator.
-        waits_for_rollout: returns whether the first samples are scored only after the first rollout, because other
-            processes would otherwise wait in a collective during the rollout.
     """
 
     def __init__(
@@ -73,12 +67,7 @@ class Overlap:
             self._thread.drop()
 
     def score(self, scorings: list[Scoring], announce: Callable[[str | None], None] | None = None) -> None:
-        """Call rewards and wait for them: in their thread, or in this one if rewards are never overlapped.
-
-        Args:
-            scorings: scorings of the samples; the async rewards of all of them are awaited together.
-            announce: called with the names of the rewards that the run waits for.
-        """
+        """Call rewards and wait for them: in their thread, or in this one if rewards are never overlapped."""
         if not self.is_wanted:
             score_here(scorings, announce)
             return
@@ -125,14 +114,7 @@ def _generator_states() -> list[Tensor]:
 
 
 class Arrivals:
-    """Collection of samples as they are made, which tells which groups are complete.
-
-    Args:
-        groups: the group of each sample, by its index.
-
-    Attributes:
-        watch: called with the number of samples that have just arrived.
-    """
+    """Collection of samples as they are made, which tells which groups are complete."""
 
     def __init__(self, groups: list[int]):
         self.groups = groups
@@ -161,18 +143,7 @@ class Arrivals:
 
 
 class RolloutScoring:
-    """Scoring of one process's rollout. A context manager, which on exit drops calls that have not begun.
-
-    Args:
-        rewards: the trained rewards.
-        groups: the group of each sample.
-        begin: makes a scoring from rewards, indices, samples (or None) and latents (or None).
-        overlap: the run's decision about overlapping.
-        announce: called with the names of the rewards that the rollout waits for, and with None when it continues.
-
-    Attributes:
-        waited: seconds for which the run's first scoring held up the rollout.
-    """
+    """Scoring of one process's rollout. A context manager, which on exit drops calls that have not begun."""
 
     def __init__(
         self,
@@ -244,24 +215,14 @@ class RolloutScoring:
         watch(self.count - reported)
 
     def result(self, failure_dir: Path | None, log_metric: Callable, log_extra: Callable) -> Tensor:
-        """Return the rewards, `(samples, functions)` float32, after `wait`; see `score`.
-
-        Raises:
-            RewardError: see `score`; if several calls fail, the first in the order of the scoring.
-        """
+        """Return the rewards, `(samples, functions)` float32, after `wait`; see `score`."""
         return collect_values(self.parts, (len(self.groups), len(self.rewards)), failure_dir, log_metric, log_extra)
 
 
 def collect_values(
     parts: list[Part], shape: tuple[int, int], failure_dir: Path | None, log_metric: Callable, log_extra: Callable
 ) -> Tensor:
-    """Return the rewards of all parts, `(samples, functions)` float32, once they have their answers; see `score`.
-
-    Args:
-        parts: parts that together cover each reward of each sample.
-        shape: numbers of samples and of functions.
-        failure_dir, log_metric, log_extra: as in `score`.
-    """
+    """Return the rewards of all parts, `(samples, functions)` float32, once they have their answers; see `score`."""
     values, extras = torch.full(shape, float("nan"), dtype=torch.float32), {}
     for indices, numbers, scoring in parts:
 

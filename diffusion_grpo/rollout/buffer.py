@@ -25,28 +25,13 @@ class RolloutBuffer:
     It is the only state between rollout and update that a checkpoint has to keep.
 
     Args:
-        rows: one dataset row per sample.
-        samples: one trajectory per sample, each a batch of one, all with the same number of trained steps. Their
-            number is a multiple of `micro_batch_size`.
         advantages: (samples, ...) float32, as in [`~diffusion_grpo.algorithms.batch.Part`].
-        inputs: turns rows into keyword arguments of the pipeline's call, and decides which samples share a call.
-        micro_batch_size: number of consecutive samples that are trained together, as they were rolled out.
-        seed: seed for the order of the updates, which is drawn anew in each iteration after the first.
-        targets: targets of the value model, if there is one.
         positions: (samples,) int64 positions of the samples in the rollout of all processes.
-        updates: number of updates in one iteration, each with the same number of micro-batches.
         weights: (samples,) float32 weight of each sample's loss; None where all are 1.
-        on_policy_slots: number of slots in the first update, in which the policy has not changed since the rollout.
-        generations: number of samples made per prompt; their positions are consecutive.
-        group_size: number of samples trained on per prompt.
 
     Attributes:
         old_log_probs: (samples, steps) float32, the denominator of the ratio; for re-noised samples, the negative
             denoising error under the policy that rolled out, float64, once it is measured.
-        has_current_old: whether the old policy that predicted the samples' `old_clean` still equals the policy.
-        recorded_clean: predictions on re-noised samples in the rollout's first pass, as in
-            [`~diffusion_grpo.algorithms.batch.Part`]; not saved in checkpoints, which come after the update that needs
-            them.
     """
 
     def __init__(
@@ -148,11 +133,7 @@ class RolloutBuffer:
         self.recorded_clean = found[0][1]
 
     def record_first_pass(self, predict: Callable[[MicroBatch], RecordedClean]) -> None:
-        """Set `recorded_clean` from the rollout's first pass, before any update.
-
-        Args:
-            predict: returns the predictions of a micro-batch's first pass.
-        """
+        """Set `recorded_clean` from the rollout's first pass, before any update."""
         self.recorded_clean = predict(self.part(self.chunks()[0]))
 
     def record_old(self, predict: Callable[[MicroBatch], list[Tensor]], is_current: bool) -> None:
@@ -160,7 +141,6 @@ class RolloutBuffer:
 
         Args:
             predict: returns one (steps, ...) tensor per sample of a micro-batch.
-            is_current: whether the old policy still equals the policy.
         """
         found = [old for chunk in self.chunks() for old in predict(self.part(chunk))]
         self.samples = [
@@ -169,12 +149,7 @@ class RolloutBuffer:
         self.has_current_old = is_current
 
     def save(self, path: Path, processes: int = 1) -> None:
-        """Write the buffer without its rows, which are read from the dataset again, and what its replay depends on.
-
-        Args:
-            path: path of this process's file.
-            processes: number of processes that write such files.
-        """
+        """Write the buffer without its rows, which are read from the dataset again, and what its replay depends on."""
         samples = enumerate(self.samples)
         tensors = {f"{name}.{i}": x.contiguous() for i, sample in samples for name, x in sample.tensors().items()}
         tensors |= {"advantages": self.advantages, "old_log_probs": self.old_log_probs.clone()}

@@ -16,13 +16,8 @@ class Estimate:
     """The advantages of a rollout, and values to log.
 
     Attributes:
-        result: advantages and statistics of all processes' samples.
         advantages: advantages of this process's samples: `(samples,)`; `(samples, rewards)` for a loss that is summed
             over rewards; `(samples, steps)` with a value model.
-        targets: targets of the value model for this process's samples; None without one.
-        every: as `advantages`, for all processes' samples.
-        columns: columns for the table of samples, with one value per sample of this process.
-        metrics: metrics by name.
     """
 
     result: Advantages
@@ -34,21 +29,7 @@ class Estimate:
 
 
 class CreditAssigner:
-    """Conversion of a rollout's rewards into advantages.
-
-    Args:
-        names: names of the reward functions.
-        weights: one weight per reward function.
-        num_generations: number of samples per prompt.
-        num_batches: number of batches in one rollout; batch statistics are taken over each of them.
-        kl_reward: weight of the KL divergence that is subtracted from the reward.
-        scale_rewards, reward_baseline, multi_objective_aggregation, advantage_clip, reward_threshold: see
-            [`~diffusion_grpo.algorithms.advantages.compute_advantages`].
-        advantage_fn: the user's own advantage function, or None; see
-            [`~diffusion_grpo.algorithms.advantage_fn.load_advantage_fn`].
-        values: the value model; None for advantages relative to the group.
-        gamma, gae_lambda: see [`~diffusion_grpo.algorithms.gae.estimate_advantages`].
-    """
+    """Conversion of a rollout's rewards into advantages."""
 
     def __init__(
         self,
@@ -83,9 +64,7 @@ class CreditAssigner:
         Args:
             rewards: `(samples, functions)` rewards of all processes, in the order of positions, so that groups are
                 consecutive.
-            positions: `(samples of this process,)` int64 positions of this process's samples.
             divergences: `(samples, steps)` KL divergences from the reference by position, if `kl_reward` is above 0.
-            states: `(samples, steps, STATE_SIZE)` states of the value model by position, if there is one.
         """
         every_position = torch.arange(len(rewards))
         batches = every_position * self._num_batches // len(rewards)

@@ -61,9 +61,6 @@ def measure_diversity(
         points: `(samples, numbers)` values that `distance` compares.
         groups: `(samples,)` int64 group of each sample.
         distance: maps `(n, numbers)` points to `(n, n)` distances.
-
-    Returns:
-        the mean distance; None if no group has two samples.
     """
     means = []
     for group in groups.unique():

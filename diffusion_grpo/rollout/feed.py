@@ -15,19 +15,7 @@ from .value_model import ValueTargets
 
 
 class RolloutFeed:
-    """Feed of the micro-batches of a run.
-
-    Args:
-        generator: makes rollouts.
-        sizes: batch sizes of a rollout.
-        seed: seed of the run.
-        backend: distributed backend of the run.
-        device: device of this process.
-        trajectory_device: device on which trajectories are kept.
-
-    Attributes:
-        buffer: buffer of the current rollout; None before the first.
-    """
+    """Feed of the micro-batches of a run."""
 
     def __init__(
         self,
@@ -70,13 +58,7 @@ class RolloutFeed:
         return self._slot == self._sizes.slots - 1
 
     def next(self, row_indices: list[int], step: int, last_step: int) -> MicroBatch:
-        """Return the next micro-batch.
-
-        Args:
-            row_indices: index of the dataset row of each sample of this process in the rollout.
-            step: number of updates made so far.
-            last_step: number of updates in the whole run.
-        """
+        """Return the next micro-batch."""
         if self._update != step:
             self._update, self._micro_step = step, 0
         micro_batch = step * self._sizes.accumulation + self._micro_step

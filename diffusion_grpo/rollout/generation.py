@@ -36,19 +36,7 @@ Samples = list[Trajectory] | list[TokenTrajectory] | list[CleanSamples]
 
 
 class RolloutGenerator:
-    """Generator of rollouts, which also writes tables and files of their samples.
-
-    Args:
-        args: configuration of the run.
-        policy: the policy that samples.
-        inputs: makes the arguments of the pipeline's calls.
-        read_rows: returns decoded rows of the training dataset by their indices.
-        scorer: calls the rewards.
-        credit: turns rewards into advantages.
-        replays: measures divergences, and records what the algorithm needs.
-        writer: writes tables and files of samples.
-        runtime: processes and measurements of the run.
-    """
+    """Generator of rollouts, which also writes tables and files of their samples."""
 
     def __init__(
         self,
@@ -72,17 +60,7 @@ class RolloutGenerator:
         self._signal = SignalCheck(credit.names, warns=args.process_index == 0)
 
     def __call__(self, order: RolloutOrder, row_indices: list[int], step: int, last_step: int) -> RolloutBuffer:
-        """Make and score one rollout, and return the buffer for its updates.
-
-        Args:
-            order: order of the samples of all processes.
-            row_indices: index of the dataset row of each position.
-            step: number of updates made so far.
-            last_step: number of updates in the whole run.
-
-        Raises:
-            RewardError: a reward failed.
-        """
+        """Make and score one rollout, and return the buffer for its updates."""
         positions = order.own()
         extra: dict[str, list] = {}
         with self._monitor.barrier_after("reads its rows"), self._metrics.time("time/rollout"):
@@ -135,11 +113,7 @@ class RolloutGenerator:
     def _roll_out(
         self, rows: Rows, order: RolloutOrder, step: int, scoring: RolloutScoring
     ) -> tuple[list, Samples, Tensor | None, Tensor | None]:
-        """Do the part of a rollout that calls the network.
-
-        Returns:
-            the samples, their trajectories, divergences for `kl_reward` or None, and states for a value model or None.
-        """
+        """Do the part of a rollout that calls the network."""
         self.learn_inputs(rows)
         observes = self._credit.values is not None
         with record_conditions(self._policy) if observes else contextlib.nullcontext() as conditions:

@@ -24,17 +24,8 @@ class RolloutOrder:
     process gets an equal, consecutive share of each update's samples, so that most groups are on a single process,
     which encodes their prompt once.
 
-    Args:
-        sizes: batch sizes of the rollout; the checks of the settings ensure that `best_of_n` finds whole groups on
-            each process.
-        seed: seed of the run.
-        generation: index of the rollout.
-
     Attributes:
         made: (samples,) int64 positions of all samples, in the order of the updates.
-        seed: seed of this rollout's order.
-        generation: index of the rollout.
-        updates: number of updates in one iteration.
     """
 
     def __init__(self, sizes: BatchSizes, seed: int, generation: int):

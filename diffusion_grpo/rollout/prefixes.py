@@ -34,18 +34,7 @@ def compute_prefixes(
     call in a replay, so that its prediction is the same bit for bit.
 
     Args:
-        policy: takes the steps.
-        inputs: makes the arguments of the pipeline's calls.
-        backend: keeps processes in step.
-        rows: one dataset row per sample; samples with the same initial latent have the same row.
-        calls: calls of the rollout, as indices of samples; all samples of a call have the same number of shared steps.
         initial_seeds: `(samples,)` int64, equal where samples share their initial latent.
-        lengths: number of shared steps of each sample.
-        num_inference_steps: number of denoising steps.
-        device: device on which the latents are kept.
-
-    Returns:
-        a function from the indices of samples, with equally many shared steps, to their prefixes.
     """
     seeds, first_of, shared = initial_seeds.tolist(), {}, []
     for call in calls:

@@ -17,12 +17,7 @@ from ..weights.lora import reference_adapters
 
 
 class AdapterReference:
-    """The reference of a LoRA: the same network with the adapter switched off.
-
-    Args:
-        policy: the policy, whose networks carry the adapter.
-        model: a `PeftModel`, or a `ModuleDict` of several.
-    """
+    """The reference of a LoRA: the same network with the adapter switched off."""
 
     module: None = None
 
@@ -52,18 +47,7 @@ class AdapterReference:
 
 
 class CopiedReference:
-    """The reference of full training: a frozen copy of the network.
-
-    Args:
-        policy: the policy, in whose pipeline the copy is called.
-        model: the network to copy, or a `ModuleDict` of several.
-        backend: decides where the copy is kept and how it is sharded.
-        device: device on which the copy runs.
-        is_offloaded: whether the copy is kept in CPU memory between uses.
-
-    Attributes:
-        module: the copy, or the engine that wraps it.
-    """
+    """The reference of full training: a frozen copy of the network."""
 
     def __init__(
         self,
@@ -130,11 +114,7 @@ class CopiedReference:
 
 @contextlib.contextmanager
 def disable_adapters(model: nn.Module) -> Iterator[None]:
-    """Switch the LoRA off inside this context, or use its copy from before training.
-
-    Raises:
-        TypeError: a network has no adapter.
-    """
+    """Switch the LoRA off inside this context, or use its copy from before training."""
     with contextlib.ExitStack() as stack:
         for part in model.values() if isinstance(model, nn.ModuleDict) else [model]:
             if not isinstance(part, PeftModel):

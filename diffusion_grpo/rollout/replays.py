@@ -35,22 +35,6 @@ class Replays:
     """Replays of recorded steps without training on them.
 
     Its methods call the network, so they are run by [`~diffusion_grpo.distributed.generation.NetworkPasses`].
-
-    Args:
-        policy: the current policy.
-        reference: the frozen reference, or None.
-        inputs: makes the arguments of the pipeline's calls.
-        backend: keeps processes in step.
-        batch_size: number of samples in one pipeline call of a rollout.
-        note: called with name, mean and number of samples of the metric that `rollout_divergences` measures in
-            addition to the divergence, `velocity/ratio_to_ref`. None if passes with gradients log it.
-        run: runs a method that calls the network.
-        recording: what the algorithm needs recorded.
-        anchor: where the values of the policy that made the rollout come from.
-        old_policy: a moving copy of the policy, whose predictions on re-noised samples are kept; None without one.
-
-    Attributes:
-        batch_size, run, recording: as given.
     """
 
     def __init__(
@@ -109,12 +93,7 @@ class Replays:
         ), means
 
     def measure_errors(self, batch: MicroBatch, records_first: bool) -> tuple[Tensor, RecordedClean]:
-        """Return (batch, steps) negative denoising errors of re-noised samples, and the first pass's predictions.
-
-        Args:
-            batch: the micro-batch.
-            records_first: whether to return these predictions; otherwise they are empty.
-        """
+        """Return (batch, steps) negative denoising errors of re-noised samples, and the first pass's predictions."""
         return self._record_first(batch, records=records_first)
 
     def predict_first_pass(self, batch: MicroBatch) -> RecordedClean:

@@ -34,19 +34,7 @@ def rollout_file(folder: Path, process: int) -> Path:
 def restore_buffer(
     folder: Path, order: RolloutOrder, inputs: PipelineInputs, rows_at: Callable[[list[int]], Rows], device: Any
 ) -> RolloutBuffer:
-    """Restore this process's buffer, bit for bit; samples that other processes made are read from their files.
-
-    Args:
-        folder: folder of the checkpoint.
-        order: order of the rollout, for the current number of processes.
-        inputs: makes the arguments of the pipeline's calls.
-        rows_at: returns the dataset rows of the samples at given positions.
-        device: device on which trajectories are kept.
-
-    Raises:
-        ValueError: a file is missing.
-        ResumeError: the rollout was made with other settings or from other prompts.
-    """
+    """Restore this process's buffer, bit for bit; samples that other processes made are read from their files."""
     sizes = order.sizes
     own = rollout_file(folder, sizes.data_process)
     shares = [_Share(own if own.is_file() else rollout_file(folder, 0), device)]  # there may have been fewer processes

@@ -9,14 +9,7 @@ from ..distributed.failure import ProcessGroupMonitor
 
 @dataclass(frozen=True)
 class Runtime:
-    """Processes and measurements of a run.
-
-    Attributes:
-        backend: distributed backend.
-        monitor: monitor of the processes.
-        metrics: collects measurements.
-        progress: progress of the current update.
-    """
+    """Processes and measurements of a run."""
 
     backend: DistributedBackend
     monitor: ProcessGroupMonitor

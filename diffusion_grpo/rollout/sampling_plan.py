@@ -17,10 +17,6 @@ class RolloutPlan:
     Attributes:
         seeds: (samples,) int64 seeds for the noise of the steps, or for the noise that is added to finished samples.
         initial_seeds: (samples,) int64 seeds for the initial latent.
-        steps: trained steps of each sample.
-        noise_steps: steps of each sample that draw noise; None for all steps but the last.
-        prefix_lengths: number of steps that each sample shares with all samples of the same initial latent; they also
-            share the network call of the step after these. None if each sample makes all calls itself.
     """
 
     seeds: Tensor
@@ -32,17 +28,7 @@ class RolloutPlan:
 
 @dataclasses.dataclass(frozen=True)
 class SamplingPlan:
-    """Plan that draws seeds and steps for every rollout of a run; the settings of these names say more.
-
-    Attributes:
-        trainable_steps: steps that may be trained.
-        samples_per_latent: number of samples that share an initial latent.
-        shares_calls: whether samples of one initial latent share the network calls up to their first noise.
-        is_noise_limited: whether only the steps that hold the trained ones draw noise.
-        is_renoised: whether finished samples are noised again; steps drawn one by one are then spread, one from each
-            of as many equal parts.
-        shares_noise: whether re-noised samples of a prompt share noise and steps.
-    """
+    """Plan that draws seeds and steps for every rollout of a run; the settings of these names say more."""
 
     seed: int
     num_generations: int

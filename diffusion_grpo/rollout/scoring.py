@@ -32,18 +32,7 @@ def takes_only_latents(reward: Reward) -> bool:
 
 
 class RewardScorer:
-    """Caller of the rewards.
-
-    Args:
-        rewards: the trained rewards.
-        backend: distributed backend of the run.
-        monitor: tells the other processes what this one is doing.
-        overlap: whether rewards may be computed while the next samples are made.
-        fps: frames per second of videos.
-        sampling_rate: sampling rate of sound in hertz; None if the pipeline makes no sound.
-        state: returns the trainer's state, which is passed to rewards.
-        failures: folder for samples on which a reward failed.
-    """
+    """Caller of the rewards."""
 
     def __init__(
         self,
@@ -69,12 +58,7 @@ class RewardScorer:
     # Rollouts
 
     def begin_rollout(self, order: RolloutOrder, rows: Rows) -> RolloutScoring:
-        """Return the object that takes the samples of a rollout as they are made.
-
-        Args:
-            order: order of the samples of all processes.
-            rows: rows of this process's samples.
-        """
+        """Return the object that takes the samples of a rollout as they are made."""
         groups = (order.own() // order.sizes.num_generations).tolist()
 
         def begin(
@@ -92,14 +76,7 @@ class RewardScorer:
         extra: dict[str, list],
         watch: Callable[[int], None],
     ) -> Tensor:
-        """Wait for the rewards of this process's samples, (samples, functions), with NaN for None.
-
-        Args:
-            scoring: scoring of the rollout, after all samples have been added.
-            log_metric: called with the metrics that rewards log.
-            extra: filled with the columns that rewards add, one value per sample.
-            watch: called with the number of samples that have just been scored.
-        """
+        """Wait for the rewards of this process's samples, (samples, functions), with NaN for None."""
         scoring.wait(watch)
         return self._values(scoring.result, log_metric, extra, scoring.count)
 
@@ -121,13 +98,6 @@ class RewardScorer:
 
         As in a rollout, a reward is called for some groups at a time, so that its network needs no more memory than
         there. Rewards that compare all samples, and those whose network is moved for each call, are called once.
-
-        Args:
-            funcs: rewards to call.
-            samples, rows, groups, latents: one value per sample; latents if a reward takes them.
-            batch_size: number of samples per call; larger groups are not split.
-            log_metric, extra: as in [`RewardScorer.finish_rollout`].
-            first: number of samples that this process has scored before, for files and messages about a failed call.
         """
         whole = [number for number, reward in enumerate(funcs) if waits_for_all(reward)]
         split = [number for number in range(len(funcs)) if number not in whole]
@@ -149,8 +119,6 @@ class RewardScorer:
 
         Args:
             values: (positions, ...) values of this process.
-            positions: positions of these values; no other process has values for them.
-            total: number of positions of all processes.
         """
         every = torch.zeros(total, *values.shape[1:])
         every[positions] = values.float()

@@ -11,13 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 class SignalCheck:
-    """Check of each rollout, which warns once of each reason why it is useless.
-
-    Args:
-        names: names of the rewards, for the messages.
-        most: number of rollouts in a row without a single reward that stops the run.
-        warns: whether this process is the one that warns.
-    """
+    """Check of each rollout, which warns once of each reason why it is useless."""
 
     def __init__(self, names: list[str], most: int = MOST_IN_A_ROW, warns: bool = True):
         self.names, self.most, self.in_a_row, self.warns = ", ".join(names), most, 0, warns
@@ -28,10 +22,6 @@ class SignalCheck:
 
         Args:
             rewards: `(samples, functions)` rewards of all processes, with NaN for `None`.
-            metrics: metrics of its advantages, and its `diversity`.
-
-        Raises:
-            RewardError: too many rollouts in a row had no reward.
         """
         is_unscored = bool(rewards.isnan().all())
         self.in_a_row = self.in_a_row + 1 if is_unscored else 0

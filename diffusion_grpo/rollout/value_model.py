@@ -37,11 +37,6 @@ class ValueModel(nn.Module):
     An engine that shards the policy (ZeRO, FSDP2) leaves it whole on every process. Inputs and output are scaled by
     means and standard deviations of the first rollout ([`calibrate`]), which are saved with the weights. At first, the
     output is that rollout's mean reward for every state.
-
-    Args:
-        seed: seed of the initial weights, the same on every process; torch's global generator is left unchanged.
-        width: width of the hidden layers.
-        learning_rate: learning rate of Adam; constant.
     """
 
     def __init__(self, seed: int = 0, width: int = 256, learning_rate: float = 1e-3):
@@ -70,7 +65,6 @@ class ValueModel(nn.Module):
         """Set the scales of inputs and output from a rollout.
 
         Args:
-            states: `(samples, steps, STATE_SIZE)`.
             rewards: `(samples,)`, without NaN.
         """
         states, rewards = states.flatten(0, 1).to(self.state_mean), rewards.to(self.reward_mean)
@@ -95,11 +89,7 @@ class ValueModel(nn.Module):
         save_file({name: x.contiguous() for name, x in (self.state_dict() | moments).items()}, folder / VALUE_WEIGHTS)
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote, bit for bit.
-
-        Raises:
-            ValueError: the checkpoint holds no value model.
-        """
+        """Read what `save` wrote, bit for bit."""
         if not (folder / VALUE_WEIGHTS).is_file():
             raise ValueError(f"{folder} has no {VALUE_WEIGHTS}; it was not written with advantage_estimator='gae'.")
         tensors, state = load_file(folder / VALUE_WEIGHTS), {}
@@ -115,7 +105,6 @@ class ValueTargets:
     """Training targets of the value model after a rollout.
 
     Attributes:
-        states: `(samples, steps, STATE_SIZE)` float32.
         values: `(samples, steps)` float32 outputs of the value model before any update on this rollout.
         returns: `(samples, steps)` float32 sums of advantage and value; NaN if no reward scored the sample.
     """
@@ -143,13 +132,6 @@ def reduce_states(trajectory: Trajectory, conditions: Tensor) -> Tensor:
 
     A latent of any layout is flattened and cut into `STRETCHES` consecutive parts, each reduced to its mean and root
     mean square; the time in the denoising loop is given as a number in [0, 1) and as cosines.
-
-    Args:
-        trajectory: trajectory of the samples.
-        conditions: `(samples, CONDITIONS)` conditions of the same samples, see [`record_conditions`].
-
-    Returns:
-        `(samples, steps, STATE_SIZE)` float32 on the CPU.
     """
     columns = []
     for step in range(trajectory.steps.shape[1]):
@@ -163,13 +145,7 @@ def reduce_states(trajectory: Trajectory, conditions: Tensor) -> Tensor:
 
 
 def reduce_calls(samples: list[Trajectory], conditions: list[Tensor], calls: list[list[int]]) -> Tensor:
-    """Return the states of samples that may differ in shape, in the order of the samples.
-
-    Args:
-        samples: one trajectory per sample.
-        conditions: one tensor per pipeline call, see [`record_conditions`].
-        calls: indices of the samples of each call.
-    """
+    """Return the states of samples that may differ in shape, in the order of the samples."""
     order = [index for indices in calls for index in indices]
     found = dict(zip(order, torch.cat(conditions), strict=True))
     return torch.cat([reduce_states(sample, found[index][None]) for index, sample in enumerate(samples)])
@@ -177,12 +153,7 @@ def reduce_calls(samples: list[Trajectory], conditions: list[Tensor], calls: lis
 
 @contextlib.contextmanager
 def record_conditions(policy: DenoisingPolicy) -> Iterator[list[Tensor]]:
-    """Record the conditions that the policy's networks get, in every rollout inside the context.
-
-    Yields:
-        a list to which each rollout adds a `(batch, CONDITIONS)` tensor: the mean over the network's calls in the
-        first step, with and without guidance.
-    """
+    """Record the conditions that the policy's networks get, in every rollout inside the context."""
     found: list[Tensor] = []
     calls: list[Tensor] = []
     last = None

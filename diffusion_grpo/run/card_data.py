@@ -35,22 +35,12 @@ def is_repo_id(name: str) -> bool:
 
 
 def name_repository(pushed: str | None, planned: str | None) -> str | None:
-    """Return the Hub id under which readers find a run's weights; None if they are only in its folder.
-
-    Args:
-        pushed: id that the Hub returned.
-        planned: the setting `hub_model_id`; without a namespace it names no repository until the first push.
-    """
+    """Return the Hub id under which readers find a run's weights; None if they are only in its folder."""
     return pushed or (planned if planned is not None and "/" in planned else None)
 
 
 def pipeline_tag(pipeline: type[DiffusionPipeline], given: Iterable[str]) -> str | None:
-    """Return the Hub's name of the task that a pipeline was trained on; None if the Hub has none.
-
-    Args:
-        pipeline: class of the pipeline.
-        given: names of the inputs that this run passes to it.
-    """
+    """Return the Hub's name of the task that a pipeline was trained on; None if the Hub has none."""
     parameters = inspect.signature(pipeline.__call__).parameters
     if "Prior" in pipeline.__name__:  # makes embeddings for another pipeline
         return None
@@ -81,12 +71,7 @@ def find_license(model: str) -> dict[str, str]:
 
 
 def list_upload_patterns(components: Collection[str], push_samples: bool) -> dict[str, list[str] | None]:
-    """Return `allow_patterns` and `ignore_patterns` of `upload_folder` for a run's folder.
-
-    Args:
-        components: components of the pipeline, whose folders hold weights.
-        push_samples: whether samples, the report and trackers' events are published too: everything but checkpoints.
-    """
+    """Return `allow_patterns` and `ignore_patterns` of `upload_folder` for a run's folder."""
     if push_samples:
         return {"allow_patterns": None, "ignore_patterns": UNPUBLISHED}
     allowed = [*PUBLISHED, *(f"{name}/*" for name in components)]

@@ -49,21 +49,7 @@ def format_measured(mean: float, error: float | None) -> str:
 
 @dataclass
 class Run:
-    """A run, as read from its folder.
-
-    Attributes:
-        path: folder of the run.
-        info: contents of run.json.
-        train: log entries of updates, by step.
-        evaluations: log entries of held-out evaluations, by step; an entry with step 0 is from before the first
-            update.
-        baselines: results of the untrained model used in other ways, `[{"name", "rewards": {name: {"mean",
-            "std_error"}}, ...}]`.
-        samples: held-out samples of each evaluation, by step: dicts with prompt, seed, image, rewards.
-        rollouts: samples of training that were kept as files, by the number of updates made before them.
-        seconds: wall time of the run, evaluations included.
-        updates: number of optimizer updates made.
-    """
+    """A run, as read from its folder."""
 
     path: Path
     info: dict[str, Any]
@@ -151,11 +137,7 @@ class Run:
 
 
 def read_run(run_dir: str | Path) -> Run:
-    """Read the folder of a finished, stopped or running run.
-
-    Raises:
-        ValueError: `run_dir` is not such a folder.
-    """
+    """Read the folder of a finished, stopped or running run."""
     path = Path(run_dir)
     if not (path / "run.json").is_file():
         raise ValueError(f"{path} contains no run.json, so it is not the output folder of a run.")

@@ -47,11 +47,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def check_manifest(folder: Path) -> None:
-    """Compare the files with the manifest: names and sizes first, then the contents.
-
-    Raises:
-        DamagedCheckpoint: a file is missing or differs; the message names it.
-    """
+    """Compare the files with the manifest: names and sizes first, then the contents."""
     try:
         listed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
         expected = {folder / name: (entry["size"], entry["sha256"]) for name, entry in listed.items()}

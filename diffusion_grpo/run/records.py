@@ -145,11 +145,7 @@ def write_samples(path: Path, columns: dict[str, list[Any]]) -> None:
 
 
 def write_inputs(images: Iterable[list[Image.Image]], stems: Iterable[Path | None], root: Path) -> dict[str, list]:
-    """Write small copies of the images that the samples were made from, to be shown beside them.
-
-    Returns:
-        a column of a table, `input`; no column without images.
-    """
+    """Write small copies of the images that the samples were made from, to be shown beside them."""
     found: list[str | None] = []
     for own, stem in zip(images, stems, strict=True):
         if not own or stem is None:
@@ -178,11 +174,7 @@ def _join(images: list[Image.Image]) -> Image.Image:
 def write_files(
     samples: Iterable[Any], stems: Iterable[Path | None], root: Path, fps: float, sampling_rate: int | None
 ) -> dict[str, list[str | None]]:
-    """Write samples as images, videos and sound ([`~media.write_sample`]).
-
-    Returns:
-        two columns of a table: `image`, which represents a sample, and `file`, the sample itself.
-    """
+    """Write samples as images, videos and sound ([`~media.write_sample`])."""
     columns: dict[str, list[str | None]] = {"image": [], "file": []}
     for sample, stem in zip(samples, stems, strict=True):
         files = (None, None) if stem is None else write_sample(sample, stem, fps, sampling_rate)

@@ -23,10 +23,6 @@ def save_settings(folder: str | Path, values: Mapping[str, Any]) -> None:
 
     Absolute paths are reduced to their last part, and secrets are left out, because the file is published with the
     weights.
-
-    Args:
-        folder: folder of the run.
-        values: settings of the command line, including those of processes.
     """
     kept = {key: value for key, value in values.items() if key not in LOCAL and not key.startswith("hub_")}
     folder = Path(folder)
@@ -41,13 +37,6 @@ def refuse_own_settings(file: str | Path, folder: str | Path) -> None:
     """Refuse a user's settings file that the run would overwrite with its `train.yaml`.
 
     A file that a run wrote is accepted: each of its values is JSON, so it has no comments to lose.
-
-    Args:
-        file: settings file that is read.
-        folder: folder of the run.
-
-    Raises:
-        ValueError: the file is that `train.yaml`, and no run wrote it.
     """
     file = Path(file)
     if file.resolve() != (Path(folder).expanduser() / SETTINGS_FILE).resolve():
@@ -69,12 +58,7 @@ def _holds_json(line: str) -> bool:
 
 
 def describe_script(argv: Sequence[str], processes: int) -> str | None:
-    """Return the command of a run that was started by a Python script; None if it was not.
-
-    Args:
-        argv: `sys.argv`.
-        processes: number of processes of the run.
-    """
+    """Return the command of a run that was started by a Python script; None if it was not."""
     script = Path(argv[0]) if argv and argv[0] else None
     if script is None or script.suffix != ".py" or script.name in ("ipykernel_launcher.py", "__main__.py"):
         return None
@@ -120,13 +104,7 @@ def _as_list(group: Any) -> list[Any]:
 
 
 def describe_reproduction(folder: str | Path, run: Mapping[str, Any], repository: str | None) -> list[str]:
-    """Return paragraphs of Markdown that say how to start the run again.
-
-    Args:
-        folder: folder of the run.
-        run: contents of `run.json`.
-        repository: Hub id under which the folder is published; None if it is not.
-    """
+    """Return paragraphs of Markdown that say how to start the run again."""
     path = Path(folder) / SETTINGS_FILE
     if path.is_file():
         place = SETTINGS_FILE if repository is None else f"{repository.split('/')[-1]}/{SETTINGS_FILE}"
@@ -152,12 +130,7 @@ def _block(command: str) -> str:
 
 
 def read_launch(values: Mapping[str, Any], world_size: int) -> dict[str, Any]:
-    """Return the settings of processes for `train.yaml`.
-
-    Args:
-        values: settings of processes from the settings file and the command line, as this process got them.
-        world_size: number of processes.
-    """
+    """Return the settings of processes for `train.yaml`."""
     told = json.loads(os.environ.get(LAUNCH_VARIABLE, "{}"))
     given = told or {key: value for key, value in values.items() if value is not None}
     return given if given or world_size == 1 else {"num_processes": world_size}

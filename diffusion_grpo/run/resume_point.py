@@ -71,9 +71,6 @@ def set_later_aside(folder: Path, update: int) -> Path | None:
     """Move what a run left after an update into a folder of its own, for a run that goes back to that update.
 
     Otherwise, the updates that it abandons would leave the newest checkpoint, the longest log and the latest samples.
-
-    Returns:
-        the folder; None, with nothing moved, if there is no later checkpoint.
     """
     if not any(int(path.name.split("-")[1]) > update for path in checkpoints(folder)):
         return None

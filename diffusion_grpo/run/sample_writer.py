@@ -17,13 +17,6 @@ class KeptSamples:
 
     With `save_samples_steps`, whole rollouts at these updates are kept and nothing else; otherwise a few samples of
     the first rollout, of one every `log_samples_steps` updates, and of the last.
-
-    Attributes:
-        samples_per_rollout: number of samples in a rollout of all processes.
-        updates_per_rollout: number of updates made on one rollout.
-        save_steps: the setting `save_samples_steps`.
-        log_steps: the setting `log_samples_steps`; None keeps no samples in this way.
-        count: number of samples that are kept of such a rollout.
     """
 
     samples_per_rollout: int
@@ -47,19 +40,7 @@ class KeptSamples:
 
 
 class SampleWriter:
-    """Writer of this process's samples of a rollout into the run's folder.
-
-    Args:
-        folder: folder for tables and files.
-        reward_names: names of the rewards, which are columns of the table.
-        kept: which samples are kept as files.
-        fps: frames per second of videos.
-        sampling_rate: sampling rate of sound in hertz; None without sound.
-        part: suffix of the names of this process's tables; empty if there is one process.
-        is_active: whether this process writes at all.
-        writes_tables: whether every rollout leaves a table.
-        find_images: returns the images that the pipeline takes from a row.
-    """
+    """Writer of this process's samples of a rollout into the run's folder."""
 
     def __init__(
         self,
@@ -91,11 +72,7 @@ class SampleWriter:
         """Write the table of a rollout, and the files of those samples that are kept.
 
         Args:
-            step: number of updates made so far.
-            last_step: number of updates in the whole run.
-            rows, samples, positions: one value per sample of this process.
             rewards: (samples, functions) rewards.
-            columns: further columns of the table.
         """
         if not self._is_active:
             return

@@ -11,14 +11,6 @@ def measure_mean(values: Iterable[float | None], prompts: Iterable[Hashable]) ->
 
     Samples of a prompt share its difficulty, so they are not independent evidence of the mean over other prompts.
 
-    Args:
-        values: one value per sample; None and NaN are ignored.
-        prompts: prompt of each sample, or any other value that identifies it.
-
-    Returns:
-        the mean over samples and its standard error over prompts, which is None for a single prompt; None without any
-        value.
-
     Examples:
         >>> measure_mean([0.0, 0.0, 1.0, 1.0], ["cat", "cat", "dog", "dog"])
         (0.5, 0.5)

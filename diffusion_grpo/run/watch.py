@@ -11,14 +11,7 @@ LEAST_SHARE = 0.4
 
 
 def summarise_rollouts(log: list[dict[str, float]]) -> dict[str, float]:
-    """Return metrics of the rollouts and updates since the last evaluation that may show reward hacking.
-
-    Args:
-        log: log entries in order; those of evaluations have keys `eval_...`.
-
-    Returns:
-        `rollouts/{name}`: the mean of each of `ROLLOUTS` over the entries since the last evaluation.
-    """
+    """Return metrics of the rollouts and updates since the last evaluation that may show reward hacking."""
     last = max((place for place, entry in enumerate(log) if any(key.startswith("eval_") for key in entry)), default=-1)
     found = {key: [entry[key] for entry in log[last + 1 :] if key in entry] for key in ROLLOUTS}
     return {f"rollouts/{key}": sum(values) / len(values) for key, values in found.items() if values}
@@ -29,9 +22,6 @@ def find_collapse(log: list[dict[str, float]]) -> str | None:
 
     The means of the first and the last `WINDOW` updates are compared. The reward has risen if it grew by more than
     twice the standard error of the difference. Diversity has collapsed if less than `LEAST_SHARE` of it is left.
-
-    Args:
-        log: log entries of updates in order; those without `reward` or `diversity` are skipped.
     """
     entries = [entry for entry in log if None not in (entry.get("reward"), entry.get("diversity"))]
     if len(entries) < 2 * WINDOW:

@@ -48,11 +48,7 @@ COMBINED = ("reward", "advantage")  # columns of the table
 
 
 def check_folder(settings: SampleSettings, dataset: Dataset) -> None:
-    """Check that the output folder holds no samples of another job. A part of the same job is fine.
-
-    Raises:
-        ValueError: the folder holds samples with other settings, weights, prompts or columns.
-    """
+    """Check that the output folder holds no samples of another job. A part of the same job is fine."""
     folder, path, count = settings.output_dir, settings.output_dir / TABLE, settings.num_generations
     if not path.is_file():
         return
@@ -84,11 +80,8 @@ def hash_rows(dataset: Dataset) -> list[str]:
 
 
 def check_inputs(settings: SampleSettings, dataset: Dataset, rewards: list[Reward]) -> None:
-    """Check the settings, columns and files of a job against the class of its pipeline, before the pipeline is loaded.
-
-    Raises:
-        ValueError: see [`~diffusion_grpo.data.inputs.PipelineInputs`] and its `check`; or a reward compares all
-            samples, and they are scored in parts.
+    """Check the settings, columns and files of a job against the class of its pipeline, before the pipeline is
+    loaded.
     """
     _check_batchwise(settings, len(dataset), rewards)
     pipeline = pipeline_class(settings.model, settings.train or settings)
@@ -103,10 +96,6 @@ def load_pipeline_to_sample(settings: SampleSettings) -> "DiffusionPipeline":
     """Load the pipeline with its LoRA or trained weights, and place it as [`place`] does.
 
     With the settings of a run, and unless `settings.dtype` is set, the pipeline is loaded as training does.
-
-    Raises:
-        ValueError: the model, the LoRA or the weights cannot be loaded.
-        ImportError: the model, or its quantization, needs a package that is not installed.
     """
     train = settings.train
     device = choose_device(settings.device or (None if train is None else str(train.device)))
@@ -128,9 +117,6 @@ def place(pipe: "DiffusionPipeline", settings: SampleSettings, device: torch.dev
 
     As in training, `offload_frozen` keeps all but the network there, and `group_offload` most of the network. A run
     with `cache_prompt_embeds` frees its text encoders; here they are offloaded with the other parts.
-
-    Raises:
-        ValueError: the pipeline does not support `offload_frozen` or `group_offload`.
     """
     train, offload = settings.train, settings.offload_frozen
     if offload is None and train is not None and train.cache_prompt_embeds != "off" and pipe.model_cpu_offload_seq:
@@ -185,20 +171,6 @@ def write_samples(
     Sample i has the seed `settings.seed + i`, so its result does not depend on batches or interruptions. The files are
     named `0000.png` (`.mp4`, `.wav`) and so on. The table is written after each batch, and samples that it lists are
     not made again.
-
-    Args:
-        pipe: the pipeline, on its device.
-        dataset: rows with a column `prompt`; see [`~diffusion_grpo.data.inputs.PipelineInputs`] for other columns.
-        rewards: rewards that make up the columns `reward` and `advantage`.
-        eval_rewards: evaluation-only rewards, which do not count in these columns.
-        settings: settings that [`check_folder`] accepted.
-
-    Returns:
-        For each reward, by name, its mean over the samples that it scored and the standard error over their prompts
-        (None for a single prompt). With several `rewards`, also for `reward`, their combination.
-
-    Raises:
-        ValueError: the pipeline does not accept an argument.
     """
     path, count = settings.output_dir / TABLE, settings.num_generations
     table = pyarrow.parquet.read_table(path).to_pylist() if path.is_file() else []
@@ -224,12 +196,7 @@ def write_samples(
 
 
 class Sampler:
-    """A sampler of dataset rows, with the pipeline's own scheduler or with the noise of a training rollout.
-
-    Args:
-        pipe: the pipeline, on its device.
-        settings: settings of the job.
-    """
+    """A sampler of dataset rows, with the pipeline's own scheduler or with the noise of a training rollout."""
 
     def __init__(self, pipe: "DiffusionPipeline", settings: SampleSettings):
         self.pipe, self.settings, train = pipe, settings, settings.train

@@ -40,21 +40,7 @@ CALL = ("guidance_scale", "height", "width", "num_frames")  # arguments of the p
 
 @dataclass
 class SampleSettings:
-    """Settings of one sampling job.
-
-    Attributes:
-        model: Hub id or folder of a pipeline, or `tiny`.
-        prompts, split, max_prompts: dataset or texts, split, and number of rows to use (None: all).
-        model_init_kwargs: arguments with which the pipeline is loaded.
-        reward_funcs, eval_reward_funcs, reward_weights: as in `DiffusionGRPOConfig` and `train`.
-        num_generations: samples per prompt.
-        noise_level: noise level of the stochastic process (None: its default); 0 keeps the pipeline's own scheduler.
-        guidance_scale, height, width, num_frames, pipeline_kwargs: arguments of the pipeline's call.
-        offload_frozen: "cpu" to keep all but the network in CPU memory until it is needed, as in training.
-        samples_per_latent: samples that start from the same initial latent; None for all of a prompt.
-        sigmas: noise levels of a run's rollouts; None for the pipeline's own spacing.
-        train: settings of the run that the job was read from; None if there is no run.
-    """
+    """Settings of one sampling job."""
 
     model: str
     prompts: str | list[str]
@@ -231,15 +217,7 @@ def parse_json_object(text: str | None, option: str = "--pipeline_kwargs") -> di
 
 
 def read_settings(arguments: argparse.Namespace, overrides: Sequence[str]) -> SampleSettings:
-    """Read the settings of a job from the command line.
-
-    Args:
-        arguments: parsed options of `add_sample_options`; None for those not given.
-        overrides: words that the parser did not recognise. With a YAML file, they override its settings.
-
-    Raises:
-        ValueError: an option or a setting cannot be used.
-    """
+    """Read the settings of a job from the command line."""
     check_folder("--output_dir", arguments.output_dir)
     given = {name: value for name, value in vars(arguments).items() if name in OPTIONS and value is not None}
     given |= {

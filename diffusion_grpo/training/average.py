@@ -26,14 +26,6 @@ class PolicyAverage(TrainerCallback):
     counts updates, as in Flow-GRPO, not averaging steps: a decay of 0.9 is reached after 80 updates.
 
     `has_moved` tells whether the average may differ from the policy it started from.
-
-    Args:
-        weights: the trained weights.
-        decay: decay of the average.
-        interval: number of updates between two averaging steps.
-        note: function called after each averaging step with two numbers, `(2,)` float32: the squared distance between
-            this process's shares of the average and of the policy, and the squared norm of the former; None to measure
-            nothing.
     """
 
     moves_at_end = True
@@ -112,13 +104,7 @@ class PolicyAverage(TrainerCallback):
 
 
 class OldPolicy(PolicyAverage):
-    """The old policy of algorithms that train on re-noised samples: an average that moves once per rollout.
-
-    Args:
-        weights: the trained weights.
-        updates_per_rollout: number of updates between two moves.
-        decay: returns the decay after a given number of moves.
-    """
+    """The old policy of algorithms that train on re-noised samples: an average that moves once per rollout."""
 
     moves_at_end = False
 
@@ -129,15 +115,7 @@ class OldPolicy(PolicyAverage):
 
 
 def find_policy_folder(folder: Path, has_average: bool) -> Path:
-    """Find where a checkpoint keeps the policy's own weights: in a subfolder next to the average, or at its top.
-
-    Args:
-        folder: folder of the checkpoint.
-        has_average: whether the run that resumes keeps an average.
-
-    Raises:
-        ValueError: the checkpoint has the layout of an earlier version, with the average in a subfolder.
-    """
+    """Find where a checkpoint keeps the policy's own weights: in a subfolder next to the average, or at its top."""
     if (folder / "ema").is_dir():
         raise ValueError(
             f"{folder} has the policy at its top and the average in `ema`, as an earlier version wrote it; resume "

@@ -69,9 +69,6 @@ class DiffusersTrainer(Trainer):
     """transformers' `Trainer` for a diffusers model, with atomic checkpoints in diffusers' layout.
 
     A subclass sets `run` and calls `use_checkpointer` before anything is saved or trained, and defines `write_card`.
-
-    Attributes:
-        run: contents of this run's run.json.
     """
 
     run: dict[str, Any]
@@ -367,26 +364,14 @@ class DiffusersTrainer(Trainer):
         tags: str | list[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Write the model card, `README.md`, into the output folder. Later cards of this trainer keep these values.
-
-        Args:
-            model_name: title of the card; by default the name of the repository or the folder.
-            dataset_name: Hub id or other name of the training dataset.
-            tags: tags in addition to those of this library.
-            kwargs: `language`, `license`, `finetuned_from`, `tasks`, `dataset_tags` and `dataset`, as in `Trainer`.
-
-        """
+        """Write the model card, `README.md`, into the output folder. Later cards of this trainer keep these values."""
         given = {"model_name": model_name, "dataset_name": dataset_name, "tags": tags}
         self._card_details = self._card_details.add(**given, **kwargs)
         if self.is_world_process_zero():
             self.write_card(self._card_details)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse to search, for which a trainer would have to load its pipeline anew for each trial.
-
-        Raises:
-            NotImplementedError: always; the message says what to do instead.
-        """
+        """Refuse to search, for which a trainer would have to load its pipeline anew for each trial."""
         raise NotImplementedError(
             "hyperparameter_search() cannot load the pipeline anew for each trial; create a trainer per trial, with "
             "an output_dir of its own, and compare what evaluate() returns."

@@ -26,14 +26,6 @@ class BlockSwap:
     Trained weights stay on the accelerator, with their gradients. In a backward pass, a weight that autograd needs is
     fetched again; where gradient checkpointing recomputes a block, its groups are present only for that time. The
     results are the same bit for bit.
-
-    Args:
-        device: device on which the network runs.
-        level: "block_level" or "leaf_level".
-        blocks: number of blocks that move together; for "block_level".
-        prefetches: whether the next group is fetched while the current one runs, on a separate stream if the device
-            has streams; this pins CPU memory.
-        offload_device: device that holds the weights while they are not needed.
     """
 
     def __init__(
@@ -56,14 +48,7 @@ class BlockSwap:
         self._is_ending = False
 
     def install(self, network: nn.Module) -> None:
-        """Move the network's frozen weights off the accelerator, and its trained weights onto it.
-
-        Args:
-            network: network of diffusers, with its LoRA.
-
-        Raises:
-            ValueError: the network cannot be split into such groups.
-        """
+        """Move the network's frozen weights off the accelerator, and its trained weights onto it."""
         check_network(network, self._level)
         remove_hooks(network)  # left by an earlier run
         use_stream = self._prefetches and self._device.type != "cpu"
@@ -105,11 +90,7 @@ class BlockSwap:
         return [group for group in self.groups if group.is_present]
 
     def contexts(self, block: Callable) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
-        """Return the contexts of a block's forward pass and recomputation, for `context_fn` of torch's checkpoint.
-
-        Args:
-            block: the block that is recomputed.
-        """
+        """Return the contexts of a block's forward pass and recomputation, for `context_fn` of torch's checkpoint."""
         return contextlib.nullcontext(), self._recompute(block)
 
     # Forward
@@ -215,12 +196,7 @@ class BlockSwap:
 
 @dataclasses.dataclass(frozen=True)
 class SavedWeight:
-    """A reference to a weight that autograd needs, or to a transposed view of it, without its values.
-
-    Attributes:
-        weight: the weight, wherever it currently is.
-        size, stride, dtype: properties of the view, which starts where the weight starts.
-    """
+    """A reference to a weight that autograd needs, or to a transposed view of it, without its values."""
 
     weight: Tensor
     size: torch.Size
@@ -229,12 +205,7 @@ class SavedWeight:
 
 
 class Group:
-    """Frozen weights that move together.
-
-    Args:
-        mover: diffusers' group; trained weights are removed from it.
-        addresses: mapping that is filled with the present weights, by data pointer.
-    """
+    """Frozen weights that move together."""
 
     def __init__(self, mover: ModuleGroup, addresses: dict[int, Tensor]):
         parameters = [*mover.parameters, *(p for module in mover.modules for p in module.parameters())]
@@ -276,13 +247,7 @@ class Group:
 
 
 class SwapHook(GroupOffloadingHook):
-    """Hook that keeps a group present while a module runs; its class tells diffusers where the network runs.
-
-    Args:
-        group: group of the module.
-        hook: diffusers' own hook, which this one replaces.
-        work: makes the context of the module's forward pass.
-    """
+    """Hook that keeps a group present while a module runs; its class tells diffusers where the network runs."""
 
     def __init__(self, group: Group, hook: GroupOffloadingHook, work: Callable):
         super().__init__(hook.group, config=hook.config)
@@ -303,11 +268,7 @@ class SwapHook(GroupOffloadingHook):
 
 
 class PassHook(ModelHook):
-    """Hook that runs each pass of the whole network inside a context.
-
-    Args:
-        watch: makes the context.
-    """
+    """Hook that runs each pass of the whole network inside a context."""
 
     def __init__(self, watch: Callable[[], contextlib.AbstractContextManager]):
         super().__init__()
@@ -329,11 +290,7 @@ def record_event(device: torch.device) -> torch.Event | None:
 
 
 def check_network(network: nn.Module, level: str) -> None:
-    """Refuse a network whose blocks cannot be swapped.
-
-    Raises:
-        ValueError: such a network; the message says what to change.
-    """
+    """Refuse a network whose blocks cannot be swapped."""
     name = type(network).__name__
     if not getattr(network, "_supports_group_offloading", False):
         raise ValueError(f"group_offload: diffusers cannot offload {name} in groups; leave group_offload out.")

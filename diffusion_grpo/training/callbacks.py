@@ -26,11 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class StartCallback(TrainerCallback):
-    """Callback that calls a function once a run has found where it starts, before its first update.
-
-    Args:
-        function: is called without arguments.
-    """
+    """Callback that calls a function once a run has found where it starts, before its first update."""
 
     def __init__(self, function: Callable[[], None]):
         self._function = function

@@ -13,14 +13,6 @@ def compile_blocks(network: nn.Module, settings: dict[str, Any], is_hooked: bool
 
     A block class gets one graph for each combination of rollout or replay; first, middle or last block; LoRA on or
     off; first or any shape. Beyond a limit, 8 by default, torch silently stops compiling, so the limit is raised.
-
-    Args:
-        network: network of diffusers or transformers.
-        settings: arguments of `torch.compile`: its backend and its mode.
-        is_hooked: whether hooks that must not be compiled will be put around the blocks.
-
-    Raises:
-        ValueError: the network names no repeated blocks.
     """
     names = getattr(network, "_repeated_blocks", None) or getattr(network, "_no_split_modules", None) or []
     blocks = [module for module in network.modules() if type(module).__name__ in names]

@@ -14,20 +14,7 @@ from torch.utils import _pytree as pytree
 def set_decoding(
     pipe: DiffusionPipeline, slicing: bool = False, tiling: bool = False, batch_size: int | None = None
 ) -> DiffusionPipeline:
-    """Let a pipeline's VAE decode with less memory; options that are off keep what the user has set.
-
-    Args:
-        pipe: the pipeline.
-        slicing: whether samples are decoded, and encoded, one at a time (diffusers' `enable_slicing`).
-        tiling: whether large samples are decoded in overlapping tiles with blended seams (diffusers' `enable_tiling`).
-        batch_size: maximum number of samples that are decoded at a time; None for all samples of a call.
-
-    Returns:
-        the pipeline.
-
-    Raises:
-        ValueError: no part of the pipeline supports one of these options.
-    """
+    """Let a pipeline's VAE decode with less memory; options that are off keep what the user has set."""
     parts = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
     for setting, method, is_wanted in (
         ("vae_slicing", "enable_slicing", slicing),
@@ -75,7 +62,6 @@ class DecodeInPieces:
 
     Args:
         decode: the VAE's method, which takes latents (batch, ...) and returns a tuple or an output of diffusers.
-        batch_size: maximum number of samples in each piece.
     """
 
     def __init__(self, decode: Callable, batch_size: int):

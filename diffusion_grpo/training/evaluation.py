@@ -61,23 +61,7 @@ class _Result:
 
 
 class Evaluator:
-    """Evaluator that samples prompts without noise and scores the samples.
-
-    Args:
-        policy: the policy that samples.
-        inputs: makes the arguments of the pipeline's calls.
-        scorer: calls the rewards.
-        learner: its moving average, if there is one, is evaluated instead of the policy's own weights.
-        rewards: trained and evaluation-only rewards, and weights of the former.
-        runtime: processes and measurements of the run.
-        generator: finds out in which form the pipeline takes dataset rows.
-        feed: holds the last rollout, on which the distance to the reference is measured.
-        replays: measures this distance.
-        settings: returns the settings of evaluations, which a user may change from one to the next.
-
-    Raises:
-        UnsupportedPipeline: a watched reward takes latents, but the policy has none.
-    """
+    """Evaluator that samples prompts without noise and scores the samples."""
 
     def __init__(
         self,
@@ -122,16 +106,7 @@ class Evaluator:
         history: list[dict[str, Any]],
         is_kept: bool = True,
     ) -> dict[str, float]:
-        """Measure each dataset, and all of them together, with the averaged weights if there are any.
-
-        Args:
-            datasets: datasets by name.
-            prefix: prefix of the metrics' names.
-            pipeline_kwargs: pipeline arguments that override those of training.
-            step: number of updates made so far.
-            history: entries of the log so far.
-            is_kept: whether images and a table are kept; only if the prefix is "eval".
-        """
+        """Measure each dataset, and all of them together, with the averaged weights if there are any."""
         with self._averaged_weights():
             distance = self._distance_to_reference() if prefix.startswith("eval") else {}
             metrics = self._evaluate(datasets, prefix, pipeline_kwargs, step, history, is_kept)
@@ -176,9 +151,6 @@ class Evaluator:
         """Sample fixed prompts, from the same seeds each time and without noise in the steps; score nothing.
 
         The weights are those that evaluations use.
-
-        Returns:
-            the folder with an image, video or sound per prompt.
         """
         with self._averaged_weights():
             return self._write_validation(prompts, step)
@@ -253,10 +225,6 @@ class Evaluator:
 
         Processes meet once all have scored their part. So no process waits in a collective for a reward that is slow
         or fails.
-
-        Args:
-            share: what this process makes.
-            longest: number of samples of the process that makes the most; all processes have equally many parts.
         """
         in_parts, first = self._sampler.scores_in_parts, 0
         while first < longest:

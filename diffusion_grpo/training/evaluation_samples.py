@@ -24,21 +24,7 @@ KEPT_BYTES = 2**30  # about the most that the samples of an evaluation take, in 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationSettings:
-    """Settings of evaluations.
-
-    Attributes:
-        seed: seed of the run.
-        num_generations: number of samples per prompt.
-        num_inference_steps: number of denoising steps.
-        batch_size: number of samples per pipeline call.
-        reward_batch_size: number of samples per call of a reward, or per prompt if that is more.
-        watched: names of rewards that are only watched (`watch_rewards`).
-        shown: number of images that are kept of the main evaluation.
-        aggregation: how several rewards are combined into one number.
-        fps: frames per second of videos.
-        sampling_rate: sampling rate of sound in hertz; None without sound.
-        folder: output folder of the run.
-    """
+    """Settings of evaluations."""
 
     seed: int
     num_generations: int
@@ -57,22 +43,8 @@ class EvaluationSettings:
 class Share:
     """One process's share of the evaluation of one dataset: its samples, and what was measured of those it scored.
 
-    Args:
-        rows, positions: dataset row and position of each sample; those after `own` only keep processes in step.
-        own: number of samples that count.
-        shown: samples at positions below this are kept after they have been scored.
-        pipeline_kwargs: pipeline arguments that override those of training.
-        log_metric: called with the metrics that rewards log.
-
     Attributes:
-        samples: the samples made so far, as far as they count; None in place of dropped ones.
-        latents: latents of these samples, None in place of dropped ones; empty unless a reward takes latents.
-        largest: number of bytes of the largest sample.
-        kind: kind of the samples, as from [`~diffusion_grpo.rollout.diversity.kind_of`]; None before any is scored.
-        scored: positions of the samples that were scored, in this order.
         rewards: (samples, functions) tensors that together cover `scored`.
-        extra: columns that rewards added, one value for each of `scored`.
-        points: tensors of what diversity is computed from, which together cover `scored`.
     """
 
     rows: list[dict]
@@ -96,10 +68,7 @@ class Share:
         """Add what was measured of some samples.
 
         Args:
-            positions: their positions.
             rewards: (samples, functions) rewards.
-            extra: columns that rewards added. Samples without a value in a column get None.
-            points: what diversity is computed from, by the name of the metric.
         """
         for name in self.extra | extra:
             column = self.extra.setdefault(name, [None] * len(self.scored))
@@ -118,17 +87,7 @@ class Share:
 
 
 class EvaluationSampler:
-    """Makes the samples of evaluations, and has them scored.
-
-    Args:
-        policy: the policy that samples.
-        inputs: makes the arguments of the pipeline's calls.
-        backend: distributed backend of the run.
-        scorer: calls the rewards.
-        rewards: trained and evaluation-only rewards.
-        load_watched: returns the rewards to watch on samples of a kind, or of any kind if it is None.
-        settings: returns the settings of evaluations.
-    """
+    """Makes the samples of evaluations, and has them scored."""
 
     def __init__(
         self,
@@ -164,9 +123,6 @@ class EvaluationSampler:
 
         Parts are as large as `KEPT_BYTES` allows, because rewards that wait for servers answer many samples together,
         and because each part may gather sharded weights.
-
-        Args:
-            largest: number of bytes of the largest sample of any process; 0 before there is one.
         """
         size = self._read_settings().batch_size
         least = math.ceil(self._call_size / size) * size
@@ -189,15 +145,7 @@ class EvaluationSampler:
         del share.samples[share.own :], share.latents[share.own :]
 
     def score_part(self, share: Share, is_last: bool) -> None:
-        """Score the samples that fill calls of the rewards, or all that are left, and drop them.
-
-        Args:
-            share: scored by this method alone so far.
-            is_last: whether all samples have been made.
-
-        Raises:
-            RewardError: as in [`EvaluationSampler.score`].
-        """
+        """Score the samples that fill calls of the rewards, or all that are left, and drop them."""
         first, end = len(share.scored), len(share.samples)
         end -= 0 if is_last else (end - first) % self._call_size
         if first < end:
@@ -209,16 +157,7 @@ class EvaluationSampler:
     def score(
         self, share: Share, samples: list[Any], rows: list[dict], positions: list[int], latents: list[Tensor] | None
     ) -> None:
-        """Score samples by all rewards, and measure what their diversity is computed from.
-
-        Args:
-            share: takes the scores.
-            samples, rows, positions: one value per sample; another process may have made it.
-            latents: latents of the samples, if a reward takes them.
-
-        Raises:
-            RewardError: a reward fails, or logs a column named like a reward.
-        """
+        """Score samples by all rewards, and measure what their diversity is computed from."""
         settings, extra = self._read_settings(), {}
         count, share.kind = settings.num_generations, share.kind or kind_of(samples)
         looked_at = self._rewards + self._load_watched(share.kind)
@@ -249,13 +188,7 @@ class EvaluationSampler:
         pipeline_kwargs: dict[str, Any],
         latents: list[Tensor | None] | None = None,
     ) -> list[Any]:
-        """Return the sample of each row.
-
-        Args:
-            rows, positions: dataset row and position of each sample. The position determines the sample's seed.
-            pipeline_kwargs: pipeline arguments that override those of training.
-            latents: takes the latents from which the samples are decoded; has one entry per row.
-        """
+        """Return the sample of each row."""
         settings, samples = self._read_settings(), [None] * len(rows)
         for first in range(0, len(rows), settings.batch_size):
             self._policy.prompts.clear()

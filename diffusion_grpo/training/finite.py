@@ -16,18 +16,7 @@ class NonFiniteError(RuntimeError):
 
 
 def refuse_non_finite(value: Tensor, name: str, update: int, output_dir: str, has_stepped: bool) -> None:
-    """Refuse a value that is NaN or infinite.
-
-    Args:
-        value: the value to check.
-        name: name of the value in the message.
-        update: number of the current update, from 1.
-        output_dir: output folder of the run.
-        has_stepped: whether the engine may have changed the weights already.
-
-    Raises:
-        NonFiniteError: the value is not finite; the message names the newest checkpoint.
-    """
+    """Refuse a value that is NaN or infinite."""
     if torch.isfinite(value).all():
         return
     last = get_last_checkpoint(output_dir)

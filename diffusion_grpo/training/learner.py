@@ -24,18 +24,7 @@ from .trained_networks import check_processes
 
 @dataclass(frozen=True)
 class Learner:
-    """The trained weights of a run, their algorithm, and the weights that accompany them.
-
-    Attributes:
-        weights: the trained parameters.
-        algorithm: the algorithm that trains them.
-        reference: the frozen policy; None if full training needs no second copy of the weights.
-        values: the value model; None without `advantage_estimator="gae"`.
-        average: the policy's moving average; None without `ema_decay`.
-        old_policy: a copy of the policy that moves once per rollout; None if the algorithm needs none.
-        offload: moves the pipeline's frozen parts; None without `offload_frozen`.
-        run_passes: calls the networks outside of updates.
-    """
+    """The trained weights of a run, their algorithm, and the weights that accompany them."""
 
     weights: TrainedWeights
     algorithm: Algorithm
@@ -76,18 +65,6 @@ def make_learner(
     """Move the policy to its device, and make the weights that accompany it.
 
     The order saves memory: a reference is copied before the pipeline is on the accelerator, an average after that.
-
-    Args:
-        args: configuration of the run.
-        policy: the pipeline as a policy, still in CPU memory.
-        model: the trained model, before an engine wraps it.
-        backend, monitor: distributed backend of the run, and monitor of its processes.
-        metrics: metrics of the run, which record the distance between average and policy.
-        reward_weights: one weight per trained reward.
-        is_full_training: whether all weights of the network are trained, without a LoRA.
-
-    Raises:
-        ValueError: the processes cannot train this policy, or the loss or one of its settings is unknown.
     """
     networks, has_values = policy.networks, args.advantage_estimator == "gae"
     check_processes(args, policy.component, policy.draws_tokens, backend)
@@ -119,16 +96,7 @@ def make_learner(
 
 
 def make_algorithm(args: DiffusionGRPOConfig, networks: list[nn.Module], weights: list[float]) -> Algorithm:
-    """Make the algorithm that the settings name.
-
-    Args:
-        args: configuration of the run.
-        networks: the trained networks.
-        weights: one weight per reward.
-
-    Raises:
-        ValueError: the loss is unknown, or does not have a setting in `loss_kwargs`.
-    """
+    """Make the algorithm that the settings name."""
     return load_algorithm(
         args.loss_type,
         args.loss_kwargs,

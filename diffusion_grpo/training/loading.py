@@ -23,14 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoadedPolicy:
-    """A policy in CPU memory, before `Trainer` and its engines take it.
-
-    Attributes:
-        policy: the pipeline as a policy.
-        model: the trained model: the pipeline's network, a LoRA around it, or a `ModuleDict` of several.
-        inputs: makes the arguments of the pipeline's calls.
-        embeds: encodes prompts ahead of their use; None without `cache_prompt_embeds`.
-    """
+    """A policy in CPU memory, before `Trainer` and its engines take it."""
 
     policy: Policy
     model: nn.Module
@@ -39,16 +32,7 @@ class LoadedPolicy:
 
 
 def load_policy(given: CheckedRun, peft_config: PeftConfig | None, monitor: ProcessGroupMonitor) -> LoadedPolicy:
-    """Load the pipeline of a run as a policy; with `cache_prompt_embeds`, also encode this process's prompts.
-
-    Args:
-        given: the checked run.
-        peft_config: configuration of the LoRA to train; see [`~diffusion_grpo.trainer.DiffusionGRPOTrainer`].
-        monitor: tells the other processes of an error while prompts are encoded.
-
-    Raises:
-        ValueError: the settings or rewards do not fit the pipeline.
-    """
+    """Load the pipeline of a run as a policy; with `cache_prompt_embeds`, also encode this process's prompts."""
     args, backend = given.args, given.backend
     encoders = stand_in_for_encoders(given.model, args)
     pipe = load_pipeline(given.model, args, given.is_full_training, backend, given.quantized, encoders)
@@ -72,11 +56,7 @@ def load_policy(given: CheckedRun, peft_config: PeftConfig | None, monitor: Proc
 
 
 def check_policy(args: DiffusionGRPOConfig, policy: Policy, rewards: RunRewards) -> None:
-    """Refuse settings and rewards that do not fit the policy.
-
-    Raises:
-        ValueError: settings are for another kind of policy, or rewards take latents and there are none.
-    """
+    """Refuse settings and rewards that do not fit the policy."""
     policy.check_noise_level(args.noise_level)
     if any(map(takes_only_latents, rewards.all)):
         policy.check_latents()

@@ -6,14 +6,7 @@ SAFE_INITS = ("gaussian", "orthogonal")  # in addition to True and False, these 
 
 
 def check_peft_config(peft_config: PeftConfig | None, beta: float = 0.0) -> None:
-    """Refuse adapters that make the replay differ from the rollout, lack a reference, or cannot be loaded later.
-
-    Args:
-        beta: weight of the KL divergence; above 0, switching the adapter off must give the base model.
-
-    Raises:
-        ValueError: the adapter has dropout, is no LoRA, or changes or trains the base model's own weights.
-    """
+    """Refuse adapters that make the replay differ from the rollout, lack a reference, or cannot be loaded later."""
     if peft_config is None:
         return
     if not isinstance(peft_config, PeftConfig):

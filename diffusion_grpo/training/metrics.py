@@ -25,14 +25,7 @@ SMALLEST = ("ratio/min", "spread/reward_min", "spread/advantage_min", "samples_p
 
 
 class Metrics:
-    """Collection of values by name, until they are logged.
-
-    Attributes:
-        values: values by name that were added since the last log.
-        weights: weight of each value in the mean.
-        samples: number of samples, of all processes, in the rollout being trained on; 0 if the run was resumed within
-            it.
-    """
+    """Collection of values by name, until they are logged."""
 
     def __init__(self):
         self.values: dict[str, list[float]] = defaultdict(list)
@@ -91,12 +84,7 @@ class Metrics:
         self.samples, self._seconds = 0, 0.0
 
     def gather(self, backend: DistributedBackend, step: int) -> dict[str, float]:
-        """Return the metrics since the last log, combined over all processes, and forget them; a collective.
-
-        Args:
-            backend: distributed backend of the run.
-            step: number of updates made so far.
-        """
+        """Return the metrics since the last log, combined over all processes, and forget them; a collective."""
         updates = max(1, step - self._logged_step)
         totals = {name: [sum(self.values.pop(name, [])) / updates] for name in TOTALS}
         measured, weights = self.values | totals, {name: self.weights[name] for name in self.values}

@@ -37,11 +37,7 @@ from .trained_networks import choose_networks, list_components
 
 
 def check_model(model: Any) -> None:
-    """Refuse a model that is neither a name nor a pipeline.
-
-    Raises:
-        TypeError: the type is wrong; the message says what to pass.
-    """
+    """Refuse a model that is neither a name nor a pipeline."""
     if isinstance(model, (str, DiffusionPipeline)):
         return
     if isinstance(model, nn.Module):
@@ -56,15 +52,7 @@ def check_model(model: Any) -> None:
 def check_own_optimizer(
     optimizer: torch.optim.Optimizer | None, schedule: torch.optim.lr_scheduler.LRScheduler | None, model: nn.Module
 ) -> None:
-    """Refuse a user's own optimizer or schedule that would have no effect.
-
-    Args:
-        optimizer, schedule: as the user gave them; None to use those from the settings.
-        model: the model to train.
-
-    Raises:
-        ValueError: the optimizer holds none of the trained weights, or the schedule belongs to another optimizer.
-    """
+    """Refuse a user's own optimizer or schedule that would have no effect."""
     if schedule is not None and getattr(schedule, "optimizer", optimizer) is not optimizer:
         raise ValueError(
             "optimizers: the schedule was made for another optimizer than the one that trains, and would leave the "
@@ -81,11 +69,7 @@ def check_own_optimizer(
 
 
 def check_args(args: Any) -> None:
-    """Refuse settings of another trainer.
-
-    Raises:
-        TypeError: the type is wrong; the message says what to pass.
-    """
+    """Refuse settings of another trainer."""
     if args is not None and not isinstance(args, DiffusionGRPOConfig):
         raise TypeError(
             f"args is a {type(args).__module__.partition('.')[0]} {type(args).__name__}, which lacks the settings of "
@@ -102,12 +86,7 @@ def name_model(model: str | DiffusionPipeline) -> str:
 def plan_quantization(
     model: str | DiffusionPipeline, args: DiffusionGRPOConfig, is_full_training: bool
 ) -> QuantizedLoading | None:
-    """Determine and check the components to quantise while loading the pipeline; return None if there are none.
-
-    Raises:
-        ValueError, ImportError: see [`~diffusion_grpo.weights.quantization.QuantizedLoading.check`]; or the pipeline
-            is already loaded.
-    """
+    """Determine and check the components to quantise while loading the pipeline; return None if there are none."""
     if isinstance(model, DiffusionPipeline):
         check_given_pipeline(args)
         return None
@@ -133,14 +112,6 @@ def load_pipeline(
     In mixed precision, frozen parts are loaded in half precision; a network that is trained in full keeps float32
     weights, which the optimizer needs. With a `backend` that shards weights, those of the trained networks stay in
     their files until they are sharded.
-
-    Args:
-        model: as the user gave it.
-        args: configuration of the run.
-        is_full_training: whether all weights of the network are trained.
-        backend: distributed backend, which may leave weights of the trained networks in their files; None loads all.
-        quantized: which components to quantise while loading; None for none.
-        parts: components that are used as they are instead of being loaded.
     """
     if isinstance(model, DiffusionPipeline):
         wake_encoders(model)
@@ -177,11 +148,7 @@ def from_pretrained(model: str, **kwargs: Any) -> DiffusionPipeline:
 
 
 def set_up_pipeline(pipe: DiffusionPipeline, args: DiffusionGRPOConfig) -> DiffusionPipeline:
-    """Apply the scheduler and decoding settings to a pipeline.
-
-    Raises:
-        ValueError: the scheduler or the VAE does not support them.
-    """
+    """Apply the scheduler and decoding settings to a pipeline."""
     pipe = set_scheduler(pipe, args.scheduler_kwargs)
     if args.sigmas is not None:
         check_sigmas(pipe.scheduler)
@@ -228,9 +195,6 @@ def choose_dtype(args: DiffusionGRPOConfig, is_full_training: bool) -> torch.dty
 
     diffusers without a dtype would load its own parts in float32, but text encoders as they were saved, often in half
     precision, and a pipeline of both fails.
-
-    Raises:
-        ValueError: `model_init_kwargs` names no dtype of torch.
     """
     kwargs = args.model_init_kwargs or {}
     for key in ("dtype", "torch_dtype"):  # the latter is diffusers' former name
@@ -256,9 +220,6 @@ def check_gradient_range(model: str | DiffusionPipeline, args: DiffusionGRPOConf
 
     The derivative of a log-probability, which is a mean over the latent, with respect to one element of the prediction
     is below the smallest float16 number.
-
-    Raises:
-        ValueError: there is such a network.
     """
     if args.fp16:
         return
@@ -283,11 +244,7 @@ def name_networks(args: DiffusionGRPOConfig) -> tuple[str, ...]:
 
 
 def choose_device(name: str | None) -> torch.device:
-    """Return the device of this name; by default the accelerator if there is one that can train, else the CPU.
-
-    Raises:
-        ValueError: torch has no such device.
-    """
+    """Return the device of this name; by default the accelerator if there is one that can train, else the CPU."""
     if name is None:
         found = None if has_apple_gpu() else torch.accelerator.current_accelerator(check_available=True)
         return found or torch.device("cpu")
@@ -304,19 +261,7 @@ def load_plain_pipeline(
     is_placed: bool = True,
     model_init_kwargs: dict[str, Any] | None = None,
 ) -> DiffusionPipeline:
-    """Load a Hub id, a folder or `tiny` unchanged.
-
-    Args:
-        model: Hub id or folder of the pipeline, or "tiny".
-        dtype: name of the weights' dtype; by default that of `model_init_kwargs`, or bfloat16 on an accelerator, where
-            float32 often does not fit in memory, and float32 on a CPU.
-        device: device it is for; see [`choose_device`].
-        is_placed: whether to move it there.
-        model_init_kwargs: the setting of the same name.
-
-    Raises:
-        ValueError: torch has no such dtype, or no such device.
-    """
+    """Load a Hub id, a folder or `tiny` unchanged."""
     kwargs, place = dict(model_init_kwargs or {}), choose_device(device)
     former = kwargs.pop("torch_dtype", "float32" if place.type == "cpu" else "bfloat16")
     kwargs["dtype"] = _read_dtype("dtype", dtype or kwargs.get("dtype", former))
@@ -325,11 +270,7 @@ def load_plain_pipeline(
 
 
 def set_scheduler(pipe: DiffusionPipeline, settings: dict[str, Any] | None) -> DiffusionPipeline:
-    """Change some settings of the pipeline's scheduler, e.g. `{"shift": 3.0}`.
-
-    Raises:
-        ValueError: see [`~diffusion_grpo.training.scheduler_settings.change_scheduler`].
-    """
+    """Change some settings of the pipeline's scheduler, e.g. `{"shift": 3.0}`."""
     if not settings:
         return pipe
     pipe.scheduler = change_scheduler(pipe.scheduler, settings)
@@ -342,18 +283,7 @@ def prepare_model(
     peft_config: PeftConfig | None,
     backend: DistributedBackend | None = None,
 ) -> tuple[tuple[str, ...], nn.Module]:
-    """Freeze everything in the pipeline that is not trained, and return the model to train.
-
-    Args:
-        pipe: the pipeline.
-        args: configuration of the run.
-        peft_config: configuration of a new LoRA.
-        backend: decides how weights are cast; by default in place.
-
-    Returns:
-        the names of the trained networks, and the model to optimise: the network, or the `PeftModel` around it; if
-        experts take turns over the steps, a `ModuleDict` of such models.
-    """
+    """Freeze everything in the pipeline that is not trained, and return the model to train."""
     component = policy_component(pipe, args.train_component)
     _check_together(pipe, component)
     for name in component:
@@ -388,11 +318,7 @@ def _check_together(pipe: DiffusionPipeline, names: tuple[str, ...]) -> None:
 def _find_adapter(
     pipe: DiffusionPipeline, names: tuple[str, ...], args: DiffusionGRPOConfig, peft_config: PeftConfig | None
 ) -> str | None:
-    """Return the name of the LoRA to train, after loading one that is trained further; None for full training.
-
-    Raises:
-        ValueError: the pipeline has adapters that the settings do not mention.
-    """
+    """Return the name of the LoRA to train, after loading one that is trained further; None for full training."""
     if args.lora_path is not None:
         adapter = lora.load_lora(pipe, names, args.lora_path, args.keep_adapters)
     else:
@@ -439,12 +365,7 @@ def _prepare_network(
 
 
 def make_block_swap(args: DiffusionGRPOConfig, device: torch.device | None = None) -> BlockSwap | None:
-    """Make the block swap that keeps a network's frozen weights in CPU memory; return None without `group_offload`.
-
-    Args:
-        args: configuration of the run.
-        device: device on which the network runs; by default the run's.
-    """
+    """Make the block swap that keeps a network's frozen weights in CPU memory; return None without `group_offload`."""
     if args.group_offload is None:
         return None
     return BlockSwap(device or args.device, args.group_offload, args.group_offload_blocks, args.group_offload_stream)
@@ -492,13 +413,7 @@ def _disable_checkpointing(network: nn.Module) -> None:
 
 
 def checkpoint_share(checkpoint: Callable, share: float, contexts: Callable | None = None) -> Callable:
-    """Checkpoint a share of the blocks, evenly spread, like DanceGRPO's `selective_checkpointing`.
-
-    Args:
-        checkpoint: torch's checkpoint function.
-        share: share of the blocks to checkpoint, in (0, 1].
-        contexts: makes the contexts of a block's forward pass and recomputation.
-    """
+    """Checkpoint a share of the blocks, evenly spread, like DanceGRPO's `selective_checkpointing`."""
     places: dict[Callable, int] = {}  # position of each block in the order of the network's calls
 
     def checkpointed(block: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -516,10 +431,8 @@ def _is_chosen(place: int, share: float) -> bool:
 
 
 def check_reentrant(args: DiffusionGRPOConfig, is_full_training: bool) -> None:
-    """Refuse reentrant checkpointing with a LoRA: a block whose inputs need no gradient would get no gradient itself.
-
-    Raises:
-        ValueError: the settings ask for both.
+    """Refuse reentrant checkpointing with a LoRA: a block whose inputs need no gradient would get no gradient
+    itself.
     """
     is_reentrant = args.activation_checkpointing and (args.activation_checkpointing_kwargs or {}).get("use_reentrant")
     if is_reentrant and not is_full_training:

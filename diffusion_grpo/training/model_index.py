@@ -20,12 +20,7 @@ HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "proxies", "rev
 
 
 def pipeline_class(model: str | DiffusionPipeline, args: Any) -> type[DiffusionPipeline] | None:
-    """Return the pipeline's class, read from `model_index.json` alone; None if its code comes from elsewhere.
-
-    Args:
-        model: as the user gave it.
-        args: any object with `model_init_kwargs`.
-    """
+    """Return the pipeline's class, read from `model_index.json` alone; None if its code comes from elsewhere."""
     if isinstance(model, DiffusionPipeline):
         return type(model)
     if "custom_pipeline" in (args.model_init_kwargs or {}):
@@ -50,11 +45,7 @@ def hub_kwargs(args: Any) -> dict[str, Any]:
 
 
 def find_networks(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) -> tuple[str, ...]:
-    """Return the names of the networks to train, in a pipeline or in a named model that is not loaded yet.
-
-    Raises:
-        UnsupportedPipeline: the pipeline has no such network.
-    """
+    """Return the names of the networks to train, in a pipeline or in a named model that is not loaded yet."""
     if isinstance(model, DiffusionPipeline):
         return policy_component(model, args.train_component)
     given = args.model_init_kwargs or {}
@@ -68,15 +59,6 @@ def check_scheduler(
     """Refuse wrong scheduler and noise settings of a named model before weights are loaded.
 
     For other models, `load_pipeline` and `make_policy` refuse them.
-
-    Args:
-        model: as the user gave it.
-        pipeline: class from [`pipeline_class`].
-
-    Raises:
-        ValueError: see [`~diffusion_grpo.training.scheduler_settings.change_scheduler`] and
-            [`~diffusion_grpo.policy.schedulers.stochastic_scheduler`].
-        UnsupportedScheduler: see there.
     """
     if not isinstance(model, str) or pipeline is None or "scheduler" in (args.model_init_kwargs or {}):
         return
@@ -96,11 +78,7 @@ def check_scheduler(
 
 
 def check_packages(model: str | DiffusionPipeline, args: Any) -> None:
-    """Refuse a named model that needs a missing package, before weights are loaded.
-
-    Raises:
-        ImportError: see [`~diffusion_grpo.training.pipeline_checks.check_processors`].
-    """
+    """Refuse a named model that needs a missing package, before weights are loaded."""
     given = args.model_init_kwargs or {}
     if isinstance(model, str) and "custom_pipeline" not in given:
         check_processors(read_index(model, args), given)
@@ -109,16 +87,7 @@ def check_packages(model: str | DiffusionPipeline, args: Any) -> None:
 def check_guider(
     model: str | DiffusionPipeline, pipeline: type[DiffusionPipeline] | None, args: DiffusionGRPOConfig
 ) -> None:
-    """Refuse guidance that cannot be switched off, if the algorithm trains predictions without guidance.
-
-    Args:
-        model: as the user gave it.
-        pipeline: class from [`pipeline_class`].
-        args: configuration of the run.
-
-    Raises:
-        UnsupportedPipeline: guidance comes from a component of the pipeline, or from a scale that is not known.
-    """
+    """Refuse guidance that cannot be switched off, if the algorithm trains predictions without guidance."""
     if not args.is_renoised:
         return
     if pipeline is not None:

@@ -25,20 +25,7 @@ def place_pipeline(
     offload_frozen: str | None,
     swaps_blocks: bool,
 ) -> "FrozenOffload | None":
-    """Move the pipeline to the training device, except for parts that stay elsewhere until they are needed.
-
-    Args:
-        pipe: the pipeline.
-        model: the trained model, before an engine wraps it.
-        networks: the trained networks of the pipeline.
-        backend: distributed backend, whose engine may take the networks from where they are.
-        device: device of this process.
-        offload_frozen: the setting of the same name.
-        swaps_blocks: whether `group_offload` moves the networks' frozen weights.
-
-    Returns:
-        the object that moves the frozen parts; None without `offload_frozen`.
-    """
+    """Move the pipeline to the training device, except for parts that stay elsewhere until they are needed."""
     if swaps_blocks:
         backend.leave_frozen_weights(model)
     if offload_frozen is None and not swaps_blocks and not backend.leaves_networks_in_place:
@@ -64,15 +51,6 @@ class FrozenOffload:
 
     A part that the pipeline calls with the network at every step (a ControlNet) is not in diffusers' offload sequence
     and stays on the device. A part that later replaces another takes over its hook.
-
-    Args:
-        pipe: pipeline on any device; afterwards the parts that stay are on `device`, and the networks are where they
-            were.
-        networks: the trained networks.
-        device: device on which the frozen parts run.
-
-    Raises:
-        ValueError: the pipeline does not say which of its parts may be offloaded.
     """
 
     def __init__(self, pipe: DiffusionPipeline, networks: list[nn.Module], device: str | torch.device):

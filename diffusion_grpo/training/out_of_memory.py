@@ -41,12 +41,6 @@ def weigh_run(model: nn.Module, pipe: DiffusionPipeline, optimizer: Any, feed: R
     """Return the bytes of a run by kind, named as in `diffusion-grpo plan`, the largest first.
 
     If the model is on an accelerator, tensors in CPU memory are left out.
-
-    Args:
-        model: the model, prepared for training.
-        pipe: the pipeline.
-        optimizer: the optimizer with its states; None before there is one.
-        feed: the feed, which holds the current rollout.
     """
     device = next((p.device.type for p in model.parameters() if p.requires_grad), "cpu")
     known = {id(x) for x in list_weights(model)}
@@ -73,13 +67,7 @@ def list_weights(module: nn.Module) -> list[Tensor]:
 
 
 def advise(args: DiffusionGRPOConfig, counts: dict[str, int], is_evaluating: bool) -> list[str]:
-    """Return suggestions for settings to change, starting with those that cost the least time.
-
-    Args:
-        args: configuration of the run.
-        counts: result of `weigh_run`.
-        is_evaluating: whether memory ran out in an evaluation, where nothing is trained.
-    """
+    """Return suggestions for settings to change, starting with those that cost the least time."""
     found = []
     if is_evaluating:
         if args.eval_batch_size > 1:
@@ -108,12 +96,7 @@ def advise(args: DiffusionGRPOConfig, counts: dict[str, int], is_evaluating: boo
 
 
 def advise_loading(args: DiffusionGRPOConfig, is_full_training: bool) -> list[str]:
-    """Return suggestions for settings with which a model takes less memory, starting with the simplest.
-
-    Args:
-        args: configuration of the run.
-        is_full_training: whether all weights of the network are trained, without a LoRA.
-    """
+    """Return suggestions for settings with which a model takes less memory, starting with the simplest."""
     found = []
     if args.cache_prompt_embeds == "off":
         found.append("cache_prompt_embeds: memory (frees the text encoders before the run begins)")
@@ -161,18 +144,7 @@ def explain_out_of_memory(
     updates: Callable[[], int],
     is_evaluating: bool = False,
 ) -> Iterator[None]:
-    """Turn an out-of-memory error inside this context into one message: what uses how much, and what to change.
-
-    Args:
-        args: configuration of the run.
-        measure: returns the bytes by kind; see [`weigh_run`].
-        progress: progress of the run, which knows whether it makes a rollout or an update.
-        updates: returns the number of updates made so far.
-        is_evaluating: whether an evaluation runs inside this context.
-
-    Raises:
-        NotEnoughMemoryError: memory ran out; the error has this message.
-    """
+    """Turn an out-of-memory error inside this context into one message: what uses how much, and what to change."""
     try:
         yield
     except Exception as error:
@@ -190,15 +162,7 @@ def explain_out_of_memory(
 
 @contextlib.contextmanager
 def explain_loading(args: DiffusionGRPOConfig, is_full_training: bool) -> Iterator[None]:
-    """Turn an out-of-memory error while a model is loaded or prompts are encoded into one message: what to change.
-
-    Args:
-        args: configuration of the run.
-        is_full_training: whether all weights of the network are trained, without a LoRA.
-
-    Raises:
-        NotEnoughMemoryError: memory ran out; the error has this message.
-    """
+    """Turn an out-of-memory error while a model is loaded or prompts are encoded into one message: what to change."""
     try:
         yield
     except Exception as error:
@@ -234,11 +198,6 @@ class MicroBatchSearch:
 
     An update trains on as many samples as before, in more micro-batches; prompts, groups and seeds stay the same. The
     search ends with the first update: after it the weights have moved, and running out of memory is an error.
-
-    Args:
-        args: configuration of the run, which the search changes.
-        updates: returns the number of updates that this run has made.
-        resize: passes changed settings on to the objects that use them.
     """
 
     def __init__(self, args: DiffusionGRPOConfig, updates: Callable[[], int], resize: Callable[[], None]):

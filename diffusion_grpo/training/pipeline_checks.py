@@ -17,16 +17,7 @@ from .text_encoders import list_text_encoders
 
 
 def check_given_parts(model: str | DiffusionPipeline, args: DiffusionGRPOConfig, trained: Collection[str]) -> None:
-    """Refuse parts, loaded by the user, that are fused, compiled, offloaded or without weights.
-
-    Args:
-        model: as the user gave it; if it is a name, the parts in `model_init_kwargs` are checked.
-        args: configuration of the run.
-        trained: names of the networks that may be trained.
-
-    Raises:
-        ValueError: there is such a part; the message says what to change.
-    """
+    """Refuse parts, loaded by the user, that are fused, compiled, offloaded or without weights."""
     given = model.components if isinstance(model, DiffusionPipeline) else args.model_init_kwargs or {}
     parts = {name: part for name, part in given.items() if isinstance(part, nn.Module)}
     for name, part in parts.items():
@@ -44,10 +35,8 @@ def check_given_parts(model: str | DiffusionPipeline, args: DiffusionGRPOConfig,
 
 
 def check_compiled(name: str, network: nn.Module) -> None:
-    """Refuse a network wrapped by torch.compile: the wrapper has neither the network's class nor its weights' names.
-
-    Raises:
-        ValueError: it is such a network.
+    """Refuse a network wrapped by torch.compile: the wrapper has neither the network's class nor its weights'
+    names.
     """
     if is_compiled_module(network):
         raise ValueError(
@@ -57,11 +46,7 @@ def check_compiled(name: str, network: nn.Module) -> None:
 
 
 def check_fused(name: str, network: nn.Module) -> None:
-    """Refuse a network with fused projections: LoRAs change the original ones, and saved weights are loaded into them.
-
-    Raises:
-        ValueError: it is such a network.
-    """
+    """Refuse fused projections: LoRAs change the original ones, and saved weights are loaded into them."""
     if any(map(_is_fused, network.modules())):
         raise ValueError(
             f"{name} has fused projections: it runs to_qkv in place of to_q, to_k and to_v, which a LoRA changes and "
@@ -86,14 +71,6 @@ def check_offload(name: str, part: nn.Module, is_swapped: bool) -> None:
 
     Hooks that `offload_frozen` or `group_offload` of an earlier run left behind are accepted. So is diffusers' group
     offloading if `group_offload` is set, because unloading a LoRA restores it, unless it keeps the weights on disk.
-
-    Args:
-        name: name of the part.
-        part: any module.
-        is_swapped: whether `group_offload` will replace diffusers' group offloading.
-
-    Raises:
-        ValueError: it is such a part.
     """
     hooks = [hook for module in part.modules() if type(hook := find_hook(module)) is GroupOffloadingHook]
     on_disk = any(hook.config.offload_to_disk_path is not None for hook in hooks)
@@ -118,11 +95,7 @@ def _is_offloaded(module: nn.Module) -> bool:
 
 
 def check_weights(name: str, part: nn.Module) -> None:
-    """Refuse a part on the meta device, which has no weights.
-
-    Raises:
-        ValueError: it is such a part.
-    """
+    """Refuse a part on the meta device, which has no weights."""
     if any(weights.is_meta for weights in part.parameters()):
         raise ValueError(
             f"{name} is on the meta device and has no weights; load them with from_pretrained before training."
@@ -133,13 +106,6 @@ def check_processors(index: Mapping[str, Any], given: Collection[str] = ()) -> N
     """Refuse a pipeline whose processor transformers cannot build without torchvision, before weights are loaded.
 
     transformers itself complains only after everything is downloaded.
-
-    Args:
-        index: contents of the pipeline's `model_index.json`.
-        given: names of components that the user provides, which are not loaded.
-
-    Raises:
-        ImportError: torchvision is missing.
     """
     for name, entry in index.items():
         if name in given or not isinstance(entry, (list, tuple)) or entry[0] != "transformers":

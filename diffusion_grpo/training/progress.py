@@ -30,12 +30,7 @@ STAGES = ("time/rollout", "time/reward", "time/update")
 
 
 class UpdateProgress:
-    """Progress of the current update: its stage and how much of it is done.
-
-    Attributes:
-        stage: "rollout", "rewards" or "training"; None between updates.
-        done, total: numbers of samples in a rollout and its rewards, or of network passes in training.
-    """
+    """Progress of the current update: its stage and how much of it is done."""
 
     def __init__(self):
         self.stage: str | None = None
@@ -49,13 +44,7 @@ class UpdateProgress:
         return "passes" if self.stage == "training" else "samples"
 
     def begin(self, stage: str, total: int, copies: int = 1) -> None:
-        """Enter a stage.
-
-        Args:
-            stage: name of the stage.
-            total: units of this process in this stage.
-            copies: number of processes that do as much at the same time; their units are counted too.
-        """
+        """Enter a stage."""
         self._note_memory()
         self.stage, self.done, self.total, self.copies = stage, 0, total * copies, copies
         self.watch()
@@ -143,11 +132,6 @@ class RewardProgressCallback(ProgressCallback):
     """transformers' progress bar with lines about rewards above it; the lines alone where there is no terminal.
 
     It must come after `SampleGridCallback`, whose images a notebook shows below.
-
-    Args:
-        progress: progress of the current update.
-        run: contents of run.json.
-        clock: returns the time in seconds.
     """
 
     def __init__(self, progress: UpdateProgress, run: dict[str, Any], clock: Callable[[], float] = time.monotonic):

@@ -45,20 +45,7 @@ PACKET = 64  # prompts sent to other processes at a time
 
 
 class PromptEmbeds:
-    """Encoder of prompts ahead of their use.
-
-    Args:
-        policy: the policy; from now on, its encoded prompts come from the store.
-        inputs: makes the arguments of the pipeline's calls; from now on, it puts no prompts of different lengths into
-            one call.
-        encoders: the text encoders, which are loaded when they are called and released after each round.
-        store: store of the encoded prompts.
-        monitor: tells the other processes of an error in this one.
-        process, processes: index of this process, and number of processes.
-        num_inference_steps: number of denoising steps of a call.
-        vary: takes the arguments of a call, and returns those of all calls that will be made for the same sample.
-        shows_progress: whether to show a progress bar if encoding takes long.
-    """
+    """Encoder of prompts ahead of their use."""
 
     def __init__(
         self,
@@ -99,17 +86,7 @@ class PromptEmbeds:
             self.share(accelerator)
 
     def encode(self, datasets: list[Dataset], prompts: list[str], **overrides: Any) -> None:
-        """Encode this process's share, and wait until all processes have encoded theirs.
-
-        Args:
-            datasets: datasets of the run.
-            prompts: prompts in addition to those of the datasets.
-            overrides: arguments of the pipeline's call that override those of the run.
-
-        Raises:
-            UnsupportedPipeline: the pipeline encodes more than texts, or does not encode them ahead of its network.
-            RankError: another process failed.
-        """
+        """Encode this process's share, and wait until all processes have encoded theirs."""
         with self._monitor.barrier_after("encodes prompts"):
             self._encode_share(datasets, prompts, overrides)
 
@@ -158,12 +135,7 @@ class PromptEmbeds:
         )
 
     def _exchange(self, accelerator: Accelerator, held: list[list[str]]) -> None:
-        """Exchange results so that no process lacks any.
-
-        Args:
-            accelerator: accelerator of the run.
-            held: keys of the results that each process found or made.
-        """
+        """Exchange results so that no process lacks any."""
         lacking = [key for key in dict.fromkeys(key for keys in held for key in keys) if key not in self.store.shelf]
         wanted = set().union(*gather_json(accelerator, lacking))
         for process, keys in enumerate(held):
@@ -231,10 +203,6 @@ def make_prompt_embeds(
 
     This happens before the network moves to the accelerator, which may have no room for both. A network that is there
     already, because bitsandbytes quantised it, is kept in CPU memory meanwhile.
-
-    Raises:
-        UnsupportedPipeline: the pipeline has no prompts that could be encoded ahead.
-        RankError: another process failed while encoding.
     """
     if args.cache_prompt_embeds == "off":
         return None
@@ -271,12 +239,7 @@ def make_prompt_embeds(
 
 @contextlib.contextmanager
 def quantized_networks_on_cpu(networks: list[nn.Module], device: torch.device) -> Iterator[None]:
-    """Keep networks that bitsandbytes loaded onto the accelerator in CPU memory inside this context.
-
-    Args:
-        networks: the networks; those on the CPU, or not quantised by bitsandbytes, stay where they are.
-        device: device to which the others move afterwards, also after an error.
-    """
+    """Keep networks that bitsandbytes loaded onto the accelerator in CPU memory inside this context."""
     moved = [
         network
         for network in networks

@@ -64,14 +64,7 @@ logger = logging.getLogger(__name__)
 def make_credit(
     args: DiffusionGRPOConfig, rewards: RunRewards, values: ValueModel | None, ranks: bool = False
 ) -> CreditAssigner:
-    """Make the object that turns rewards into advantages.
-
-    Args:
-        args: configuration of the run.
-        rewards: rewards that are trained on.
-        values: value model; None without one.
-        ranks: whether samples are chosen by their advantages, which are then not clipped: clipped ones are equal.
-    """
+    """Make the object that turns rewards into advantages."""
     return CreditAssigner(
         rewards.names,
         rewards.weights,
@@ -136,13 +129,7 @@ def make_evaluation_settings(args: DiffusionGRPOConfig, fps: float, sampling_rat
 
 
 def make_sampler(args: DiffusionGRPOConfig, num_rows: int, copies: int) -> GroupSampler:
-    """Make the sampler of dataset rows for each rollout.
-
-    Args:
-        args: configuration of the run.
-        num_rows: number of rows in the dataset.
-        copies: number of processes that share the sequence of a sample, and so need the same rows.
-    """
+    """Make the sampler of dataset rows for each rollout."""
     sizes = args.batch_sizes
     return GroupSampler(
         num_rows=num_rows,
@@ -206,16 +193,7 @@ def _count_evaluation_steps(args: DiffusionGRPOConfig) -> int:
 
 
 class RunBuilder:
-    """Builder of a run's objects, from its settings and the objects they share.
-
-    Args:
-        args: configuration of the run.
-        rewards: rewards of the run.
-        learner: the trained weights and their companions.
-        policy: the policy that makes the samples.
-        inputs: makes the arguments of the pipeline's calls.
-        runtime: processes and measurements of the run.
-    """
+    """Builder of a run's objects, from its settings and the objects they share."""
 
     def __init__(
         self,
@@ -233,24 +211,13 @@ class RunBuilder:
         self._sampling_rate = find_sampling_rate(policy.pipe)
 
     def check_shared_calls(self, dataset: Dataset | None) -> None:
-        """Refuse a pipeline that takes one sample per call if the loss compares the samples of a prompt.
-
-        Args:
-            dataset: the training dataset.
-
-        Raises:
-            UnsupportedPipeline: it is such a pipeline, as far as can be told before its network runs.
-        """
+        """Refuse a pipeline that takes one sample per call if the loss compares the samples of a prompt."""
         if self._args.recording.whole_groups and dataset is not None:
             (row,) = self._inputs.rows(dataset, [0])
             check_shared_calls(self._inputs, self._policy, row, self._args.loss_type)
 
     def warn_of_guidance(self, dataset: Dataset | None) -> None:
-        """Warn if the rollout is guided by a default of the pipeline, and the loss trains without guidance.
-
-        Args:
-            dataset: the training dataset, whose columns may set the scale.
-        """
+        """Warn if the rollout is guided by a default of the pipeline, and the loss trains without guidance."""
         if not self._args.is_renoised or not self._args.should_log:
             return
         columns = () if dataset is None else dataset.column_names
@@ -382,17 +349,7 @@ def add_callbacks(
     run: dict[str, Any],
     write_validation: Callable[[], Path],
 ) -> None:
-    """Add the callbacks of a run, in the order in which they act.
-
-    Args:
-        handler: handler of the trainer's callbacks.
-        args: configuration of the run.
-        learner: the trained weights, and those that move after updates.
-        accelerator: prepares the value model.
-        progress: progress of the current update.
-        run: contents of run.json.
-        write_validation: samples the validation prompts and returns their folder.
-    """
+    """Add the callbacks of a run, in the order in which they act."""
     handler.add_callback(OwnIntervalsCallback)
     handler.add_callback(GoingBackCallback)
     if learner.values is not None:

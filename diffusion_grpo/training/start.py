@@ -71,13 +71,7 @@ LORA_LEARNING_RATE, FULL_LEARNING_RATE = 3e-4, 1e-5  # used if the settings give
 
 @dataclasses.dataclass(frozen=True)
 class RunRewards:
-    """The rewards of a run.
-
-    Attributes:
-        trained: rewards that are trained on.
-        weights: one weight per trained reward.
-        evaluated: evaluation-only rewards.
-    """
+    """The rewards of a run."""
 
     trained: list[Reward]
     weights: list[float]
@@ -96,19 +90,7 @@ class RunRewards:
 
 @dataclasses.dataclass(frozen=True)
 class CheckedRun:
-    """A run whose settings passed all checks, before its model is loaded.
-
-    Attributes:
-        model: as the user gave it.
-        args: configuration of the run, with defaults filled in.
-        rewards: rewards of the run.
-        backend: distributed backend of the run.
-        is_full_training: whether all weights of the network are trained, without a LoRA.
-        record: contents of run.json so far.
-        datasets: datasets of the run, with the names that messages use for them.
-        inputs: makes the arguments of the pipeline's calls; None for a pipeline whose code comes from elsewhere.
-        quantized: the components to quantise while the model is loaded; None for none.
-    """
+    """A run whose settings passed all checks, before its model is loaded."""
 
     model: str | DiffusionPipeline
     args: DiffusionGRPOConfig
@@ -137,11 +119,6 @@ def check_run(
     """Refuse early what cannot work, and decide what must be known before the model is loaded.
 
     For the arguments see [`~diffusion_grpo.trainer.DiffusionGRPOTrainer`].
-
-    Raises:
-        TypeError: `model` or `args` has the wrong type.
-        ValueError: settings, rewards or datasets cannot be used.
-        ImportError: a tracker, quantization backend or processor needs a package that is not installed.
     """
     args = prepare_args(model, args)
     set_log_level(args)
@@ -188,11 +165,7 @@ def check_run(
 
 
 def prepare_args(model: str | DiffusionPipeline, args: DiffusionGRPOConfig | None) -> DiffusionGRPOConfig:
-    """Return the settings of a run: a copy of the given ones, or the defaults, with the tiny model's own defaults.
-
-    Raises:
-        TypeError: `model` or `args` has the wrong type.
-    """
+    """Return the settings of a run: a copy of the given ones, or the defaults, with the tiny model's own defaults."""
     check_model(model)
     check_args(args)
     if args is None:
@@ -225,15 +198,7 @@ def note_settings(args: DiffusionGRPOConfig) -> dict[str, Any]:
 
 
 def refuse_changed_settings(noted: dict[str, Any], args: DiffusionGRPOConfig) -> None:
-    """Refuse settings that were changed since they were read: some would have no effect, others would split groups.
-
-    Args:
-        noted: result of [`note_settings`] when they were read.
-        args: configuration of the run.
-
-    Raises:
-        ValueError: such a setting was changed.
-    """
+    """Refuse settings that were changed since they were read: some would have no effect, others would split groups."""
     for name, value in note_settings(args).items():
         if value != noted[name]:
             raise ValueError(
@@ -243,14 +208,7 @@ def refuse_changed_settings(noted: dict[str, Any], args: DiffusionGRPOConfig) ->
 
 
 def prepare_training(args: DiffusionGRPOConfig, peft_config: PeftConfig | None) -> bool:
-    """Check what is to be trained, and fill in the learning rate if the settings give none.
-
-    Returns:
-        whether all weights of the network are trained, without a LoRA.
-
-    Raises:
-        ValueError: the adapter cannot be trained, or a moving reference is set without full training.
-    """
+    """Check what is to be trained, and fill in the learning rate if the settings give none."""
     check_peft_config(peft_config, args.needs_reference)
     continues = continues_lora(args.lora_path, args.lora_adapter, peft_config)  # refuses a peft_config with a LoRA
     is_full_training = peft_config is None and not continues
@@ -263,11 +221,7 @@ def prepare_training(args: DiffusionGRPOConfig, peft_config: PeftConfig | None) 
 
 
 def load_run_rewards(reward_funcs: Any, eval_reward_funcs: Any, args: DiffusionGRPOConfig) -> RunRewards:
-    """Load the rewards from any form that a user may write, and check their requirements.
-
-    Raises:
-        ValueError: a reward or option is unknown, a package or file is missing, or a reward cannot get whole groups.
-    """
+    """Load the rewards from any form that a user may write, and check their requirements."""
     trained = load_rewards(reward_funcs)
     evaluated = load_rewards(eval_reward_funcs, "eval_reward_funcs")
     check_eval_rewards(trained, evaluated)
@@ -287,11 +241,7 @@ def check_datasets(
     train_dataset: Dataset | None,
     eval_dataset: Dataset | dict[str, Dataset] | None,
 ) -> None:
-    """Refuse datasets without prompts, or without a column that a reward asks for.
-
-    Raises:
-        ValueError: there is such a dataset, or evaluations have none.
-    """
+    """Refuse datasets without prompts, or without a column that a reward asks for."""
     for name, dataset in name_datasets(train_dataset, eval_dataset):
         check_dataset(dataset, name)
         evaluated = rewards.evaluated if name != "train_dataset" else []
@@ -311,18 +261,7 @@ def check_watched(
     eval_dataset: Dataset | dict[str, Dataset] | None,
     pipeline: type[DiffusionPipeline] | None,
 ) -> list[Reward]:
-    """Refuse `watch_rewards` that evaluations could not call, and return the rewards that it names.
-
-    Args:
-        args: configuration of the run.
-        others: trained and evaluation-only rewards.
-        eval_dataset: dataset of evaluations, or several by name.
-        pipeline: class of the pipeline; None if its code comes from elsewhere.
-
-    Raises:
-        ValueError: a reward is unknown, lacks a package, a file or a column, or scores videos although the pipeline,
-            by its parameters, makes none.
-    """
+    """Refuse `watch_rewards` that evaluations could not call, and return the rewards that it names."""
     watched = load_watched_rewards(args.watch_rewards, None, others)
     check_needs(watched)
     for name, dataset in name_datasets(None, eval_dataset):
@@ -348,12 +287,7 @@ def make_groups(args: DiffusionGRPOConfig) -> ContextGroups:
 
 
 def choose_backend(args: DiffusionGRPOConfig) -> DistributedBackend:
-    """Choose the distributed backend of a run.
-
-    Raises:
-        ValueError: the configuration of DeepSpeed or FSDP cannot train here, or there are several GPUs without a
-            launcher.
-    """
+    """Choose the distributed backend of a run."""
     half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     groups = make_groups(args)
     if args.n_gpu > 1:
@@ -371,11 +305,7 @@ def choose_backend(args: DiffusionGRPOConfig) -> DistributedBackend:
 
 
 def check_block_swap(args: DiffusionGRPOConfig, backend: DistributedBackend, is_full_training: bool) -> None:
-    """Refuse `group_offload` where it cannot work, before the model is loaded.
-
-    Raises:
-        ValueError: all weights are trained, or the processes move weights themselves.
-    """
+    """Refuse `group_offload` where it cannot work, before the model is loaded."""
     if args.group_offload is None:
         return
     if is_full_training:

@@ -45,15 +45,7 @@ def list_text_encoders(names: Any) -> list[str]:
 
 
 class StandIn(nn.Module):
-    """Placeholder for a released text encoder.
-
-    Args:
-        kind: the encoder's class, which `isinstance` and diffusers see.
-        config: configuration of the encoder.
-        dtype, device: those of the encoder.
-        wake: loads the encoder back into the pipeline and returns it.
-        save: the encoder's `save_pretrained`, which leaves the stand-in in the pipeline.
-    """
+    """Placeholder for a released text encoder."""
 
     def __init__(
         self,
@@ -119,19 +111,7 @@ class StandIn(nn.Module):
 
 
 class TextEncoders:
-    """The text encoders of a pipeline, which are loaded and released.
-
-    Args:
-        pipe: the pipeline; with `reload`, encoders that were never loaded are stand-ins in it.
-        reload: loads an encoder by its name, as for the pipeline; None for a pipeline that the user loaded, whose
-            encoders are written to a file and read back.
-        folder: folder for such files while they are needed.
-        device: device on which the encoders run.
-
-    Attributes:
-        names: names of the encoders.
-        loads: how often encoders were loaded again.
-    """
+    """The text encoders of a pipeline, which are loaded and released."""
 
     def __init__(
         self,
@@ -362,13 +342,7 @@ def _hash_all(values: Iterable[Any]) -> str:
 
 
 def identify_encoders(pipe: DiffusionPipeline, model: str | None, args: DiffusionGRPOConfig) -> str:
-    """Return the name of the folder for prompts encoded by these text encoders; each model has its own.
-
-    Args:
-        pipe: the pipeline.
-        model: name of the model, whose encoders may not be loaded; None to look at the encoders of `pipe`.
-        args: configuration of the run.
-    """
+    """Return the name of the folder for prompts encoded by these text encoders; each model has its own."""
     if model is None:
         found = identify_pipeline(pipe)
     else:
@@ -397,12 +371,7 @@ def identify_pipeline(pipe: DiffusionPipeline) -> str:
 
 
 def identify_source(source: str | Path, **kwargs: Any) -> str:
-    """Return a string that identifies the text encoders and tokenizers of a named model, without loading them.
-
-    Args:
-        source: folder, identified by its files, or Hub id, identified by its commit.
-        kwargs: arguments of `from_pretrained`.
-    """
+    """Return a string that identifies the text encoders and tokenizers of a named model, without loading them."""
     folder = Path(source)
     if not folder.is_dir():
         names = {name: kwargs[name] for name in ("cache_dir", "revision") if name in kwargs}
@@ -429,11 +398,6 @@ def make_stand_ins(
     """Make stand-ins for the text encoders of a named model, to pass to `from_pretrained` in their place.
 
     Encoders from libraries other than transformers are left out.
-
-    Args:
-        source: folder or Hub id.
-        dtypes: `dtype` as for `from_pretrained`.
-        kwargs: `revision` and the like.
     """
     made = {}
     index = DiffusionPipeline.load_config(source, **kwargs)

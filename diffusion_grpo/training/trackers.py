@@ -37,16 +37,7 @@ TRACKERS["tensorboard"] = ("tensorboard", "tensorboardX")
 
 
 def check_trackers(names: list[str], logs: bool) -> None:
-    """Refuse trackers that cannot be used; transformers would do so only after loading the model.
-
-    Args:
-        names: names in `report_to`.
-        logs: whether this process is the one that logs.
-
-    Raises:
-        ValueError: transformers does not know a name, or wandb has no login.
-        ImportError: a tracker is not installed; the message says how to install it.
-    """
+    """Refuse trackers that cannot be used; transformers would do so only after loading the model."""
     get_reporting_integration_callbacks(names)
     for name in names:
         if name in TRACKERS and not any(importlib.util.find_spec(module) for module in TRACKERS[name]):

@@ -22,13 +22,7 @@ def list_components(index: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
 
 
 def choose_networks(components: Collection[str], train_component: str | None) -> tuple[str, ...]:
-    """Return the names of the networks to train, from the names of a pipeline's components.
-
-    Args:
-        components: names of the pipeline's components.
-        train_component: the setting of the same name; by default as in
-            [`~diffusion_grpo.policy.base.policy_component`].
-    """
+    """Return the names of the networks to train, from the names of a pipeline's components."""
     if train_component:
         return split_component(train_component)
     found = (name for name in POLICY_COMPONENTS if name in components or f"{name}_2" in components)
@@ -42,17 +36,7 @@ def check_trained_networks(
     args: DiffusionGRPOConfig,
     backend: DistributedBackend,
 ) -> None:
-    """Refuse networks that the settings or the processes cannot train.
-
-    Args:
-        networks: names of the trained networks.
-        pipeline: class of the pipeline.
-        args: configuration of the run.
-        backend: distributed backend of the run.
-
-    Raises:
-        ValueError: they cannot be trained; the message says what to change.
-    """
+    """Refuse networks that the settings or the processes cannot train."""
     draws_tokens = networks == (family_of_class(pipeline).language_model,)
     check_processes(args, networks, draws_tokens, backend)
     if draws_tokens:
@@ -62,26 +46,12 @@ def check_trained_networks(
 def check_processes(
     args: DiffusionGRPOConfig, networks: tuple[str, ...], draws_tokens: bool, backend: DistributedBackend
 ) -> None:
-    """Refuse networks that the processes cannot train.
-
-    Args:
-        args: configuration of the run.
-        networks: names of the trained networks.
-        draws_tokens: whether the policy draws tokens.
-        backend: distributed backend of the run.
-
-    Raises:
-        ValueError: see [`~diffusion_grpo.distributed.backend.DistributedBackend.check_run`].
-    """
+    """Refuse networks that the processes cannot train."""
     backend.check_run(networks, processes=args.world_size, own_steps=args.trains_own_steps, draws_tokens=draws_tokens)
 
 
 def check_tokens(args: DiffusionGRPOConfig) -> None:
-    """Refuse settings of denoising steps if tokens are trained.
-
-    Raises:
-        ValueError: there is such a setting, or the loss compares means.
-    """
+    """Refuse settings of denoising steps if tokens are trained."""
     check_token_settings(args)
     if args.recording.old == "mean":
         raise ValueError(

@@ -20,14 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Position of a micro-batch in its update.
-
-    Attributes:
-        update: number of the update, from 1.
-        count: number of micro-batches per update.
-        is_first: whether it is the first of the update.
-        is_last: whether it is the last, after which the weights move.
-    """
+    """Position of a micro-batch in its update."""
 
     update: int
     count: int
@@ -36,16 +29,7 @@ class Place:
 
 
 class PolicyUpdate:
-    """Training of the policy, and of the value model if there is one, on micro-batches.
-
-    Args:
-        learner: the trained weights, their algorithm, reference and value model.
-        policy: replays recorded steps with gradients.
-        runtime: processes and measurements of the run.
-        value_clip: clipping range; see `ValueModel.loss`.
-        device: device of this process.
-        output_dir: output folder of the run, whose newest checkpoint an error names.
-    """
+    """Training of the policy, and of the value model if there is one, on micro-batches."""
 
     def __init__(
         self,
@@ -68,19 +52,6 @@ class PolicyUpdate:
 
         Each loss is a sum over samples, divided by the trained steps of the whole micro-batch: every sample has the
         same weight, however the samples are split into parts.
-
-        Args:
-            model: the trained model, with the engine around it.
-            batch: the micro-batch.
-            place: position of the micro-batch in its update.
-
-        Returns:
-            the detached loss, scalar.
-
-        Raises:
-            NonFiniteError: the loss of a pass is not finite.
-            RatioError: the replay does not reproduce the rollout.
-            UntrainedStepError: a step uses none of the trained networks.
         """
         backend, outputs = self._backend, []
 
@@ -125,12 +96,7 @@ class PolicyUpdate:
             self._monitor.agree_on_deferred()
 
     def train_values(self, targets: ValueTargets | None, place: Place) -> None:
-        """Make one forward and backward pass of the value model, which shares nothing with the policy.
-
-        Args:
-            targets: the value model's targets in a micro-batch; None without a value model.
-            place: position of the micro-batch in its update.
-        """
+        """Make one forward and backward pass of the value model, which shares nothing with the policy."""
         if targets is None:
             return
         loss = self._values.loss(targets, self._value_clip)
@@ -139,11 +105,7 @@ class PolicyUpdate:
         self._metrics.add("value/loss", loss.item())
 
     def check_gradient_norm(self, norm: float | Tensor, update: int) -> None:
-        """Refuse a gradient norm that is not finite.
-
-        Raises:
-            NonFiniteError: the norm is not finite.
-        """
+        """Refuse a gradient norm that is not finite."""
         self._refuse_non_finite(torch.as_tensor(norm), "gradient norm", update, self._backend.steps_in_backward)
 
     def _refuse_non_finite(self, value: Tensor, name: str, update: int, has_stepped: bool = False) -> None:

@@ -7,16 +7,7 @@ CHEAP["videos"] = [*CHEAP["images"], "flicker", "motion"]
 
 
 def load_watched_rewards(names: list[str] | None, kind: str | None, others: list[Reward]) -> list[Reward]:
-    """Load the rewards to watch, except those that are measured anyway.
-
-    Args:
-        names: as in the setting `watch_rewards`; "auto" stands for `CHEAP`.
-        kind: kind of the samples; see [`~diffusion_grpo.rollout.diversity.kind_of`].
-        others: trained and evaluation-only rewards, which are measured anyway.
-
-    Raises:
-        ValueError: a name is unknown.
-    """
+    """Load the rewards to watch, except those that are measured anyway."""
     wanted = [own for name in names or [] for own in (CHEAP.get(kind, []) if name == "auto" else [name])]
     measured = {reward.name for reward in others}
     return [reward for reward in load_rewards(list(dict.fromkeys(wanted))) if reward.name not in measured]

@@ -43,12 +43,7 @@ FIRST_MATRIX = re.compile(r"(lora_A|lora(_linear_layer)?[._]down)(\.\w+)?\.weigh
 
 @dataclasses.dataclass(frozen=True)
 class PolicyFiles:
-    """Writer and reader of the weights of a run's policy, in diffusers' layout.
-
-    Attributes:
-        pipe: the pipeline being trained.
-        component: names of the trained networks in the pipeline.
-    """
+    """Writer and reader of the weights of a run's policy, in diffusers' layout."""
 
     pipe: DiffusionPipeline
     component: tuple[str, ...]
@@ -74,16 +69,6 @@ def save_policy(
     whole_pipeline: bool = False,
 ) -> None:
     """Write the trained weights to `folder`.
-
-    Args:
-        model: the trained model, unwrapped: a `PeftModel` around the pipeline's network, or that network.
-        pipe: the pipeline that it belongs to.
-        component: names of the trained networks in the pipeline.
-        folder: folder to write to, made if needed. LoRA: `pytorch_lora_weights.safetensors` for
-            `pipe.load_lora_weights(folder)`, and PEFT's `adapter_model.safetensors`; for a network into which the
-            pipeline loads no LoRA, see [`lora_loader`]. Full training: `folder/<component>`.
-        whole_pipeline: in full training, whether to write the other parts too, for
-            `DiffusionPipeline.from_pretrained(folder)`.
 
     The files use the public name of the base model, without folders of this machine.
 
@@ -159,12 +144,7 @@ def _lora_arguments(pipe: DiffusionPipeline) -> Mapping[str, Any]:
 
 
 def lora_loader(pipe: DiffusionPipeline, name: str) -> str:
-    """Return the name of the method that loads a LoRA of this network into a new pipeline.
-
-    Returns:
-        "load_lora_weights", a method of the pipeline; "load_lora_adapter", a method of the network, if the pipeline
-        has no loader for it; "peft" if diffusers has none at all (PixArt, DiT): `PeftModel.from_pretrained`.
-    """
+    """Return the name of the method that loads a LoRA of this network into a new pipeline."""
     if f"{name.removesuffix('_2')}_lora_layers" in _lora_arguments(pipe):
         return "load_lora_weights"
     return "load_lora_adapter" if isinstance(getattr(pipe, name), PeftAdapterMixin) else "peft"
@@ -184,19 +164,7 @@ def load_weights(
     adapter_name: str = "default",
     component: tuple[str, ...] | None = None,
 ) -> None:
-    """Load trained weights into a pipeline, in place.
-
-    Args:
-        pipe: pipeline of the model that was trained.
-        source: a run's folder or one of its checkpoints (or the `policy` in it), with a LoRA (of a second expert too)
-            or with the networks of full training; the Hub id of a pushed LoRA; a folder that PEFT wrote; or any
-            LoRA that the pipeline itself loads, a file or a Hub id.
-        adapter_name: name of the LoRA in the pipeline.
-        component: names of the networks that a LoRA is for if no run.json says it.
-
-    Raises:
-        ValueError: there are no such weights, or not all of them fit the pipeline.
-    """
+    """Load trained weights into a pipeline, in place."""
     place = fetch_lora(pipe, source) or Path(source).expanduser()
     if place.is_file() and place.name in (ADAPTER_WEIGHTS, LORA_WEIGHTS) and (place.parent / ADAPTER_CONFIG).is_file():
         place = place.parent
@@ -230,11 +198,7 @@ def find_variant(folder: str | Path) -> str | None:
 
 
 def fetch_lora(pipe: DiffusionPipeline, source: str | Path) -> Path | None:
-    """Fetch a LoRA in a run's layout from the Hub, with those of other networks.
-
-    Returns:
-        its folder in the cache; None if `source` is no Hub id, or if only the pipeline can tell which file to load.
-    """
+    """Fetch a LoRA in a run's layout from the Hub, with those of other networks."""
     name = str(source)
     if isinstance(source, Path) or Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
         return None
@@ -250,11 +214,7 @@ def fetch_lora(pipe: DiffusionPipeline, source: str | Path) -> Path | None:
 
 
 def _load_lora(pipe: DiffusionPipeline, source: str | Path, name: str, load: Callable[[], tuple[int, int]]) -> None:
-    """Load a LoRA; take it out again if the pipeline did not take all of it.
-
-    Args:
-        load: loads it, and returns how many of its layers the pipeline took, and how many it has.
-    """
+    """Load a LoRA; take it out again if the pipeline did not take all of it."""
     try:
         taken, held = load()
         reason = f"only {taken} of its {held} layers are in the pipeline" if taken < held else None

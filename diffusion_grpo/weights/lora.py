@@ -178,13 +178,7 @@ def choose_adapter_name(pipe: DiffusionPipeline) -> str:
 
 
 def wrap_lora(network: nn.Module, peft_config: PeftConfig | None, name: str) -> PeftModel:
-    """Wrap a frozen network to train one LoRA; adapters that were active stay so, and are frozen.
-
-    Args:
-        network: network with all parameters frozen.
-        peft_config: config of a new adapter; None to train the adapter called `name` further.
-        name: name of the adapter.
-    """
+    """Wrap a frozen network to train one LoRA; adapters that were active stay so, and are frozen."""
     drop_adapter(network, REFERENCE)  # of an earlier trainer of the same pipeline
     active = [adapter for adapter in _active_adapters(network) if adapter != name]
     state = None

@@ -28,12 +28,7 @@ def public_model_name(model: str) -> str:
 
 
 def public_source_name(source: str, model: str | None) -> str:
-    """Return the public name of the model that a network was loaded from.
-
-    Args:
-        source: source of the network: a Hub id, or a folder, possibly in the Hub's cache.
-        model: the pipeline's Hub id or folder. A network inside that folder gets the folder's name.
-    """
+    """Return the public name of the model that a network was loaded from."""
     path = Path(source)
     is_local = path.is_absolute() or path.exists()
     if model and is_local and path.resolve().is_relative_to(Path(model).expanduser().resolve()):

@@ -36,13 +36,7 @@ Components = Mapping[str, tuple[str, str]]  # library and class of each part of 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedLoading:
-    """The components to quantise while a pipeline is loaded by its name.
-
-    Attributes:
-        specs: for each such component a `QuantizationSpec`, or the configuration object that the user gave.
-        components: library and class of each part of the pipeline.
-        trained: names of the trained networks.
-    """
+    """The components to quantise while a pipeline is loaded by its name."""
 
     specs: Mapping[str, Any]
     components: Components
@@ -62,13 +56,7 @@ class QuantizedLoading:
                 _check_spec(name, spec, self.components[name][0], name in self.trained, is_full_training)
 
     def keywords(self, source: Any, dtype: Any, hub: Mapping[str, Any]) -> dict[str, Any]:
-        """Make the keyword arguments of `from_pretrained` that quantise components; load those from gguf files.
-
-        Args:
-            source: Hub id or folder of the pipeline.
-            dtype: dtype of the other weights, as for `from_pretrained`; quantised layers compute in it.
-            hub: keyword arguments that say where and how to look on the Hub.
-        """
+        """Make the keyword arguments of `from_pretrained` that quantise components; load those from gguf files."""
         configs, loaded = {}, {}
         for name, spec in self.specs.items():
             library, kind = self.components[name]
@@ -158,13 +146,7 @@ def check_package(spec: QuantizationSpec) -> None:
 
 
 def make_config(spec: QuantizationSpec, library: str, dtype: torch.dtype | None) -> Any:
-    """Make the configuration object with which a component is loaded.
-
-    Args:
-        spec: how to quantise the component.
-        library: library of the network, "diffusers" or "transformers"; each has its own classes.
-        dtype: dtype in which 4-bit and gguf layers compute; None for float32.
-    """
+    """Make the configuration object with which a component is loaded."""
     home, options = {"diffusers": diffusers, "transformers": transformers}[library], dict(spec.options)
     dtype = dtype or torch.float32
     if spec.backend == "gguf":

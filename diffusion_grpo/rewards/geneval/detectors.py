@@ -44,14 +44,6 @@ class TransformersDetector(ModelReward):
 
     Grounding DINO scores tokens. The score of a class is the mean over its tokens, as in mmdet, and an object gets the
     class with the highest score.
-
-    Args:
-        model: Hub id or folder.
-        min_score: detections with a lower score are dropped.
-
-    Raises:
-        ValueError: at the first call, if the model belongs to none of these families; at any call with a class that
-            the detector was not trained on.
     """
 
     batch_size: int = 8
@@ -194,9 +186,6 @@ class ClipColors(ModelReward):
     """Model that names the colour of objects with CLIP as GenEval does, comparing crops with phrases for each colour.
 
     Outside an object's mask, its crop is grey.
-
-    Args:
-        model: Hub id or folder of a CLIP model; GenEval's is `openai/clip-vit-large-patch14`.
     """
 
     def sources(self) -> list[Source]:

@@ -31,29 +31,6 @@ class GenEval:
     [relation, index of the other entry]` where required. `exclude` is a list of `{"class", "count"}`: there must be
     fewer than that. A row without requirements gets `None`. Rewards with equal settings are equal, so a reward may be
     both trained on and evaluated.
-
-    Args:
-        detector: Hub id or folder of a detector for transformers (`detectors.TransformersDetector`); from Python, also
-            a callable that takes images and labels and returns a list of `Detection`s per image.
-        colors: "pixels" to compare the object's median colour with ten named ones; otherwise the Hub id or folder of
-            a CLIP model that names the colour, as GenEval does with ViT-L/14.
-        score: the score of an image that lacks something: "correct" gives 0, "partial" the share of the requirements
-            that hold, "dense" the reward that Flow-GRPO trains on (`dense_score`).
-        partial: the same as `score="partial"`.
-        min_score: smallest score of a detection that counts; `min_score_counting` replaces it in the task "counting".
-            GenEval's numbers are for its Mask2Former; other detectors are calibrated differently.
-        max_objects: most objects of one class.
-        max_overlap: of two boxes of one class with a higher intersection over union, only the one with the higher
-            score counts; 1 keeps all.
-        margin: how far apart centres must be, as a share of the summed sizes, to count as left, right, above or below.
-        device: device of the models; by default the accelerator, if there is one.
-        dtype: dtype of the models.
-        revision: branch, tag or commit of the detector's Hub id; `colors_revision` is that of `colors`.
-        offload: whether to keep the models in CPU memory between calls.
-
-    Raises:
-        ValueError: `min_score`, `min_score_counting` or `max_overlap` is outside [0, 1], `score` is unknown, or
-            `partial` is set together with `score="dense"`.
     """
 
     def __init__(

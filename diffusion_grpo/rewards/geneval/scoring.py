@@ -65,11 +65,7 @@ class Verdict:
 
 
 def read_requirements(columns: dict[str, list], row: int) -> dict[str, Any]:
-    """Read a row's `{"include", "exclude", "tag"}` from columns with lists or JSON; empty if there are none.
-
-    Raises:
-        ValueError: an entry is not in GenEval's format.
-    """
+    """Read a row's `{"include", "exclude", "tag"}` from columns with lists or JSON; empty if there are none."""
     values = {name: columns[name][row] for name in ("include", "exclude", "tag") if name in columns}
     if "metadata" in columns:
         values = _parse(columns["metadata"][row]) or {}
@@ -146,12 +142,6 @@ def check_objects(
     Of each class in `include`, the `count` objects with the highest scores are checked. All of them must have the
     required colour. A position must hold between each of them and each object of the other entry; it fails if that
     entry failed.
-
-    Args:
-        objects: objects by class, highest score first (`group_by_class`).
-        include, exclude: requirements, see `GenEval`.
-        name_colors: takes objects and their class, and returns one colour name per object.
-        margin: see `GenEval`.
     """
     checks: list[tuple[bool, str]] = []
     matched: list[list[Detection] | None] = []
@@ -196,9 +186,6 @@ def dense_score(
       does not hold (Flow-GRPO's server adds the 1 in either case, so a wrong position counts half).
 
     `exclude` is ignored. After `evaluate_reward` of https://github.com/yifan123/reward-server.
-
-    Args:
-        objects, include, name_colors, margin: as in `check_objects`, but all objects of a class count.
     """
     parts: list[float] = []
     matched: list[list[Detection] | None] = []

@@ -26,10 +26,6 @@ def ssim(images: list[Image.Image], target_column: str = "target", **columns) ->
     https://doi.org/10.1109/TIP.2003.819861: windows of 11 x 11 pixels that lie inside the image, Gaussian of standard
     deviation 1.5, K1 = 0.01, K2 = 0.03, without the authors' optional downsampling. `None` for an image without a
     target.
-
-    Raises:
-        KeyError: there is no such column.
-        ValueError: an image is smaller than the window.
     """
     pairs = zip(images, columns[target_column], strict=True)
     return [None if other is None else _ssim(_luma(image), _luma(_like(other, image))) for image, other in pairs]
@@ -40,9 +36,6 @@ def psnr(images: list[Image.Image], target_column: str = "target", **columns) ->
     """Return the peak signal-to-noise ratio per image, in dB: 10 log10(255^2 / MSE) over RGB in 0 to 255.
 
     It is at most 100, the value for equal images. `None` for an image without a target.
-
-    Raises:
-        KeyError: there is no such column.
     """
     pairs = zip(images, columns[target_column], strict=True)
     return [None if other is None else _psnr(_rgb(image), _rgb(_like(other, image))) for image, other in pairs]

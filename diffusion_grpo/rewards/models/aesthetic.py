@@ -22,12 +22,6 @@ class Aesthetic(ModelReward):
 
     https://github.com/christophschuhmann/improved-aesthetic-predictor. The default weights,
     `sac+logos+ava1-l14-linearMSE`, are those of DDPO (https://arxiv.org/abs/2305.13301) and Flow-GRPO.
-
-    Args:
-        model: Hub id or folder with the predictor's weights.
-        filename: the file with the weights, `.pth` or `.safetensors`.
-        backbone: Hub id or folder of the CLIP model.
-        backbone_revision: branch, tag or commit of `backbone`.
     """
 
     model: str = "trl-lib/ddpo-aesthetic-predictor"

@@ -28,17 +28,6 @@ class ModelReward(abc.ABC):
     Subclasses are dataclasses too (`eq=False`). They add settings and a default model, list in `sources` the files
     that `load` reads, and score in `__call__` through `in_batches`. Rewards with equal settings are equal, so a reward
     may be both trained on and evaluated.
-
-    Args:
-        model: Hub id or folder.
-        device: device on which the network runs; by default this process's accelerator, if there is one.
-        dtype: dtype of the network.
-        batch_size: number of samples per forward pass.
-        revision: branch, tag or commit of a Hub id.
-        offload: whether to keep the network in CPU memory between calls.
-
-    Raises:
-        ValueError: `batch_size` is below 1, or `model` is a path to a folder that does not exist.
     """
 
     model: str
@@ -132,10 +121,6 @@ class ModelReward(abc.ABC):
         Args:
             function: returns one value per entry, as a list or as a tensor `(batch, ...)`, whose rows become floats
                 or nested lists.
-            lists: at least one list, all of the same length.
-
-        Raises:
-            ValueError: the lists differ in length.
         """
         rows = list(zip(*lists, strict=True))
         answers: list = []
@@ -174,10 +159,8 @@ def without_sharding() -> Iterator[None]:
 
 
 def weights_path(model: str, filename: str, revision: str = "main") -> Path:
-    """Return the path of `filename` in a folder or a Hub id, or `model` itself if it is a file; download it if needed.
-
-    Raises:
-        FileNotFoundError: the folder has no such file.
+    """Return the path of `filename` in a folder or a Hub id, or `model` itself if it is a file; download it if
+    needed.
     """
     folder = Path(model).expanduser()
     if folder.is_file():
@@ -195,11 +178,7 @@ def weights_path(model: str, filename: str, revision: str = "main") -> Path:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a `.safetensors` file, or of a pickled one without running any code that it might contain.
-
-    Raises:
-        ValueError: the file does not hold a mapping from names to tensors.
-    """
+    """Read the tensors of a `.safetensors` file, or of a pickled one without running any code in it."""
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
 
@@ -211,11 +190,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def build_model(cls: Any, config: Any, weights: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:
-    """Build a transformers model with exactly these weights.
-
-    Raises:
-        ValueError: weights are missing, unexpected or of another shape.
-    """
+    """Build a transformers model with exactly these weights."""
     model, found = cls.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True)
     wrong = {kind: sorted(found[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}
     if any(wrong.values()):

@@ -24,13 +24,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(eq=False)
 class ClipReward(ModelReward):
-    """Base class of the rewards by a transformers CLIP: loads it, and embeds images and prompts.
-
-    Args:
-        model: Hub id or folder of a `CLIPModel`.
-        processor: Hub id or folder of its processor; by default the model's own.
-        processor_revision: branch, tag or commit of `processor`, if that is given.
-    """
+    """Base class of the rewards by a transformers CLIP: loads it, and embeds images and prompts."""
 
     model: str = "openai/clip-vit-large-patch14"
     processor: str | None = None
@@ -118,9 +112,6 @@ class ClipSimilarity(ClipReward):
     """Cosine between the CLIP embeddings of an image and of its target in a column.
 
     This is CLIP-I of DreamBooth (https://arxiv.org/abs/2208.12242).
-
-    Args:
-        target_column: column with the targets, PIL images or paths.
     """
 
     target_column: str = "target"

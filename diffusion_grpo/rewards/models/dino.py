@@ -24,10 +24,6 @@ class DinoSimilarity(ModelReward):
     This is the metric DINO of DreamBooth (https://arxiv.org/abs/2208.12242), which uses the default model. Images are
     resized to a shorter side of 256 pixels (bicubic), cropped to 224 and normalised with ImageNet's mean and standard
     deviation, as in DINO's own evaluation (https://arxiv.org/abs/2104.14294).
-
-    Args:
-        model: Hub id or folder of a DINO, DINOv2 or other ViT (`facebook/dinov2-base`).
-        target_column: column with the targets, PIL images or paths.
     """
 
     model: str = "facebook/dino-vits16"

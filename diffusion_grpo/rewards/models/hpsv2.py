@@ -52,15 +52,6 @@ class HPSv2(ClipReward):
 
     Wu et al. 2023, https://arxiv.org/abs/2306.09341, https://github.com/tgxs002/HPSv2. Prompts are cleaned as
     in open_clip. Images are resized so that the longer side fits, and padded with black.
-
-    Args:
-        model: Hub id or folder with the checkpoint.
-        filename: open_clip's checkpoint in `model` (`HPS_v2_compressed.pt` for v2.0); null if `model` is a
-            transformers `CLIPModel` with the same weights.
-        processor: Hub id or folder of a transformers CLIP of the same architecture, for its configuration and
-            tokenizer. `processor_revision` is its branch, tag or commit.
-        antialias: whether to antialias when resizing images. Current versions of torchvision do; those at the time
-            of the paper did not.
     """
 
     model: str = "xswu/HPSv2"
@@ -130,11 +121,7 @@ def clean_prompt(prompt: str) -> str:
 
 
 def convert_open_clip(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the weights of an open_clip ViT to the names of transformers' `CLIPModel`.
-
-    Raises:
-        ValueError: a name that does not occur in an open_clip ViT.
-    """
+    """Rename the weights of an open_clip ViT to the names of transformers' `CLIPModel`."""
     found: dict[str, Tensor] = {}
     for name, weight in weights.items():
         block = re.fullmatch(r"(visual\.)?transformer\.resblocks\.(\d+)\.(.+)", name)

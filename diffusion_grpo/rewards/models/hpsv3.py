@@ -37,15 +37,6 @@ class HPSv3(ModelReward):
     """HPSv3's score of an image: about 0 to 15, higher is better.
 
     The mean standard deviation is logged as `hpsv3/sigma`.
-
-    Args:
-        model: Hub id or folder with `HPSv3.safetensors`, or that file.
-        base: Hub id or folder of the Qwen2-VL that it was trained from, for the configuration and tokenizer.
-        base_revision: branch, tag or commit of `base`.
-        output: `mean` for the published score, or `sigma` for its standard deviation.
-
-    Raises:
-        ValueError: `output` is unknown.
     """
 
     model: str = "MizzenAI/HPSv3"

@@ -39,12 +39,6 @@ class ImageReward(ModelReward):
     """ImageReward v1.0: BLIP reads the image and the prompt (35 tokens), and linear layers give the score.
 
     Xu et al. 2023, https://arxiv.org/abs/2304.05977, https://github.com/THUDM/ImageReward.
-
-    Args:
-        model: Hub id or folder with the checkpoint and `med_config.json`.
-        filename: the checkpoint's file.
-        tokenizer: Hub id or folder of BERT's tokenizer.
-        tokenizer_revision: branch, tag or commit of `tokenizer`.
     """
 
     model: str = "THUDM/ImageReward"

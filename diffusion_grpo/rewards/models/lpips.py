@@ -37,13 +37,6 @@ class LPIPS(ModelReward):
 
     Zhang et al. 2018, https://arxiv.org/abs/1801.03924, https://github.com/richzhang/PerceptualSimilarity. A target
     of another size is resized (Lanczos) to the image's.
-
-    Args:
-        model: `official` (PyTorch's and the authors' own files, downloaded once), or a folder or Hub id with both
-            the features (`alexnet-owt-7be5be79.pth` or `vgg16-397923af.pth`) and the linear layers (`alex.pth` or
-            `vgg.pth`).
-        net: the authors recommend `alex` for comparing images and `vgg` for optimising them.
-        target_column: column with the targets, PIL images or paths.
     """
 
     model: str = "official"
@@ -89,11 +82,7 @@ class LPIPS(ModelReward):
         return Path(torch.hub.get_dir()) / "checkpoints" / f"lpips-{self.net}-{filename}"
 
     def __call__(self, images: list[Image.Image], **columns) -> list[float | None]:
-        """Return 1 - distance per image, at most 1; None for an image without a target.
-
-        Raises:
-            ValueError: an image is smaller than 32 x 32 pixels.
-        """
+        """Return 1 - distance per image, at most 1; None for an image without a target."""
         self.load_once()
         return compare(self._pairs, images, columns[self.target_column])
 
@@ -143,11 +132,7 @@ def _download(url: str, path: Path) -> None:
 
 
 class Features(nn.Module):
-    """LPIPS' network, which computes the distance between images in [-1, 1].
-
-    Args:
-        net: `alex` or `vgg`.
-    """
+    """LPIPS' network, which computes the distance between images in [-1, 1]."""
 
     def __init__(self, net: str):
         super().__init__()

@@ -35,11 +35,6 @@ class RewardNetwork(nn.Module):
     """A Qwen2-VL with a reward head on the hidden states of the tokens `marks` instead of its language head.
 
     The head always computes in float32.
-
-    Args:
-        backbone: a transformers `Qwen2VLModel`.
-        head: maps hidden states `(..., hidden_size)` to `(..., outputs)`.
-        marks: ids of these tokens; each occurs once in every text.
     """
 
     def __init__(self, backbone: nn.Module, head: nn.Module, marks: list[int]):
@@ -102,11 +97,7 @@ def build_empty_backbone(config: Qwen2VLConfig, vocabulary: int) -> nn.Module:
 
 
 def assign(network: nn.Module, weights: dict[str, Tensor], source: str) -> None:
-    """Give `network` exactly these weights.
-
-    Raises:
-        ValueError: names are missing or unexpected, or shapes differ.
-    """
+    """Give `network` exactly these weights."""
     try:
         network.load_state_dict(weights, assign=True)
     except RuntimeError as error:
@@ -119,9 +110,6 @@ def fit_size(width: int, height: int, min_pixels: int, max_pixels: int, factor: 
 
     Follows `smart_resize` of qwen-vl-utils operation by operation: for a side that lands on a multiple of `factor`, as
     with 272 x 272 for HPSv3, another order of the same operations rounds to another size.
-
-    Raises:
-        ValueError: one side is more than 200 times the other.
     """
     if max(width, height) > LONGEST_SIDE * min(width, height):
         raise ValueError(
@@ -143,7 +131,6 @@ def cut_patches(frames: Tensor, config: Qwen2VLConfig) -> tuple[Tensor, Tensor]:
 
     Args:
         frames: `(frames, 3, height, width)`, integers in [0, 255]; the last frame is repeated to fill a patch.
-        config: the model's configuration; the sides are multiples of patch times merge.
 
     Returns:
         Patches `(count, 3 * temporal_patch * patch ** 2)` float32, and the grid `(frames, rows, columns)`.
@@ -167,9 +154,7 @@ def build_batch(
     """Build the arguments of `RewardNetwork` for texts with one image or video each.
 
     Args:
-        texts: the user's messages.
         frames: `(frames, 3, height, width)` per text, see `cut_patches`.
-        kind: "image" or "video".
     """
     cut = [cut_patches(own, config) for own in frames]
     merged = config.vision_config.spatial_merge_size**2
@@ -189,11 +174,7 @@ def build_batch(
 
 
 def check_prompts(prompts: list[str]) -> list[str]:
-    """Return the prompts if none contains a special token, which the model would not read as text.
-
-    Raises:
-        ValueError: a prompt contains one.
-    """
+    """Return the prompts if none contains a special token, which the model would not read as text."""
     for prompt in prompts:
         if found := MARK.search(prompt):
             raise ValueError(f"The prompt {prompt!r} contains {found[0]!r}, a special token of the model; remove it.")

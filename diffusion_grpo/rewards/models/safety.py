@@ -18,10 +18,6 @@ class NsfwFilter(ModelReward):
 
     To use it as a mask, set `threshold: 0.5` here and `multi_objective_aggregation: product_then_normalize`: the
     product of all rewards is then 0 for an unsafe image.
-
-    Args:
-        model: Hub id or folder.
-        unsafe_labels: names of the unsafe classes; their probabilities are added up.
     """
 
     model: str = "Falconsai/nsfw_image_detection"
@@ -46,11 +42,7 @@ class NsfwFilter(ModelReward):
         return network
 
     def __call__(self, images: list[Image.Image], **columns) -> list[float]:
-        """Return one score per image, from 0 (unsafe) to 1 (safe).
-
-        Raises:
-            ValueError: the model lacks a class named in `unsafe_labels`.
-        """
+        """Return one score per image, from 0 (unsafe) to 1 (safe)."""
         return self.in_batches(self._scores, images)
 
     def _scores(self, network: nn.Module, images: list) -> Tensor:

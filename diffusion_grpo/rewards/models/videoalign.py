@@ -49,17 +49,6 @@ class VideoAlign(ModelReward):
     """One dimension of VideoAlign's reward, normalised as the checkpoint sets it.
 
     Rewards that differ only in their dimension share one model and one pass over each video.
-
-    Args:
-        model: Hub id, or folder with `model_config.json` and the folder `checkpoint`, either as published or as the
-            authors' training code saves it (`adapter_model.safetensors` and `non_lora_state_dict.pth`).
-        base: Hub id or folder of the Qwen2-VL that it was trained from.
-        base_revision: branch, tag or commit of `base`.
-        checkpoint: name of the folder with the weights.
-        dimension: VQ (visual quality), MQ (motion quality), TA (text alignment), or Overall, the sum of the three.
-
-    Raises:
-        ValueError: `dimension` is unknown.
     """
 
     model: str = "KwaiVGI/VideoReward"
@@ -171,11 +160,7 @@ class VideoAlign(ModelReward):
 
 
 def _check_settings(settings: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the checkpoint's settings, checked and with a neutral normalisation if they have none.
-
-    Raises:
-        ValueError: the checkpoint was trained in a way that is not supported here.
-    """
+    """Return the checkpoint's settings, checked and with a neutral normalisation if they have none."""
     expected = {
         ("data_config", "prompt_template_type"): "detailed_special",
         ("data_config", "sample_type"): "uniform",
@@ -190,11 +175,7 @@ def _check_settings(settings: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def choose_frames(length: int, fps: float, settings: dict[str, Any]) -> list[int]:
-    """Choose the frames to read: an even number, evenly spaced, as many as the checkpoint's rate asks for.
-
-    Raises:
-        ValueError: the video has only one frame.
-    """
+    """Choose the frames to read: an even number, evenly spaced, as many as the checkpoint's rate asks for."""
     if length < 2:
         raise ValueError("videoalign scores motion, but a video has one frame only.")
     data = settings["data_config"]

@@ -22,11 +22,6 @@ class ModelText(ModelReward):
 
     TrOCR (https://arxiv.org/abs/2109.10282) reads an image of one line, GOT-OCR 2.0
     (`stepfun-ai/GOT-OCR-2.0-hf`, https://arxiv.org/abs/2409.01704) whole images. Decoding is greedy.
-
-    Args:
-        model: Hub id or folder.
-        max_new_tokens: maximum length of a reading.
-        target_column, match, ignore_case, ignore_spaces: as in the reward `text`.
     """
 
     model: str = "microsoft/trocr-base-printed"

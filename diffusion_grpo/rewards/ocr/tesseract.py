@@ -39,11 +39,7 @@ def tesseract(
     ignore_spaces: bool = False,
     **columns,
 ) -> list[float | None]:
-    """Score how well Tesseract's reading of one line agrees with the wanted text; see `text.text`.
-
-    Raises:
-        ImportError: tesserocr or its English model is missing.
-    """
+    """Score how well Tesseract's reading of one line agrees with the wanted text; see `text.text`."""
     wanted = columns[target_column] if target_column else [find_quoted(prompt) for prompt in prompts]
     return score_spelling(read(images), wanted, match, ignore_case, ignore_spaces)
 

@@ -65,27 +65,6 @@ def text(
     """Score in [0, 1] how well the text in each image agrees with the wanted text.
 
     For videos, single frames are read (`Reward.frames`).
-
-    Args:
-        target_column: column with the wanted text; by default, the first text in double quotes in the prompt.
-        match: `"edit"`, 1 - edit distance / length of the longer; `"exact"`, 1 or 0; `"contains"`, Flow-GRPO's rule
-            (https://huggingface.co/papers/2505.05470): 1 if the reading contains the text, else
-            1 - edit distance / length of the text, at least 0, so that other text in the image costs nothing.
-        ignore_case: whether upper and lower case count as the same.
-        ignore_spaces: whether to remove all whitespace before comparing; it is always stripped at both ends.
-        scene: whether to detect lines of text first, and join them with spaces in reading order; otherwise the whole
-            image is read as one line.
-        engine: the reader, `"rapidocr"` or `"paddleocr"` (3.x; always detects lines; Flow-GRPO's reader). To read
-            with a transformers model, use the reward `text_by_model`.
-        engine_kwargs: arguments of `paddleocr.PaddleOCR`, such as another `lang` than `en`, or folders with its
-            models (`text_detection_model_dir`, `text_recognition_model_dir`), which it downloads otherwise.
-
-    Returns:
-        One score per image; `None` if its prompt quotes no text or its column is empty.
-
-    Raises:
-        ImportError: the engine is not installed.
-        ValueError: `engine_kwargs` are given for an engine other than PaddleOCR.
     """
     _check_engine(engine, engine_kwargs)
     wanted = columns[target_column] if target_column else [find_quoted(prompt) for prompt in prompts]
@@ -177,11 +156,7 @@ def read_scenes(images: list[Image.Image]) -> list[str]:
 
 
 def read_with_paddle(images: list[Image.Image], options: dict[str, Any] | None = None) -> list[str]:
-    """Detect and read the lines in each image with PaddleOCR; join them with spaces, in its order.
-
-    Args:
-        options: further arguments of `paddleocr.PaddleOCR`.
-    """
+    """Detect and read the lines in each image with PaddleOCR; join them with spaces, in its order."""
     engine = load_paddle(json.dumps(options or {}, sort_keys=True))
     readings = []
     for image in images:

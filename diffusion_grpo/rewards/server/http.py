@@ -25,11 +25,7 @@ class FailedRequest(Exception):
 
 
 class Slots:
-    """A limit on a reward's concurrent requests, over all of its calls that are awaited together.
-
-    Args:
-        count: maximum number of concurrent requests to one server.
-    """
+    """A limit on a reward's concurrent requests, over all of its calls that are awaited together."""
 
     def __init__(self, count: int):
         self.count = count
@@ -54,9 +50,6 @@ async def ask(client: httpx2.AsyncClient, method: str, url: str, timeout: float,
     """Send one request and return its answer, which must be complete within `timeout` seconds.
 
     httpx's own time-outs limit only pauses: a server that sends a byte now and then could block a run forever.
-
-    Raises:
-        FailedRequest: the answer is not complete in time, or is longer than `MAX_ANSWER`.
     """
     import httpx2
 
@@ -73,17 +66,7 @@ async def ask(client: httpx2.AsyncClient, method: str, url: str, timeout: float,
 
 
 def check_url(url: Any, reward: str, form: str, setting: str) -> None:
-    """Refuse a value that is no URL, or a URL that holds a name or key.
-
-    Args:
-        url: the value given for the URL.
-        reward: name of the reward.
-        form: what a URL should look like.
-        setting: setting of the reward that names an environment variable with the key.
-
-    Raises:
-        ValueError: the value cannot be used; the message shows no key.
-    """
+    """Refuse a value that is no URL, or a URL that holds a name or key."""
     if isinstance(url, str) and "@" in url:  # it would be written to run.json and into messages
         raise ValueError(f"{reward}: url holds a name or key; put it into an environment variable, see {setting}.")
     if not isinstance(url, str) or not url.startswith(("http://", "https://")):

@@ -57,14 +57,6 @@ def create_app(
     `{"error": "one sentence"}`: 400 malformed, or not what this reward can score, 401 wrong token, 404 unknown
     reward, 408 the body did not arrive in time, 413 too large, 500 the reward failed, 503 the queue is full. If a
     client goes away, its request leaves the queue and is not scored.
-
-    Args:
-        rewards: rewards to serve under their names.
-        token: if given, requests must carry `Authorization: Bearer token`.
-        max_waiting: maximum number of requests that wait or are scored; the next one gets 503.
-        max_bytes: maximum size of a request's body.
-        max_pixels: maximum number of pixels of all images in a request together.
-        body_seconds: seconds within which a body must arrive, because it holds a place in the queue meanwhile.
     """
     app = FastAPI(title="diffusion-grpo rewards", docs_url=None, redoc_url=None, openapi_url=None)
     served = {reward.name: reward for reward in rewards}

@@ -279,11 +279,7 @@ def _choice(answer: Answer) -> dict[str, Any]:
 
 
 def _yes(choice: dict[str, Any]) -> float | None:
-    """Return P(yes) / (P(yes) + P(no)) of the first token, ignoring case and spaces; None if neither is likely.
-
-    Raises:
-        RewardError: the server gives no log-probabilities.
-    """
+    """Return P(yes) / (P(yes) + P(no)) of the first token, ignoring case and spaces; None if neither is likely."""
     try:
         likeliest = choice["logprobs"]["content"][0]["top_logprobs"]
         pairs = [(str(one["token"]).strip().lower(), float(one["logprob"])) for one in likeliest]

@@ -41,25 +41,7 @@ def write_request(
     sampling_rate: int | None = None,
     are_latents: bool = False,
 ) -> bytes:
-    """Write the body of a request.
-
-    Args:
-        samples: PIL images, or lists of PIL frames (with their sound, if they are `VideoWithSound`); with safetensors
-            also arrays and tensors of any kind, such as sound, embeddings or latents.
-        prompts: one prompt per sample.
-        columns: columns with one value per sample, PIL images or JSON values.
-        groups: the group of each sample, or None.
-        fps: frames per second of videos, or None.
-        body: `png` for JSON with PNGs; `mp4` for JSON with lossless H.264 videos, which keep the pixels; `mp4_lossy`
-            for videos as players get them, with a fiftieth of the bytes and other pixels; `safetensors` for raw pixels
-            and numbers.
-        sampling_rate: sampling rate of samples that are sound, or None.
-        are_latents: whether the samples are latents, not yet decoded by an autoencoder.
-
-    Raises:
-        TypeError: a column holds a value that JSON cannot represent.
-        WireError: a sample is neither image nor video, and the body is not safetensors.
-    """
+    """Write the body of a request."""
     tensors: dict[str, torch.Tensor] = {}
     content = {
         "samples": [_write_sample(sample, f"sample.{row}", body, tensors) for row, sample in enumerate(samples)],
@@ -86,9 +68,6 @@ def read_request(body: bytes, max_pixels: int = MAX_PIXELS, is_safetensors: bool
     """Return the arguments of `write_request`, with PIL images in RGB, and tensors for arrays.
 
     All samples are of one kind.
-
-    Raises:
-        WireError: the body is malformed, or holds more than `max_pixels`.
     """
     tensors = _read_tensors(body) if is_safetensors else {}
     try:
