@@ -167,14 +167,10 @@ def _make_torchao_type(kind: Any, kwargs: Mapping[str, Any]) -> Any:
     """Make torchao's configuration of a given name; a configuration object is returned as it is."""
     if not isinstance(kind, str):
         return kind
-    cls = getattr(importlib.import_module("torchao.quantization"), kind, None)
     try:
-        return cls(**kwargs)
-    except TypeError as error:
-        raise ValueError(
-            f"quantization: quant_type {kind!r} with quant_type_kwargs {kwargs}: {error}; name a class of "
-            "torchao.quantization, such as Int8WeightOnlyConfig."
-        ) from error
+        return getattr(importlib.import_module("torchao.quantization"), kind)(**kwargs)
+    except (AttributeError, TypeError) as error:  # no such class, or no such argument
+        raise ValueError(f"quantization: quant_type {kind!r} with quant_type_kwargs {kwargs}: {error}.") from error
 
 
 # What is quantised, and whether it can be trained

@@ -262,10 +262,10 @@ def test_the_objects_that_diffusers_and_transformers_get():
         made = make_config(spec, library, torch.bfloat16)
         assert type(made) is home.TorchAoConfig and made.modules_to_not_convert == ["proj_out"]
         assert isinstance(made.quant_type, Int8WeightOnlyConfig)
-    with pytest.raises(ValueError, match="torchao has no quant_type 'Int9Config'; name a class"):
+    with pytest.raises(ValueError, match="quant_type.*Int9Config"):
         make_config(QuantizationSpec("torchao", {"quant_type": "Int9Config"}), "diffusers", None)
     wrong = {"quant_type": "Int8WeightOnlyConfig", "quant_type_kwargs": {"bits": 8}}
-    with pytest.raises(ValueError, match="quant_type_kwargs of Int8WeightOnlyConfig.*bits"):
+    with pytest.raises(ValueError, match="quant_type_kwargs.*bits"):
         make_config(QuantizationSpec("torchao", wrong), "diffusers", None)
 
 
