@@ -61,7 +61,7 @@ class MyAlgorithm(Algorithm):
 def use_trainer(pipe: DiffusionPipeline) -> None:
     args = DiffusionGRPOConfig(output_dir="run", num_generations=4, beta=0.1, trained_steps=[0, 2])
     assert_type(args.num_generations, int)
-    assert_type(args.trained_steps, list[int] | None)
+    assert_type(args.trained_steps, list[int] | str | None)
     assert_type(tiny.PATH, Path)
     prompts = tiny.prompts("train", n=4)
     assert_type(prompts, Dataset)

@@ -17,9 +17,8 @@ class Sizes:
         if self.gradient_checkpointing is not None:  # the name that users of TRL know
             self.activation_checkpointing = self.gradient_checkpointing
             self.gradient_checkpointing = None
-        self.scale_rewards = {"True": "group", "False": "none"}.get(
-            str(self.scale_rewards).title(), self.scale_rewards
-        )
+        names = {"true": "group", "false": "none"}  # TRL takes both
+        vars(self)["scale_rewards"] = names.get(str(self.scale_rewards).lower(), self.scale_rewards)
         for name in DICTIONARIES:
             if isinstance(getattr(self, name), str):
                 setattr(self, name, _json(name, getattr(self, name)))
