@@ -287,11 +287,11 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
         "transformer_2", "trained", "prompts@1", VIDEO | {"name": "wan_experts", "trained_steps": [1, 2]}
     ),
     "model_init_kwargs": Turned({"torch_dtype": "bfloat16"}, "dtype", "prompts@1", {"name": "folder"}),
-    "load_in_4bit": Elsewhere("config/test_quantization.py::test_the_short_form"),
-    "load_in_8bit": Elsewhere("config/test_quantization.py::test_the_short_form"),
-    "bnb_4bit_quant_type": Elsewhere("config/test_quantization.py::test_the_short_form"),
-    "use_bnb_nested_quant": Elsewhere("config/test_quantization.py::test_the_short_form"),
-    "bnb_4bit_quant_storage": Elsewhere("config/test_quantization.py::test_the_short_form"),
+    "load_in_4bit": Elsewhere("weights/test_quantization.py::test_the_short_form"),
+    "load_in_8bit": Elsewhere("weights/test_quantization.py::test_the_short_form"),
+    "bnb_4bit_quant_type": Elsewhere("weights/test_quantization.py::test_the_short_form"),
+    "use_bnb_nested_quant": Elsewhere("weights/test_quantization.py::test_the_short_form"),
+    "bnb_4bit_quant_storage": Elsewhere("weights/test_quantization.py::test_the_short_form"),
     "quantization": Turned({"transformer": "torchao"}, "samples@1 gradient@1", "prompts@1 passes", {"name": "folder"}),
     "selective_checkpointing": Turned(
         0.5, "block_calls", "gradient@2 weights@2 passes", {"gradient_checkpointing": True}
@@ -381,6 +381,9 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "overwrite_output_dir": Elsewhere("training/test_base.py::test_a_run_replaces_the_one_in_its_folder_if_asked_for"),
     "resume_without_optimizer": Elsewhere(
         "run/test_manifest.py::test_state_that_is_not_there_is_refused_unless_asked_for"
+    ),
+    "save_on_each_node": Elsewhere(
+        "distributed/test_processes.py::test_machines_without_a_shared_disk_save_what_each_needs"
     ),
     "save_only_model": Turned(True, "files", "weights@2", SAVED),
     "save_strategy": Turned("steps", "files", "weights@2", {"save_steps": 1}),

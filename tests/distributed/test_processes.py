@@ -153,8 +153,9 @@ def test_samples_rewards_and_weights_of_any_number_of_processes(tmp_path, settin
             assert one.get(name) == pytest.approx(other.get(name), abs=tolerance)
     is_exact = logs[0][-1].get("reward") == logs[1][-1].get("reward")
     assert max((weights[name] - together[name]).abs().max() for name in weights) < (1e-6 if is_exact else 1e-5)
-    if settings is not CHOSEN:
-        assert [entry.get("ratio/max_error", 0.0) for log in logs for entry in log] == [0.0] * 2 * len(logs[0])
+    if settings is not CHOSEN:  # branches that span micro-batches are replayed in other batches than rolled out
+        limit = 1e-7 if settings is BRANCHED else 0.0
+        assert max(entry.get("ratio/max_error", 0.0) for log in logs for entry in log) <= limit
     moved = rank_runs.first_weights(settings)
     assert max((weights[name] - moved[name]).abs().max() for name in weights) > 1e-4
 
