@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from tiny_runs import LORA, PROMPTS, SETTINGS, brightness, latent_mean, logged, trained_weights, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
+from diffusion_grpo.data.call_form import learn_forms
 from diffusion_grpo.policy.drivers import UnsupportedPipeline
 from diffusion_grpo.policy.rollout import rollout
 from diffusion_grpo.policy.unguided import switch_guidance_off
@@ -41,6 +42,8 @@ ONE_UPDATE = {"max_steps": 1, "watch_rewards": None, "log_completions": False, "
 def sample(policy, inputs, texts):
     """The latents after the first step of each text's sample, in the calls that a rollout makes."""
     rows, found = [{"prompt": text} for text in texts], {}
+    if inputs.repeated:  # a picture for all samples, which not every pipeline takes in a list
+        learn_forms(inputs, policy, rows[:1], None)
     for part in inputs.parts(rows):
         given = inputs([rows[index] for index in part])
         _, trajectory = rollout(
