@@ -61,7 +61,7 @@ def test_a_run_stops_with_a_checkpoint_and_no_nan_in_its_log(tmp_path, monkeypat
         updates.append(1)
         return brightness(images) if len(updates) == 1 else [None] * len(images)
 
-    monkeypatch.setattr("diffusion_grpo.training.setup.SignalCheck", functools.partial(SignalCheck, most=2))
+    monkeypatch.setattr("diffusion_grpo.rollout.generation.SignalCheck", functools.partial(SignalCheck, most=2))
     trainer = trainer_for(tmp_path, rewards=fading, max_steps=9, overlap_rewards=False, per_device_train_batch_size=8)
     with pytest.raises(RewardError, match=r"All rewards \(fading\) of the last 2 rollouts were None"):
         trainer.train()
