@@ -224,5 +224,5 @@ def test_what_cannot_branch_is_refused(length, change, error, match):
 
 def test_tokens_cannot_branch():
     policy = TokenPolicy(painter.make_painter(), "writer")
-    with pytest.raises(UnsupportedPipeline, match="samples tokens, so there are no steps without noise"):
+    with pytest.raises(UnsupportedPipeline, match="samples_per_latent"):
         run_prefix(policy, painter.INPUTS, 1, num_inference_steps=4, initial_seeds=[1, 2])
