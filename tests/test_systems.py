@@ -339,7 +339,7 @@ def test_the_controlnet_example_runs(tmp_path, at_root, monkeypatch):
     run, trainers, resume = tmp_path / "run", [], []
     pipe, inputs = tiny_pipelines.build("sd15_controlnet")
     sizes = {"height": inputs["height"], "width": inputs["width"]}
-    values = {"per_device_train_batch_size": 4, "num_generations": 8, "eval_max_prompts": 2}
+    values = {"per_device_train_batch_size": 4, "num_generations": 8, "eval_max_prompts": 2, "num_trained_steps": 9}
     changed = _settings_of(small(values, {})) | sizes | {"output_dir": str(run)}
 
     def trainer(**arguments):
