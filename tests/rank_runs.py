@@ -104,7 +104,8 @@ def train_apart(folder, settings, resume=None):
     """`train` on machines of one process each that share no disk, neither for the run nor for its prompts."""
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     own = folder / f"machine-{rank()}"
-    train(own, settings | {"cache_prompt_embeds": "disk", "prompt_embeds_dir": str(own / "embeds")}, resume=resume)
+    settings = settings | {"cache_prompt_embeds": "disk", "prompt_embeds_dir": str(own / "embeds")}
+    train(own, settings | {"save_on_each_node": False}, resume=resume)  # what the disks are like decides, not this
 
 
 def train_in_rings(folder, settings):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from accelerate.utils import DummyOptim
 from tiny_runs import SMOOTH_VIDEOS, trained_weights, trainer_for
 from transformers import TrainerCallback
 
@@ -25,29 +24,6 @@ def test_the_settings_say_what_stands_beside_the_policy(tmp_path, settings, refe
     assert type(learner.reference) is (reference or type(None))
     optional = {name for name in ("average", "old_policy", "values", "offload") if getattr(learner, name) is not None}
     assert optional == found
-
-
-def test_without_a_value_model_the_optimizer_is_left_alone(tmp_path):
-    """Of an optimizer in DeepSpeed's configuration accelerate makes a placeholder, which has no groups."""
-    placeholder = DummyOptim(list(torch.nn.Linear(1, 1).parameters()))
-    before = dict(vars(placeholder))
-    trainer_for(tmp_path).learner.add_value_parameters(placeholder, 0.2)
-    assert vars(placeholder) == before
-
-
-def test_a_value_model_gets_one_group_with_its_own_learning_rate(tmp_path):
-    learner = trainer_for(tmp_path / "gae", advantage_estimator="gae").learner
-    optimizer = torch.optim.AdamW(learner.weights.parameters, lr=0.1, weight_decay=0.5)
-    for _ in range(2):
-        learner.add_value_parameters(optimizer, 0.2)
-    policy, values = optimizer.param_groups
-    assert (policy["lr"], values["lr"], values["weight_decay"]) == (0.1, 0.2, 0.0)
-    assert list(map(id, values["params"])) == list(map(id, learner.values.parameters()))
-
-    learner = trainer_for(tmp_path / "plain").learner
-    optimizer = torch.optim.AdamW(learner.weights.parameters)
-    learner.add_value_parameters(optimizer, 0.2)
-    assert len(optimizer.param_groups) == 1
 
 
 def test_the_average_is_shown_until_the_policy_is(tmp_path):
