@@ -100,7 +100,9 @@ class RunSettings:
         },
     )
     model_init_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Keyword arguments of DiffusionPipeline.from_pretrained."}
+        default=None,
+        repr=False,  # may hold a token
+        metadata={"help": "Keyword arguments of DiffusionPipeline.from_pretrained."},
     )
     selective_checkpointing: float = field(
         default=1.0,

@@ -226,6 +226,9 @@ class DiffusionGRPOConfig(
         check_run_settings(self.loss_type, list_algorithm_settings(self))
         load_advantage_fn(self.advantage_fn)
 
+    def __str__(self) -> str:
+        return repr(self)  # that of transformers shows every field
+
     @property
     def eval_batch_size(self) -> int:
         """Samples generated together in an evaluation."""

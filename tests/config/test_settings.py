@@ -204,12 +204,13 @@ def test_scale_rewards_takes_the_values_of_trl():
     ]
 
 
-def test_a_token_is_not_shown():
-    assert "hf_secret" not in repr(make_config(hub_token="hf_secret"))
-
-
 def test_the_home_folder_may_be_written_short_in_every_setting(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     config = DiffusionGRPOConfig("~/run", lora_path="~/lora", model_init_kwargs={"cache_dir": "~/c"}, use_cpu=True)
     assert (config.output_dir, config.lora_path) == (str(tmp_path / "run"), str(tmp_path / "lora"))
     assert config.model_init_kwargs == {"cache_dir": str(tmp_path / "c")}
+
+
+def test_no_token_is_shown():
+    settings = make_config(hub_token="hf_a", model_init_kwargs={"token": "hf_b"})
+    assert "hf_" not in repr(settings) + str(settings)
