@@ -6,7 +6,7 @@ from typing import Any
 
 from diffusion_grpo.algorithms import ALGORITHMS
 from diffusion_grpo.config.fields import OF_TRANSFORMERS, own_fields
-from diffusion_grpo.policy.processes import PROCESSES
+from diffusion_grpo.policy.sde import SDES
 
 DEMO = "examples/demo.yaml"
 LEARNING_RATES = (5.5e-4, 1.1e-3, 1.65e-3)  # the same for each recipe
@@ -304,7 +304,7 @@ def find_unknown(recipe: Recipe) -> str | None:
     loss, process = settings.get("loss_type", "grpo"), settings.get("sde_type", "auto")
     if loss not in ALGORITHMS:
         return f"no loss_type {loss}"
-    if process not in ("auto", *PROCESSES):
+    if process not in ("auto", *SDES):
         return f"no sde_type {process}"
     if "loss_kwargs" in settings:
         if unknown := sorted(settings["loss_kwargs"].keys() - inspect.signature(ALGORITHMS[loss]).parameters.keys()):

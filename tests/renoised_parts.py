@@ -22,23 +22,23 @@ class Stub:
 
     component = ("transformer",)
 
-    def __init__(self, clean: Tensor, target: Tensor, share: Tensor, origin: Tensor, moves: Tensor | None):
-        self.clean, self.target, self.share, self.origin, self.moves = clean, target, share, origin, moves
+    def __init__(self, clean: Tensor, target: Tensor, sigma: Tensor, origin: Tensor, moves: Tensor | None):
+        self.clean, self.target, self.sigma, self.origin, self.moves = clean, target, sigma, origin, moves
         self.calls: list[tuple[list[int], int]] = []
 
     def denoise(self, inputs, samples, step):
         rows = samples.seeds
         self.calls.append((rows.tolist(), step))
-        share = self.share[rows] if self.share.ndim else self.share
+        sigma = self.sigma[rows] if self.sigma.ndim else self.sigma
         moves = None if self.moves is None else self.moves[rows]
-        return Denoised(self.clean[rows], self.target[rows], share, self.origin[rows], moves)
+        return Denoised(self.clean[rows], self.target[rows], sigma, self.origin[rows], moves)
 
 
 def problem(
     count: int = 6,
     group_size: int = 3,
     is_masked: bool = False,
-    share_by_element: bool = False,
+    sigma_by_element: bool = False,
     has_old: bool = False,
     has_weights: bool = False,
     advantages: list[float] | None = None,
@@ -51,7 +51,7 @@ def problem(
         count: of samples.
         group_size: samples of each prompt.
         is_masked: whether some elements are held fixed.
-        share_by_element: whether the share of noise differs between elements, or is one number.
+        sigma_by_element: whether the share of noise differs between elements, or is one number.
         has_old: whether there is an old policy, else it is the policy.
         has_weights: whether samples weigh differently.
         advantages: of the samples, by default random.
@@ -65,11 +65,11 @@ def problem(
 
     target = normal(count, *SHAPE)
     clean = (target + distance * normal(count, *SHAPE)).requires_grad_()
-    share = torch.rand(count, *SHAPE, generator=draw, dtype=torch.float64) * 0.6 + 0.3
-    share = share if share_by_element else torch.tensor(0.7, dtype=torch.float64)
+    sigma = torch.rand(count, *SHAPE, generator=draw, dtype=torch.float64) * 0.6 + 0.3
+    sigma = sigma if sigma_by_element else torch.tensor(0.7, dtype=torch.float64)
     moves = torch.rand(count, *SHAPE, generator=draw) < 0.6
     moves[:, 0, 0] = True
-    common = {"target": target, "share": share, "origin": normal(count, *SHAPE), "moves": moves if is_masked else None}
+    common = {"target": target, "sigma": sigma, "origin": normal(count, *SHAPE), "moves": moves if is_masked else None}
     old = torch.stack([target + distance * normal(count, *SHAPE) for _ in STEPS], dim=1)
     samples = CleanSamples(
         latents=target,
@@ -109,8 +109,8 @@ def mean(given: SimpleNamespace, values: Tensor) -> Tensor:
 
 def squares(given: SimpleNamespace, clean: Tensor, other: Tensor | None = None) -> Tensor:
     """Mean squared error of the prediction v that goes with a clean sample, to that of the sample or another."""
-    velocity, aim = (given.origin - clean) / given.share, given.target if other is None else other
-    return mean(given, (velocity - (given.origin - aim) / given.share) ** 2)
+    velocity, aim = (given.origin - clean) / given.sigma, given.target if other is None else other
+    return mean(given, (velocity - (given.origin - aim) / given.sigma) ** 2)
 
 
 def gradient(loss: Tensor, given: SimpleNamespace) -> Tensor:

@@ -20,7 +20,7 @@ from diffusion_grpo import DiffusionGRPOConfig, tiny
 from diffusion_grpo.cli import build_parser, split_overrides
 from diffusion_grpo.config.fields import list_fields, read_value, script_fields
 from diffusion_grpo.config.parse import parse_train_arguments, read_overrides
-from diffusion_grpo.policy.processes import PROCESSES
+from diffusion_grpo.policy.sde import SDES
 from diffusion_grpo.report.page import write_report
 from diffusion_grpo.rewards import REWARDS, load_rewards
 
@@ -110,7 +110,7 @@ def test_python_runs(page, code, names, folder, monkeypatch):
 
     monkeypatch.setattr(diffusion_grpo, "DiffusionGRPOTrainer", build_trainer)
     monkeypatch.setattr(diffusion_grpo, "DiffusionGRPOConfig", build_settings)
-    monkeypatch.setattr("diffusion_grpo.policy.processes.PROCESSES", dict(PROCESSES))
+    monkeypatch.setattr("diffusion_grpo.policy.sde.SDES", dict(SDES))
     if page == "docs/quickstart.md" and "check_pipeline" in code:
         code = code.replace("512", "32")  # what the embedded model can make on a CPU
         compiled = compile(code.replace('"width": 32', '"width": 96, "max_sequence_length": 1'), page, "exec")

@@ -92,7 +92,7 @@ class AWM(RenoisedWithOldPolicy):
     def sample_losses(
         self, now: Denoised, old: Tensor, distant: Denoised | None, part: Part, step: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        error, time = now.error(), now.mean(now.share.expand(now.clean.shape))
+        error, time = now.error(), now.mean(now.sigma.expand(now.clean.shape))
         before = error.detach() if self.anchor == "own" else -part.old_log_prob(step).to(error)
         ratio = torch.exp(self.weigh(before, time) - self.weigh(error, time))
         advantages = part.advantage(step).to(error) / self.advantage_range

@@ -103,7 +103,7 @@ class Renoised(Algorithm):
             losses = losses + self.beta * distance
         metrics, counts = summarise_samples(measured, part.weights)
         total = (weights * losses).sum()
-        metrics |= measure_gradient(total, now.clean, now.share, step)
+        metrics |= measure_gradient(total, now.clean, now.sigma, step)
         return PassOutput(total.to(now.clean.dtype), metrics, self._measure_drift(part, step, now), counts)
 
     def _measure_drift(self, part: Part, step: int, now: Denoised) -> float:

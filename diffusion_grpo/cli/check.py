@@ -30,9 +30,9 @@ def run(arguments: argparse.Namespace) -> int:
     read_json, option = sample_settings.parse_json_object, "--model_init_kwargs"
     arguments.model_init_kwargs = call_or_refuse(read_json, arguments.model_init_kwargs, option)
     call_or_refuse(check_model_name, arguments.model)
-    from ..policy.processes import PROCESSES
+    from ..policy.sde import SDES
 
-    if arguments.sde_type not in (known := ["auto", *PROCESSES]):
+    if arguments.sde_type not in (known := ["auto", *SDES]):
         raise Refusal(f"--sde_type {arguments.sde_type} is unknown; choose one of {', '.join(known)}.")
     import torch
     from diffusers import ModelMixin

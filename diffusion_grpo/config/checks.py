@@ -11,8 +11,7 @@ from typing import Any
 
 from ..algorithms import ALGORITHMS
 from ..algorithms.advantages import AGGREGATIONS
-from ..policy.log_prob_type import NOISE_UP_TO_1, check_log_prob
-from ..policy.processes import LOG_PROBS, PROCESSES
+from ..policy.sde import LOG_PROBS, NOISE_UP_TO_1, SDES, check_log_prob
 from ..policy.step_weights import STEP_WEIGHTS
 from .defaults import DICTIONARIES, Sizes
 from .early_checks import check_folder
@@ -95,14 +94,14 @@ def _check_prompt_embeds(args: Sizes) -> None:
 def _check_choices(args: Sizes) -> None:
     """Refuse names that are not among the known ones."""
     choices = {name: setting.choices for name, setting in list_fields(type(args)).items() if setting.choices}
-    choices |= {"sde_type": ("auto", *PROCESSES), "log_prob_type": LOG_PROBS, "step_weight": STEP_WEIGHTS}
+    choices |= {"sde_type": ("auto", *SDES), "log_prob_type": LOG_PROBS, "step_weight": STEP_WEIGHTS}
     choices |= {"multi_objective_aggregation": AGGREGATIONS}
     for name, known in choices.items():
         value = getattr(args, name)
         if value not in known and not (value is None and getattr(type(args), name) is None):
             raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(known)}.{suggest(value, known)}")
     if args.sde_type != "auto":  # "auto" is resolved once the pipeline is known
-        check_log_prob(args.log_prob_type, args.sde_type, LOG_PROBS)
+        check_log_prob(args.log_prob_type, args.sde_type)
     check_loss(args.loss_type)
 
 

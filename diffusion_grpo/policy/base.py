@@ -65,11 +65,11 @@ class Policy(ABC):
     @property
     @abstractmethod
     def default_noise_level(self) -> float | None:
-        """The usual noise level of the process; None for a policy without a process."""
+        """The usual noise level of the SDE; None for a policy without one."""
 
     @abstractmethod
     def check_noise_level(self, noise_level: float | None) -> None:
-        """Refuse a noise level that the process does not have."""
+        """Refuse a noise level that the SDE does not have."""
 
     @abstractmethod
     def rollout(

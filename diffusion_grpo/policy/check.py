@@ -72,7 +72,7 @@ def check_pipeline(
         pipe: any diffusers pipeline.
         inputs: keyword arguments of its `__call__`, e.g. `{"prompt": ["a cat", "a dog"], "height": 512}`.
         num_inference_steps: length of the loop, at least 2; the last step has no noise and is not replayed.
-        sde_type, noise_level: the process, see [`~diffusion_grpo.policy.schedulers.stochastic_scheduler`].
+        sde_type, noise_level: the SDE, see [`~diffusion_grpo.policy.schedulers.stochastic_scheduler`].
         seed: seed of the samples.
 
     Returns:

@@ -16,13 +16,12 @@ from torch import Tensor, nn
 
 from ..media.files import extract_samples
 from .base import POLICY_COMPONENTS, Policy, without_filters
-from .drivers import Driver, StepScored, UnsupportedPipeline
-from .log_prob_type import NOISE_UP_TO_1
+from .drivers import Driver, ProbeDriver, StepScored, UnsupportedPipeline
 from .network_gate import NetworkAccess, NetworkGates, replace_attribute
-from .recorders import BranchRecorder, Finisher, PrefixDriver, Recorder, SolverRecorder, join_clean
+from .recording import BranchRecorder, FinishDriver, PrefixDriver, Recorder, SolverRecorder, join_clean
+from .replaying import PredictDriver, RenoiseDriver, ReplayDriver
 from .schedulers import StochasticScheduler, stochastic_scheduler, watch_solver
-from .scout import Scout
-from .teachers import Denoiser, Predictor, Teacher
+from .sde import NOISE_UP_TO_1
 from .trajectory import (
     CleanSamples,
     Denoised,
@@ -42,7 +41,7 @@ class DenoisingPolicy(Policy):
     Args:
         pipe: any diffusers pipeline with such a scheduler.
         component: names of the trained networks; see [`~diffusion_grpo.policy.base.policy_component`].
-        sde_type, log_prob_type: the process, and the form of its log-probability; see
+        sde_type, log_prob_type: the SDE, and the form of its log-probability; see
             [`~diffusion_grpo.policy.schedulers.stochastic_scheduler`].
         access, sampling: see [`~diffusion_grpo.policy.base.Policy`].
 
@@ -71,13 +70,13 @@ class DenoisingPolicy(Policy):
 
     @property
     def default_noise_level(self) -> float:
-        return self.scheduler.process.noise_level
+        return self.scheduler.sde.noise_level
 
     def check_noise_level(self, noise_level: float | None) -> None:
-        name = self.scheduler.process.name
+        name = self.scheduler.sde.name
         if noise_level is not None and noise_level > 1 and name in NOISE_UP_TO_1:
             raise ValueError(
-                f"noise_level must lie in (0, 1] for the process {name!r} of {type(self.pipe).__name__}, got "
+                f"noise_level must lie in (0, 1] for the SDE {name!r} of {type(self.pipe).__name__}, got "
                 f"{noise_level}."
             )
 
@@ -199,7 +198,7 @@ class DenoisingPolicy(Policy):
                 f"step {step} was recorded for {len(rows)} of {len(trajectory)} samples; select those first."
             )
         firsts = slice(None) if sources is None else first_of_each(sources)
-        teacher = Teacher(
+        driver = ReplayDriver(
             step,
             trajectory.latents[rows, columns][firsts],
             trajectory.next_latents[rows, columns],
@@ -208,10 +207,10 @@ class DenoisingPolicy(Policy):
             None if trajectory.tokens is None else trajectory.tokens[firsts],
             sources,
         )
-        self._call_until_scored(teacher, inputs, trajectory.num_inference_steps, forwards)
-        if teacher.scored is None:
+        self._call_until_scored(driver, inputs, trajectory.num_inference_steps, forwards)
+        if driver.scored is None:
             raise RuntimeError(f"{type(self.pipe).__name__} ended before step {step}; it was not replayed.")
-        return teacher.scored
+        return driver.scored
 
     def predict(
         self,
@@ -237,7 +236,7 @@ class DenoisingPolicy(Policy):
             tokens: (batch, tokens) int64 tokens that a language model in the pipeline's call wrote, if there is one.
         """
         initial_seeds = torch.as_tensor(initial_seeds, dtype=torch.int64)
-        predictor = Predictor(step, latents, initial_seeds, tokens)
+        predictor = PredictDriver(step, latents, initial_seeds, tokens)
         self._call_until_scored(predictor, inputs, num_inference_steps, forwards)
         return predictor.found
 
@@ -255,7 +254,7 @@ class DenoisingPolicy(Policy):
         """
         if step < 1:
             raise ValueError("Step 0 has no step before it that could hand over a noised sample; train at 1 or later.")
-        driver = Denoiser(step, samples, self.networks)
+        driver = RenoiseDriver(step, samples, self.networks)
         unguided = switch_guidance_off(self.pipe, self.networks, inputs)
         with driver.watch.closing():
             self._call_until_scored(driver, unguided, samples.num_inference_steps, forwards)
@@ -276,14 +275,14 @@ class DenoisingPolicy(Policy):
 
         Calls before the loop count as step 0. Each network runs only once, for the shape of its output.
         """
-        driver = Scout(torch.zeros(1, dtype=torch.int64))
+        driver = ProbeDriver(torch.zeros(1, dtype=torch.int64))
         frozen = NetworkGates(
             lambda: [getattr(self.pipe, name) for name in self.frozen_experts],
             NetworkAccess(self.access.forward_context, self.access.casts_outputs),
             self.family.network_call,
         )
         arguments = self.call_arguments(inputs, num_inference_steps, driver.initial_seeds)
-        with self.acting(driver), frozen.put_up(Scout(driver.initial_seeds)), contextlib.suppress(StepScored):
+        with self.acting(driver), frozen.put_up(ProbeDriver(driver.initial_seeds)), contextlib.suppress(StepScored):
             self.pipe(**arguments)
         return {name: driver.passing.get(number, set()) for number, name in enumerate(self.component)}
 
@@ -389,12 +388,12 @@ class DenoisingPolicy(Policy):
         """Return the latents of the same call, without running a network or a decoder for them."""
         inputs = inputs | {"output_type": "latent"}
         arguments = self.call_arguments(inputs, request.num_inference_steps, recorder.initial_seeds)
-        with self.acting(Finisher(recorder)):
+        with self.acting(FinishDriver(recorder)):
             return self.pipe(**arguments)[0]
 
     def _split_latents(self, found: Any, recorder: Recorder) -> list[Tensor]:
         """Return one float32 latent per sample; refuse other results, or larger ones than the steps left."""
-        left = Finisher(recorder).left
+        left = FinishDriver(recorder).left
         is_tensor = torch.is_tensor(found) and found.ndim > 1 and len(found) == recorder.count
         if not is_tensor or found[0].numel() > left[0].numel():
             shape = tuple(found.shape) if torch.is_tensor(found) else type(found).__name__

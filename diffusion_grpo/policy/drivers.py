@@ -1,7 +1,7 @@
 """The base of drivers, which decide what each step of a stochastic scheduler does.
 
 A driver gets each step of the pipeline's loop from the scheduler and returns the latent with which the pipeline goes
-on. The drivers of rollouts are in `recorders.py`, those of replays and predictions in `teachers.py`.
+on. The drivers of rollouts are in `recording.py`, those of replays and predictions in `replaying.py`.
 """
 
 from collections.abc import Sequence
@@ -109,7 +109,7 @@ def join_latents(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat([part.flatten(1) for part in parts], dim=1)
 
 
-class Follower(Driver):
+class OneStepDriver(Driver):
     """The base of drivers that go to one step without the network, and give that step a latent.
 
     Args:
@@ -138,3 +138,26 @@ def take_part(whole: Tensor, start: int, sample: Tensor, count: int) -> tuple[Te
     """Return the next part of (batch, ...) joined latents, in the shape of `sample`, and the index of its end."""
     end = start + sample[0].numel()
     return whole.flatten(1)[:, start:end].reshape(count, *sample.shape[1:]), end
+
+
+class ProbeDriver(Driver):
+    """Goes through the whole loop without a network, notes which steps call the trained ones, and decodes nothing.
+
+    Args:
+        initial_seeds: (batch,) int64 seeds of the initial latents.
+    """
+
+    needs_network = False
+
+    def __init__(self, initial_seeds: Tensor):
+        super().__init__(initial_seeds, len(initial_seeds), noise_level=0.0)
+        self.passing: dict[int, set[int]] = {}
+
+    def note_call(self, number: int) -> None:
+        self.passing.setdefault(number, set()).add(self.current)
+
+    def step(self, scheduler: Any, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        self.enter(scheduler, index)
+        if index == scheduler.loop_length - 1:
+            raise StepScored
+        return sample

@@ -95,7 +95,7 @@ def rollout(
             all samples, or one per sample. The noise of other samples does not affect a sample without noise.
         noise_in_last_step: whether the loop's last step draws noise too, if it is among `noise_steps` or these are
             not given. It is never trained.
-        noise_level: noise level of the process; by default its usual one. With 0, sampling is deterministic and
+        noise_level: noise level of the SDE; by default its usual one. With 0, sampling is deterministic and
             nothing is recorded; tokens are still drawn.
         device: where the trajectory is kept.
         is_complete: False ends the call once the last trained step is recorded; there are no samples then.

@@ -1,4 +1,4 @@
-"""Which stochastic process a diffusers scheduler can run, and the scheduler that runs it.
+"""Which SDE a diffusers scheduler can run, and the scheduler that runs it.
 
 `stochastic_scheduler` keeps class, config and schedule of a pipeline's scheduler if possible, so that the pipeline
 sees no difference. The `step` of its result asks a driver for the next latent (`stochastic_steps.py`). Schedulers that
@@ -33,8 +33,7 @@ from diffusers import (
 )
 from torch import Tensor
 
-from .log_prob_type import check_log_prob
-from .processes import LOG_PROBS, PROCESSES, processes_of
+from .sde import SDES, check_log_prob, sdes_of
 from .stochastic_steps import (
     EDM_SCHEDULERS,
     CosineSteps,
@@ -46,7 +45,7 @@ from .stochastic_steps import (
     stochastic_class,
 )
 
-__all__ = ["PROCESSES", "StochasticScheduler", "UnsupportedScheduler", "stochastic_scheduler", "watch_solver"]
+__all__ = ["SDES", "StochasticScheduler", "UnsupportedScheduler", "stochastic_scheduler", "watch_solver"]
 
 _FLOW_SCHEDULERS = (FlowMatchEulerDiscreteScheduler, FlowMatchHeunDiscreteScheduler)
 _FLOW_CAPABLE = (
@@ -173,9 +172,9 @@ def _watched_class(base: type) -> type:
 
 
 def stochastic_scheduler(
-    scheduler: SchedulerMixin, process: str = "auto", log_prob_type: str = "gaussian"
+    scheduler: SchedulerMixin, sde_type: str = "auto", log_prob_type: str = "gaussian"
 ) -> StochasticScheduler:
-    """Return the scheduler to train with: the schedule of `scheduler`, with `process` on top.
+    """Return the scheduler to train with: the schedule of `scheduler`, with the SDE `sde_type` on top.
 
     Flow matching (Euler, Heun, or UniPC, DPM-Solver and DEIS set to flow prediction), EDM and Euler with continuous
     timesteps keep their own class, sigmas and shift. Other variance-preserving schedulers become DDIM built from their
@@ -183,12 +182,12 @@ def stochastic_scheduler(
 
     Args:
         scheduler: the pipeline's own scheduler; it is not modified.
-        process: a key of `PROCESSES`, or "auto" for the first that fits: `flow_sde` for flow matching, `ancestral` for
+        sde_type: a key of `SDES`, or "auto" for the first that fits: `flow_sde` for flow matching, `ancestral` for
             EDM, `ddim` otherwise.
         log_prob_type: "gaussian", or "squared_error" for Flow-GRPO's form of the log-probability under `cps`.
 
     Raises:
-        ValueError: the process is unknown or does not fit the scheduler, or `log_prob_type` does not fit the process.
+        ValueError: `sde_type` is unknown or does not fit the scheduler, or `log_prob_type` does not fit the SDE.
         UnsupportedScheduler: the scheduler takes no Gaussian steps that can be scored here.
 
     Examples:
@@ -197,17 +196,17 @@ def stochastic_scheduler(
         True
     """
     name = type(scheduler).__name__
-    if process != "auto" and process not in PROCESSES:
-        raise ValueError(f"sde_type must be auto or one of {', '.join(PROCESSES)}, got {process!r}.")
+    if sde_type != "auto" and sde_type not in SDES:
+        raise ValueError(f"sde_type must be auto or one of {', '.join(SDES)}, got {sde_type!r}.")
     found = _kind(scheduler)
     if found is None:
         raise _refusal(scheduler)
     kind, base = found
-    fitting = [each.name for each in processes_of(kind.coordinates)]
-    if process != "auto" and process not in fitting:
-        raise ValueError(f"sde_type={process!r} does not fit {name}; use auto or one of {', '.join(fitting)}.")
-    process = fitting[0] if process == "auto" else process
-    check_log_prob(log_prob_type, process, LOG_PROBS)
+    fitting = [each.name for each in sdes_of(kind.coordinates)]
+    if sde_type != "auto" and sde_type not in fitting:
+        raise ValueError(f"sde_type={sde_type!r} does not fit {name}; use auto or one of {', '.join(fitting)}.")
+    sde_type = fitting[0] if sde_type == "auto" else sde_type
+    check_log_prob(log_prob_type, sde_type)
     if base is type(scheduler):  # keeps what was set after construction, such as by set_shift
         stochastic = copy.copy(scheduler)
         stochastic.__class__ = stochastic_class(kind, base)
@@ -215,5 +214,5 @@ def stochastic_scheduler(
         config = _ddim_config(scheduler) if base is DDIMScheduler else dict(scheduler.config)
         stochastic = stochastic_class(kind, base).from_config(config)
         stochastic.original = copy.deepcopy(scheduler)
-    stochastic.process, stochastic.log_prob_type = PROCESSES[process], log_prob_type
+    stochastic.sde, stochastic.log_prob_type = SDES[sde_type], log_prob_type
     return stochastic

@@ -1,7 +1,7 @@
 """Mixins that make a diffusers scheduler stochastic: its schedule stays, its `step` asks a driver.
 
 A driver (`drivers.py`) chooses the next latent; a mixin gives it mean and std, or the step without noise. There is one
-mixin for each kind of coordinates. The arithmetic is in `processes.py`; `schedulers.py` chooses the mixin of a
+mixin for each kind of coordinates. The arithmetic is in `sde.py`; `schedulers.py` chooses the mixin of a
 scheduler.
 """
 
@@ -24,7 +24,7 @@ from diffusers import (
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
 from torch import Tensor
 
-from .processes import LOG_PROBS, Coordinates, MeanStd, Process, ancestral, ddim, split_prediction
+from .sde import LOG_PROBS, SDE, Coordinates, MeanStd, ancestral, ddim, split_prediction
 from .trajectory import StepScale
 
 EDM_SCHEDULERS = (EDMEulerScheduler, EDMDPMSolverMultistepScheduler, CosineDPMSolverMultistepScheduler)
@@ -43,7 +43,7 @@ class UnsupportedScheduler(ValueError):
 
 
 class CleanEstimate(NamedTuple):
-    """The clean sample that a step predicts, and its relation to the prediction, `v = (origin - clean) / share`.
+    """The clean sample that a step predicts, and its relation to the prediction, `v = (origin - clean) / sigma`.
 
     Attributes:
         clean: (batch, ...) float32, the predicted clean sample.
@@ -52,13 +52,13 @@ class CleanEstimate(NamedTuple):
     """
 
     clean: Tensor
-    share: Tensor
+    sigma: Tensor
     origin: Tensor
     moves: Tensor | None = None
 
     def velocity(self) -> Tensor:
         """Return `v`, (batch, ...) float32; 0 for elements that the step does not move."""
-        velocity = (self.origin - self.clean) / self.share
+        velocity = (self.origin - self.clean) / self.sigma
         return velocity if self.moves is None else velocity * self.moves
 
 
@@ -76,7 +76,7 @@ class StochasticScheduler:
     """
 
     coordinates: Coordinates
-    process: Process
+    sde: SDE
     log_prob_type: str = "gaussian"
     driver: StepDriver | None = None
     original: SchedulerMixin | None = None
@@ -211,7 +211,7 @@ class FlowSteps(StochasticScheduler):
         return sigmas[self.position], sigmas[self.position + 1]
 
     def _ends(self, device: torch.device) -> dict[str, Tensor]:
-        """Return the keywords that are offered to processes: the schedule's second and last sigma."""
+        """Return the keywords that are offered to SDEs: the schedule's second and last sigma."""
         sigmas = self.sigmas.to(device=device, dtype=torch.float32)
         return {"sigma_max": sigmas[1], "sigma_min": sigmas[-1]}
 
@@ -238,16 +238,16 @@ class FlowSteps(StochasticScheduler):
             ends = {name: 1 - value for name, value in ends.items()}
         if sigma > 1:
             raise UnsupportedScheduler(
-                f"{type(self).__bases__[1].__name__} runs through sigma {float(sigma):.3g} here, but the processes of "
+                f"{type(self).__bases__[1].__name__} runs through sigma {float(sigma):.3g} here, but the SDEs of "
                 "flow matching need sigmas between 0 and 1."
             )
         if "per_token_timesteps" in self.options:
             sigma, sigma_next = self._token_sigmas(sample.device)
             still = sigma_next >= sigma  # tokens of a condition are clean from the start
             sigma, sigma_next = torch.where(still, 1.0, sigma), torch.where(still, 0.5, sigma_next)
-            mean, std = self.process(-prediction, sample, sigma, sigma_next, noise_level=noise_level, **ends)
+            mean, std = self.sde(-prediction, sample, sigma, sigma_next, noise_level=noise_level, **ends)
             return torch.where(still, sample, mean), torch.where(still, 0.0, std)
-        return self.process(prediction, sample, sigma, sigma_next, noise_level=noise_level, **ends)
+        return self.sde(prediction, sample, sigma, sigma_next, noise_level=noise_level, **ends)
 
     def _held_tokens(self, sample: Tensor) -> Tensor | None:
         """Return which tokens are held fixed, (batch, tokens, 1) bool; None without a timestep per token."""
@@ -256,18 +256,18 @@ class FlowSteps(StochasticScheduler):
         sigma, sigma_next = self._token_sigmas(sample.device)
         return sigma_next >= sigma
 
-    def _share(self, index: int, device: torch.device) -> Tensor:
+    def _sigma_at(self, index: int, device: torch.device) -> Tensor:
         sigma = self.sigmas[self.first + index].to(device=device, dtype=torch.float32)
         return 1 - sigma if self.config.get("invert_sigmas") else sigma
 
     def renoise(self, clean: Tensor, noise: Tensor, sample: Tensor, index: int) -> Tensor:
-        sigma = self._share(index, sample.device)
+        sigma = self._sigma_at(index, sample.device)
         noised, held = (1 - sigma) * clean + sigma * noise, self._held_tokens(sample)
         return noised if held is None else torch.where(held, sample.float(), noised)
 
     def denoise(self, prediction: Tensor, timestep: Any, sample: Tensor) -> CleanEstimate:
         prediction, sample = prediction.float(), sample.float()
-        sigma, held = self._share(self.index, sample.device), self._held_tokens(sample)
+        sigma, held = self._sigma_at(self.index, sample.device), self._held_tokens(sample)
         if self.config.get("invert_sigmas") or held is not None:  # both invert the sign of the step
             prediction = -prediction
         moves = None if held is None else ~held.expand(sample.shape)
@@ -307,7 +307,7 @@ class DDIMSteps(StochasticScheduler):
         alphas = self.alphas_cumprod.to(device=sample.device, dtype=torch.float32)
         timestep_next = int(timestep) - self.config.num_train_timesteps // self.num_inference_steps
         alpha_next = alphas[timestep_next] if timestep_next >= 0 else self.final_alpha_cumprod.to(alphas)
-        return self.process(
+        return self.sde(
             self.drop_variance(prediction, sample).float(),
             sample.float(),
             alphas[int(timestep)],
@@ -361,7 +361,7 @@ class CosineSteps(StochasticScheduler):
 
     def distribution(self, prediction: Tensor, timestep: Any, sample: Tensor, noise_level: float) -> MeanStd:
         alphas = self._alphas(timestep, sample)
-        return self.process(prediction.float(), sample.float(), *alphas, noise_level=noise_level)
+        return self.sde(prediction.float(), sample.float(), *alphas, noise_level=noise_level)
 
     def renoise(self, clean: Tensor, noise: Tensor, sample: Tensor, index: int) -> Tensor:
         alpha = self._alpha_cumprod(self.timesteps[self.first + index].reshape(1), sample.device).float()
@@ -423,7 +423,7 @@ class SigmaSteps(StochasticScheduler):
         return ancestral(*self._clean_step(prediction, sample), noise_level=0.0)[0].to(sample.dtype)
 
     def distribution(self, prediction: Tensor, timestep: Any, sample: Tensor, noise_level: float) -> MeanStd:
-        return self.process(*self._clean_step(prediction, sample), noise_level=noise_level)
+        return self.sde(*self._clean_step(prediction, sample), noise_level=noise_level)
 
     def unclipped(self, prediction: Tensor, timestep: Any, sample: Tensor, noise_level: float) -> MeanStd:
         given, self.options = self.options, {}  # in which Cosmos gives a clean sample made from the network's output

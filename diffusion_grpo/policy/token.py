@@ -46,7 +46,7 @@ class TokenPolicy(Policy):
         return None  # the decoder takes the pipeline's own steps
 
     def check_noise_level(self, noise_level: float | None) -> None:
-        """Accept any level: tokens have no process."""
+        """Accept any level: tokens have no SDE."""
 
     def check_latents(self) -> None:
         raise UnsupportedPipeline(

@@ -1,6 +1,6 @@
-"""The process of a policy that writes tokens: from logits to a distribution, a drawn token and its log-probability.
+"""From logits to a distribution, a drawn token and its log-probability.
 
-This is the counterpart of `processes.py`. The data that a rollout of tokens passes to replays is here too. Nothing
+This is the counterpart of `sde.py`. The data that a rollout of tokens passes to replays is here too. Nothing
 here needs a model.
 """
 

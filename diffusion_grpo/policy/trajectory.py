@@ -81,7 +81,7 @@ class Trajectory(SampleTensors):
         seeds: (batch,) int64, seed of each sample's step noise.
         initial_seeds: (batch,) int64, seed of each sample's initial latent.
         num_inference_steps: length of the pipeline's loop.
-        noise_level: noise level of the process at the trained steps.
+        noise_level: noise level of the SDE at the trained steps.
         tokens: (batch, tokens) int64 tokens that a language model in the pipeline's call wrote; None if there are
             none.
         step_weights: (batch, steps) float32, factors of the policy term; None if all are 1.
@@ -157,9 +157,9 @@ class Denoised:
     Attributes:
         clean: (batch, ...) float32, the predicted clean sample, with gradient.
         target: (batch, ...) float32, the sample itself, in the same coordinates.
-        share: how much of the noised sample is noise, between 0 and 1, broadcastable to `clean`: sigma for flow
+        sigma: how much of the noised sample is noise, between 0 and 1, broadcastable to `clean`: sigma for flow
             matching, sqrt(1 - alpha) for variance-preserving schedules, sigma / sqrt(1 + sigma^2) for EDM.
-        origin: (batch, ...) float32, chosen so that the prediction is `v = (origin - clean) / share`: the velocity for
+        origin: (batch, ...) float32, chosen so that the prediction is `v = (origin - clean) / sigma`: the velocity for
             flow matching, v-prediction for variance-preserving schedules.
         moves: (batch, ...) bool, False for elements that the pipeline holds fixed (conditions, first frames, the part
             outside an inpainting mask) and that therefore do not count; None if all count.
@@ -168,13 +168,13 @@ class Denoised:
 
     Examples:
         >>> ones = torch.ones(1, 4)
-        >>> Denoised(clean=0 * ones, target=ones, share=torch.tensor(0.5), origin=ones).error().item()
+        >>> Denoised(clean=0 * ones, target=ones, sigma=torch.tensor(0.5), origin=ones).error().item()
         4.0
     """
 
     clean: Tensor
     target: Tensor
-    share: Tensor
+    sigma: Tensor
     origin: Tensor
     moves: Tensor | None = None
     clean_at_zero: Tensor | None = None
@@ -189,11 +189,11 @@ class Denoised:
     def error(self, other: Tensor | None = None) -> Tensor:
         """Return the (batch,) mean squared error of `v` to the target, or to another clean sample; float64."""
         other = self.target if other is None else other.to(self.clean)
-        return self.mean(((self.clean - other) / self.share) ** 2)
+        return self.mean(((self.clean - other) / self.sigma) ** 2)
 
     def norm(self) -> Tensor:
         """Return the (batch,) root mean square of `v`; float64, without gradient."""
-        return self.mean(((self.origin - self.clean.detach()) / self.share) ** 2).sqrt()
+        return self.mean(((self.origin - self.clean.detach()) / self.sigma) ** 2).sqrt()
 
     def compare(self, reference: "Denoised") -> dict[str, Tensor]:
         """Return the (batch,) ratio of the norm of `v` to that of the reference, as `velocity/ratio_to_ref`."""
@@ -207,7 +207,7 @@ class Denoised:
         for flow matching, and differs if `v` contains a part of the noised sample (noise prediction, EDM).
         """
         still = self.origin if self.clean_at_zero is None else self.clean_at_zero
-        return self.mean(((self.clean - still) / self.share) ** 2).sqrt().clamp(min=1e-12)
+        return self.mean(((self.clean - still) / self.sigma) ** 2).sqrt().clamp(min=1e-12)
 
     @torch.no_grad()
     def difference(self, other: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from peft import PeftConfig
 from ..algorithms.batch import Rows
 from ..config.settings import DiffusionGRPOConfig, describe
 from ..data.inputs import PipelineInputs
-from ..policy.processes import PROCESSES, processes_of
+from ..policy.sde import SDES, sdes_of
 from ..weights.public_names import strip_folders, strip_secrets
 from .manifest import ResumeError
 
@@ -77,10 +77,10 @@ def resolve_settings(args: DiffusionGRPOConfig) -> dict[str, Any]:
     found = {name: getattr(args, RESOLVED.get(name, name)) for name in IDENTITY_SETTINGS}
     found |= {"trained_steps": [args.trainable_steps.start, args.trainable_steps.stop]}
     found["is_renoised"] = args.is_renoised
-    process = PROCESSES.get(args.sde_type)
+    process = SDES.get(args.sde_type)
     if process is None:  # "auto": the scheduler decides once the model is loaded
         return _publish(found)
-    if processes_of(process.coordinates)[0] is process:  # "auto" means this process for every scheduler that it fits
+    if sdes_of(process.coordinates)[0] is process:  # "auto" means this process for every scheduler that it fits
         return _publish(found | {"sde_type": "auto"})
     level = process.noise_level if args.noise_level is None else args.noise_level
     return _publish(found | {"noise_level": level})

@@ -19,7 +19,7 @@ BY_HAND = {
 
 def reference_loss(given, weight="ghuber", before=None, clip=None, ema_beta=1.0, advantage_range=5.0):
     """(samples,) PPO's loss of exp(w(d_before) - w(d)), plus the distance to the average."""
-    error, time = squares(given, given.clean), mean(given, given.share.expand(given.clean.shape))
+    error, time = squares(given, given.clean), mean(given, given.sigma.expand(given.clean.shape))
     before = error.detach() if before is None else before
     losses = []
     for index, advantage in enumerate((given.advantages / advantage_range).tolist()):
@@ -31,11 +31,11 @@ def reference_loss(given, weight="ghuber", before=None, clip=None, ema_beta=1.0,
 
 
 @pytest.mark.parametrize("is_masked", [False, True])
-@pytest.mark.parametrize("share_by_element", [False, True])
+@pytest.mark.parametrize("sigma_by_element", [False, True])
 @pytest.mark.parametrize("weight", WEIGHTS)
 @pytest.mark.parametrize("has_old", [False, True])
-def test_loss_and_gradient_of_a_first_replay(is_masked, share_by_element, weight, has_old):
-    given = problem(is_masked=is_masked, share_by_element=share_by_element, has_old=has_old, has_weights=True)
+def test_loss_and_gradient_of_a_first_replay(is_masked, sigma_by_element, weight, has_old):
+    given = problem(is_masked=is_masked, sigma_by_element=sigma_by_element, has_old=has_old, has_weights=True)
     out = AWM(weight=weight, ema_beta=0.4).loss(given.policy, None, given.part, 3)
     losses = reference_loss(given, weight, ema_beta=0.4)
     assert_close(out.loss, (given.weights * losses).sum())

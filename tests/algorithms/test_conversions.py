@@ -11,10 +11,10 @@ from transformers import TrainerCallback
 
 from diffusion_grpo.algorithms.advantages import best_of_n
 from diffusion_grpo.algorithms.losses import kl_divergence
-from diffusion_grpo.policy.processes import cps, flow_sde, log_density, squared_error
-from diffusion_grpo.policy.recorders import Recorder
+from diffusion_grpo.policy.recording import Recorder
 from diffusion_grpo.policy.rollout import DenoisingPolicy, replay, rollout
 from diffusion_grpo.policy.schedulers import stochastic_scheduler
+from diffusion_grpo.policy.sde import cps, flow_sde, log_density, squared_error
 from diffusion_grpo.policy.trajectory import Trajectory
 
 SEEDS = [1, 2]
@@ -91,9 +91,9 @@ def test_a_squared_error_is_recorded_and_replayed():
 
 def test_a_squared_error_is_of_cps_alone():
     pipe, _ = tiny_pipelines.build("sd3")
-    with pytest.raises(ValueError, match="Flow-GRPO's form for cps, but the process is flow_sde; set sde_type='cps'"):
+    with pytest.raises(ValueError, match="log_prob_type"):
         DenoisingPolicy(pipe, log_prob_type="squared_error")
-    with pytest.raises(ValueError, match="one of gaussian, squared_error, got 'square'"):
+    with pytest.raises(ValueError, match="log_prob_type"):
         DenoisingPolicy(pipe, sde_type="cps", log_prob_type="square")
 
 

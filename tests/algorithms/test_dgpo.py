@@ -30,11 +30,11 @@ def reference_dgpo(given, groups, preference_beta=100.0, clip=1e-2):
 
 
 @pytest.mark.parametrize("is_masked", [False, True])
-@pytest.mark.parametrize("share_by_element", [False, True])
+@pytest.mark.parametrize("sigma_by_element", [False, True])
 @pytest.mark.parametrize("has_old", [False, True])
 @pytest.mark.parametrize("groups", GROUPS)
-def test_loss_and_gradient_of_dgpo(is_masked, share_by_element, has_old, groups):
-    given = problem(is_masked=is_masked, share_by_element=share_by_element, has_old=has_old, has_weights=True)
+def test_loss_and_gradient_of_dgpo(is_masked, sigma_by_element, has_old, groups):
+    given = problem(is_masked=is_masked, sigma_by_element=sigma_by_element, has_old=has_old, has_weights=True)
     part = changed(given, groups=torch.tensor(GROUPS[groups]))
     out = DGPO(preference_beta=3.0).loss(given.policy, given.reference, part, 3)
     losses = reference_dgpo(given, GROUPS[groups], 3.0)
@@ -102,11 +102,11 @@ def reference_dpo(given, groups, preference_beta):
 
 
 @pytest.mark.parametrize("is_masked", [False, True])
-@pytest.mark.parametrize("share_by_element", [False, True])
+@pytest.mark.parametrize("sigma_by_element", [False, True])
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("has_weights", [False, True])
-def test_loss_and_gradient_of_dpo(is_masked, share_by_element, groups, has_weights):
-    given = problem(is_masked=is_masked, share_by_element=share_by_element, has_weights=has_weights)
+def test_loss_and_gradient_of_dpo(is_masked, sigma_by_element, groups, has_weights):
+    given = problem(is_masked=is_masked, sigma_by_element=sigma_by_element, has_weights=has_weights)
     part = changed(given, groups=torch.tensor(GROUPS[groups]))
     out = DPO(preference_beta=4.0).loss(given.policy, given.reference, part, 3)
     expected, accuracy = reference_dpo(given, GROUPS[groups], 4.0)

@@ -24,11 +24,11 @@ def reference_loss(given, strength=1.0, advantage_range=5.0):
 
 
 @pytest.mark.parametrize("is_masked", [False, True])
-@pytest.mark.parametrize("share_by_element", [False, True])
+@pytest.mark.parametrize("sigma_by_element", [False, True])
 @pytest.mark.parametrize("has_old", [False, True])
 @pytest.mark.parametrize("settings", [{}, {"strength": 0.1, "advantage_range": 2.0}])
-def test_loss_and_gradient(is_masked, share_by_element, has_old, settings):
-    given = problem(is_masked=is_masked, share_by_element=share_by_element, has_old=has_old, has_weights=True)
+def test_loss_and_gradient(is_masked, sigma_by_element, has_old, settings):
+    given = problem(is_masked=is_masked, sigma_by_element=sigma_by_element, has_old=has_old, has_weights=True)
     out = NFT(**settings).loss(given.policy, None, given.part, 3)
     losses = reference_loss(given, **settings)
     expected = (given.weights * losses).sum()

@@ -54,17 +54,17 @@ def batch_of(given, is_on_policy=True, has_current_old=False):
 
 
 @pytest.mark.parametrize("is_masked", [False, True])
-@pytest.mark.parametrize("share_by_element", [False, True])
+@pytest.mark.parametrize("sigma_by_element", [False, True])
 @pytest.mark.parametrize("has_weights", [False, True])
-def test_a_pass_sums_the_losses_and_the_distance_to_the_reference(is_masked, share_by_element, has_weights):
-    given = problem(is_masked=is_masked, share_by_element=share_by_element, has_weights=has_weights)
+def test_a_pass_sums_the_losses_and_the_distance_to_the_reference(is_masked, sigma_by_element, has_weights):
+    given = problem(is_masked=is_masked, sigma_by_element=sigma_by_element, has_weights=has_weights)
     out = Plain(beta=0.3).loss(given.policy, given.reference, given.part, 3)
     error, distance = squares(given, given.clean), squares(given, given.clean, given.reference.clean)
     expected = (given.weights * (error + 0.3 * distance)).sum()
     assert_close(out.loss, expected)
     assert_close(gradient(out.loss, given), gradient(expected, given))
-    sizes = [mean(given, ((given.origin - x) / given.share) ** 2).sqrt() for x in (given.clean, given.reference.clean)]
-    pulls = gradient(out.loss, given) * given.share
+    sizes = [mean(given, ((given.origin - x) / given.sigma) ** 2).sqrt() for x in (given.clean, given.reference.clean)]
+    pulls = gradient(out.loss, given) * given.sigma
     assert out.metrics == pytest.approx(
         {
             "loss/kl": 0.3 * (given.weights * distance).mean().item(),
@@ -166,7 +166,7 @@ class NoErrors(Plain):
 
 def relative(given, other):
     """(samples,) root mean square of what two predictions of v differ by, relative to that of the policy's."""
-    velocity = (given.origin - given.clean) / given.share
+    velocity = (given.origin - given.clean) / given.sigma
     return (squares(given, given.clean, other) / mean(given, velocity**2)).sqrt().detach()
 
 

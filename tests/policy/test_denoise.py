@@ -49,7 +49,7 @@ def test_a_flow_is_noised_as_diffusers_does_it(name):
             noised = ((1 - sigma) * clean.latents + sigma * noise).float()
             again = {"num_inference_steps": STEPS, "initial_seeds": clean.initial_seeds}
             velocity = predict(policy, unguided, noised, step, **again).prediction
-        assert found.moves is None and torch.allclose(found.share.double(), sigma)
+        assert found.moves is None and torch.allclose(found.sigma.double(), sigma)
         torch.testing.assert_close(found.clean, noised - sigma.float() * velocity, rtol=1e-4, atol=1e-4)
         error = ((velocity.double() - (noise - clean.latents)) ** 2).flatten(1).mean(1)
         torch.testing.assert_close(found.error(), error, rtol=2e-3, atol=1e-5)
@@ -74,7 +74,7 @@ def test_a_variance_preserving_latent_is_noised_as_diffusers_does_it(name):
         kind = scheduler.config.prediction_type
         expected = {"epsilon": (x - b * output) / a, "v_prediction": a * x - b * output, "sample": output}[kind]
         scale = float(expected.abs().max())
-        assert torch.allclose(found.share.double(), b)
+        assert torch.allclose(found.sigma.double(), b)
         torch.testing.assert_close(found.clean.double(), expected, rtol=1e-3, atol=1e-4 * scale)
         v = (a * x - expected) / b
         torch.testing.assert_close(found.norm(), v.flatten(1).pow(2).mean(1).sqrt(), rtol=2e-3, atol=0)
@@ -101,14 +101,14 @@ def test_other_coordinates(name):
         expected, share = clean.latents + sigma * noise, sigma / (1 + sigma**2).sqrt()
     sample = handed["sample"][:2].double()
     torch.testing.assert_close(sample, expected, rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(found.share.double().flatten()[0], share.flatten()[0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(found.sigma.double().flatten()[0], share.flatten()[0], rtol=1e-5, atol=0)
 
 
 def test_two_latents_are_noised_each_by_its_own_scheduler():
     policy, inputs, _, clean = clean_rollout("ltx2")
     with torch.no_grad():
         found = denoise(policy, inputs, clean, 1)
-    assert found.clean.shape == clean.latents.shape == found.share.shape
+    assert found.clean.shape == clean.latents.shape == found.sigma.shape
     assert torch.isfinite(found.error()).all() and torch.equal(found.target, clean.latents)
 
 
@@ -151,7 +151,7 @@ def test_noise_differs_by_step_and_is_shared_by_equal_seeds():
     clean.latents[:] = 0.0  # so that the noised sample is sigma times the noise
     with torch.no_grad():
         found = [denoise(policy, inputs, clean, step) for step in (1, 2, 1)]
-    handed = [one.origin / one.share for one in found]
+    handed = [one.origin / one.sigma for one in found]
     assert torch.equal(handed[0][0], handed[0][1]) and torch.equal(handed[0], handed[2])
     assert not torch.allclose(handed[0], handed[1], atol=0.1)
 
@@ -192,7 +192,7 @@ def test_what_the_pipeline_holds_fixed_is_no_target():
     assert 0.4 < found.moves.float().mean() < 0.6
     worse = torch.where(found.moves, found.clean, found.clean + 100.0)
     assert torch.equal(found.error(worse), torch.zeros(2, dtype=torch.float64))  # what is fixed does not count
-    assert found.error(found.clean + 1.0)[0].item() == pytest.approx(1 / found.share.item() ** 2, rel=1e-4)
+    assert found.error(found.clean + 1.0)[0].item() == pytest.approx(1 / found.sigma.item() ** 2, rel=1e-4)
 
 
 def continue_image(seed=0):

@@ -4,8 +4,8 @@ import tiny_pipelines
 import torch
 
 from diffusion_grpo.policy.denoising import DenoisingPolicy
-from diffusion_grpo.policy.processes import log_density
 from diffusion_grpo.policy.rollout import replay, rollout
+from diffusion_grpo.policy.sde import log_density
 
 SEEDS = [1, 2]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diffusion_grpo.policy.drivers import Driver, Follower, StepParts, UnsupportedPipeline, take_part
+from diffusion_grpo.policy.drivers import Driver, OneStepDriver, StepParts, UnsupportedPipeline, take_part
 
 SEEDS = torch.tensor([3, 4])
 
@@ -29,7 +29,7 @@ def test_rows_are_copies_of_the_samples():
 
 def test_a_follower_hands_each_scheduler_its_part_of_the_latents():
     whole = torch.arange(14.0).view(2, 7)
-    follower = Follower(2, whole, SEEDS, None, 0.0)
+    follower = OneStepDriver(2, whole, SEEDS, None, 0.0)
     assert torch.equal(follower.hand_over(0, torch.zeros(2, 4)), torch.zeros(2, 4))  # an earlier step
     video, sound = (follower.hand_over(1, torch.zeros(2, *shape)) for shape in ((2, 2), (3,)))
     assert torch.equal(video.flatten(1), whole[:, :4]) and torch.equal(sound, whole[:, 4:])

@@ -21,7 +21,7 @@ from diffusers import (
 )
 
 from diffusion_grpo.policy.rollout import DenoisingPolicy, rollout
-from diffusion_grpo.policy.schedulers import PROCESSES, UnsupportedScheduler, stochastic_scheduler
+from diffusion_grpo.policy.schedulers import SDES, UnsupportedScheduler, stochastic_scheduler
 
 SEEDS = [11, 12]
 
@@ -76,7 +76,7 @@ def test_a_flow_schedule_keeps_its_sigmas_and_its_signature(scheduler):
         each.set_timesteps(7)
     assert torch.equal(mine.sigmas, scheduler.sigmas) and torch.equal(mine.timesteps, scheduler.timesteps)
     assert inspect.signature(mine.set_timesteps) == inspect.signature(scheduler.set_timesteps)
-    assert mine.process.name == "flow_sde" and isinstance(mine, type(scheduler))
+    assert mine.sde.name == "flow_sde" and isinstance(mine, type(scheduler))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_variance_preserving_schedulers_become_ddim_with_their_own_alphas(cls, p
         pytest.skip("PNDM has no sample prediction")
     scheduler = cls(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", prediction_type=prediction_type)
     mine = stochastic_scheduler(scheduler)
-    assert mine.process.name == "ddim" and isinstance(mine, DDIMScheduler)
+    assert mine.sde.name == "ddim" and isinstance(mine, DDIMScheduler)
     assert torch.equal(mine.alphas_cumprod, scheduler.alphas_cumprod)
     assert mine.config.prediction_type == prediction_type
     assert mine.config.clip_sample == scheduler.config.get("clip_sample", False)
@@ -129,7 +129,7 @@ def test_what_cannot_be_scored_is_refused_with_what_can():
         stochastic_scheduler(LCMScheduler())
     with pytest.raises(ValueError, match="cps.*does not fit DDIMScheduler.*ddim"):
         stochastic_scheduler(DDIMScheduler(), "cps")
-    with pytest.raises(ValueError, match=f"one of {', '.join(PROCESSES)}"):
+    with pytest.raises(ValueError, match=f"one of {', '.join(SDES)}"):
         stochastic_scheduler(DDIMScheduler(), "euler")
 
 
@@ -163,7 +163,7 @@ CONTINUOUS = {"timestep_type": "continuous", "use_karras_sigmas": True, "sigma_m
 )
 def test_sigma_schedules_take_the_original_step_without_noise(scheduler):
     mine = stochastic_scheduler(scheduler)
-    assert mine.process.name == "ancestral" and isinstance(mine, type(scheduler))
+    assert mine.sde.name == "ancestral" and isinstance(mine, type(scheduler))
     for each in (scheduler, mine):
         each.set_timesteps(5)
     sample, prediction = torch.randn(2, 2, 4, 4, 4, generator=torch.Generator().manual_seed(0))
@@ -211,9 +211,9 @@ def test_a_step_that_a_replay_ends_leaves_no_argument_for_the_next():
 
 def test_flows_with_sigmas_above_one_are_edm():
     scheduler = FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True)
-    assert stochastic_scheduler(scheduler).process.name == "flow_sde"
+    assert stochastic_scheduler(scheduler).sde.name == "flow_sde"
     scheduler.register_to_config(sigma_max=80.0, sigma_min=0.002)
-    assert stochastic_scheduler(scheduler).process.name == "ancestral"
+    assert stochastic_scheduler(scheduler).sde.name == "ancestral"
 
 
 def test_cascades_scheduler_takes_the_step_of_ddpm():

@@ -95,6 +95,6 @@ def test_ddim_steps_leave_out_a_learned_variance():
 
 
 def test_elements_that_a_step_does_not_move_have_no_velocity():
-    parts = torch.tensor([[1.0, 2.0]]), torch.tensor(0.5), torch.zeros(1, 2)  # clean, share, origin
+    parts = torch.tensor([[1.0, 2.0]]), torch.tensor(0.5), torch.zeros(1, 2)  # clean, sigma, origin
     assert CleanEstimate(*parts).velocity().tolist() == [[-2.0, -4.0]]
     assert CleanEstimate(*parts, moves=torch.tensor([[True, False]])).velocity().tolist() == [[-2.0, 0.0]]

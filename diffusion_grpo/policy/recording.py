@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .drivers import Driver, Follower, StepParts, StepScored, UnsupportedPipeline, first_rows, join_latents
+from .drivers import Driver, OneStepDriver, StepParts, StepScored, UnsupportedPipeline, first_rows, join_latents
 from .schedulers import StochasticScheduler
 from .step_weights import weigh_steps
 from .trajectory import Prefix, StepScale, Trajectory, make_generators
@@ -181,7 +181,9 @@ class BranchRecorder(Recorder):
         super().__init__(*settings)
         self.tokens, self.length, self.prediction = prefix.tokens, prefix.length, prefix.prediction
         self._offset = 0  # in that prediction, if a step moves several latents
-        self._follower = Follower(prefix.length, prefix.latents, prefix.initial_seeds, prefix.tokens, self.noise_level)
+        self._to_branch = OneStepDriver(
+            prefix.length, prefix.latents, prefix.initial_seeds, prefix.tokens, self.noise_level
+        )
 
     @property
     def needs_network(self) -> bool:
@@ -206,7 +208,7 @@ class BranchRecorder(Recorder):
         self.enter(scheduler, index)
         self.rows(sample)  # raises if the batch does not divide
         self._note_scale(scheduler, index, timestep, sample)
-        latents = self._follower.hand_over(index, sample)
+        latents = self._to_branch.hand_over(index, sample)
         self.left[id(scheduler)] = latents.clone()
         return latents
 
@@ -300,7 +302,7 @@ def join_clean(recorder: Recorder | SolverRecorder) -> Tensor:
     return join_latents(parts)
 
 
-class Finisher(Driver):
+class FinishDriver(Driver):
     """Drives a call without the network whose last step returns the output of a rollout's last step."""
 
     needs_network = False

@@ -1,7 +1,7 @@
 """Drivers of replays and predictions: they go to one step without the network, and give that step a latent.
 
-A `Teacher` makes the `StepDistribution` of a recorded step, a `Predictor` makes a `Prediction`, and a `Denoiser`
-predicts finished samples that it has noised again.
+A `ReplayDriver` makes the `StepDistribution` of a recorded step, a `PredictDriver` makes a `Prediction`, and a
+`RenoiseDriver` predicts finished samples that it has noised again.
 """
 
 from collections.abc import Sequence
@@ -10,13 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .drivers import Follower, StepScored, UnsupportedPipeline, average_scores, first_rows, join_latents, take_part
+from .drivers import (
+    OneStepDriver,
+    StepScored,
+    UnsupportedPipeline,
+    average_scores,
+    first_rows,
+    join_latents,
+    take_part,
+)
 from .input_watch import InputWatch
 from .schedulers import StochasticScheduler
 from .trajectory import CleanSamples, Denoised, Prediction, StepDistribution, StepScale, make_generators, sample_seed
 
 
-class Teacher(Follower):
+class ReplayDriver(OneStepDriver):
     """Drives a replay: gives the replayed step its recorded input, and scores its recorded output.
 
     Args:
@@ -89,7 +97,7 @@ class Teacher(Follower):
         return StepDistribution(mean, std, log_prob, StepScale.join(self.scales), *joined)
 
 
-class Predictor(Follower):
+class PredictDriver(OneStepDriver):
     """Drives a prediction: gives one step a latent, and keeps the pipeline's prediction for it.
 
     Args:
@@ -132,7 +140,7 @@ class Predictor(Follower):
             )
 
 
-class Denoiser(Follower):
+class RenoiseDriver(OneStepDriver):
     """Drives a prediction on re-noised samples: gives one step the noised samples, and keeps the predictions."""
 
     def __init__(self, index: int, samples: CleanSamples, networks: Sequence[nn.Module]):
@@ -169,9 +177,9 @@ class Denoiser(Follower):
         if index < self.index:
             return self.hand_over(index, sample, scheduler)
         sample, number = sample.detach(), len(self.parts)
-        clean, share, origin, moves = scheduler.denoise(prediction, timestep, sample)
+        clean, sigma, origin, moves = scheduler.denoise(prediction, timestep, sample)
         still = scheduler.clean_at_zero(prediction, timestep, sample)
-        clean, origin, arrived, share, still = first_rows((clean, origin, sample, share, still), sample, self.count)
+        clean, origin, arrived, sigma, still = first_rows((clean, origin, sample, sigma, still), sample, self.count)
         stays, seen = self.handed[number] == arrived, self.watch.seen[number]
         if seen is None:
             raise UnsupportedPipeline(
@@ -179,19 +187,19 @@ class Denoiser(Follower):
                 "which parts of the latents stay fixed; train it on recorded steps (loss_type=grpo)."
             )
         moves = stays & seen if moves is None else stays & seen & moves[: self.count]
-        self.parts.append((clean, share.expand(clean.shape), origin, moves, still))
+        self.parts.append((clean, sigma.expand(clean.shape), origin, moves, still))
         if sum(part[0][0].numel() for part in self.parts) >= self.latents[0].numel():
-            self.found = self._collect(share)
+            self.found = self._collect(sigma)
             raise StepScored
         return sample  # another scheduler steps another latent
 
-    def _collect(self, share: Tensor) -> Denoised:
-        clean, shares, origin, moves, still = (join_latents(list(parts)) for parts in zip(*self.parts, strict=True))
+    def _collect(self, sigma: Tensor) -> Denoised:
+        clean, sigmas, origin, moves, still = (join_latents(list(parts)) for parts in zip(*self.parts, strict=True))
         if not moves.flatten(1).any(1).all():
             raise UnsupportedPipeline(
                 "The pipeline changes all its latents between two steps, so a re-noised sample would not reach any "
                 "step unchanged; train it on recorded steps (loss_type=grpo)."
             )
         target = self.latents.to(clean).reshape(clean.shape)
-        share = shares if len(self.parts) > 1 else share
-        return Denoised(clean, target, share, origin, None if moves.all() else moves, still)
+        sigma = sigmas if len(self.parts) > 1 else sigma
+        return Denoised(clean, target, sigma, origin, None if moves.all() else moves, still)

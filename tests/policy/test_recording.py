@@ -5,7 +5,7 @@ import torch
 from half_steps import SEEDS, STD, HalfSteps, record, run, trajectory_of
 
 from diffusion_grpo.policy.drivers import StepScored, UnsupportedPipeline
-from diffusion_grpo.policy.recorders import BranchRecorder, Finisher, PrefixDriver, Recorder
+from diffusion_grpo.policy.recording import BranchRecorder, FinishDriver, PrefixDriver, Recorder
 
 
 def test_a_recorder_draws_each_samples_noise_from_its_own_seed():
@@ -60,7 +60,7 @@ def test_both_halves_of_guidance_get_the_same_noise_and_one_is_recorded():
 
 def test_a_finisher_ends_with_the_latents_of_the_rollout():
     recorder, left = record()
-    finisher = Finisher(recorder)
+    finisher = FinishDriver(recorder)
     found = run(finisher, HalfSteps(), torch.full((2, 3), 5.0))
     assert torch.equal(found[0], torch.full((2, 3), 5.0)) and torch.equal(found[-1], left[-1])
 

@@ -1,7 +1,7 @@
-"""Processes that turn a deterministic sampler into a stochastic policy.
+"""SDEs that turn a deterministic sampler into a stochastic policy.
 
-A process is one pure float32 function from a prediction, and the latent it was made for, to mean and standard
-deviation of the next latent. To add one, write the function and an entry of `PROCESSES`: its name, the function, the
+An SDE is one pure float32 function from a prediction, and the latent it was made for, to mean and standard
+deviation of the next latent. To add one, write the function and an entry of `SDES`: its name, the function, the
 coordinates of the schedulers that it fits, and its usual noise level.
 """
 
@@ -54,7 +54,19 @@ def squared_error(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     return (error * moves).sum(1) / moves.sum(1)
 
 
+NOISE_UP_TO_1 = ("cps", "ddim", "ancestral")  # SDEs whose level is a share of the noise in the latent
 LOG_PROBS = {"gaussian": log_density, "squared_error": squared_error}
+
+
+def check_log_prob(log_prob_type: str, sde_type: str) -> None:
+    """Refuse an unknown form of the log-probability, or one that an SDE does not have."""
+    if log_prob_type not in LOG_PROBS:
+        raise ValueError(f"log_prob_type must be one of {', '.join(LOG_PROBS)}, got {log_prob_type!r}.")
+    if log_prob_type == "squared_error" and sde_type != "cps":
+        raise ValueError(
+            f"log_prob_type='squared_error' is Flow-GRPO's form for cps, but the SDE is {sde_type}; set "
+            "sde_type='cps', or leave it out."
+        )
 
 
 def log_density_by_element(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
@@ -254,7 +266,7 @@ def split_prediction(
 def ancestral(clean: Tensor, sample: Tensor, sigma: Tensor, sigma_next: Tensor, *, noise_level: float) -> MeanStd:
     """Take an ancestral step where latents are data + sigma * noise (EDM, https://huggingface.co/papers/2206.00364).
 
-    It is DDIM's process (https://huggingface.co/papers/2010.02502) in these models' coordinates, x / sqrt(alpha).
+    It is DDIM's step (https://huggingface.co/papers/2010.02502) in these models' coordinates, x / sqrt(alpha).
 
     Args:
         clean: the denoised sample predicted at `sigma`, (batch, ...).
@@ -280,11 +292,11 @@ Coordinates = Literal["flow", "variance_preserving", "sigma"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Process:
-    """An entry of `PROCESSES`.
+class SDE:
+    """An entry of `SDES`.
 
     Attributes:
-        name: value of the setting `sde_type` that selects the process.
+        name: value of the setting `sde_type` that selects it.
         function: takes tensors by position and `noise_level` by keyword. Schedulers of its coordinates offer further
             keywords; the function gets those that its signature names.
         coordinates: how latents are written in the schedulers that it fits.
@@ -302,9 +314,9 @@ class Process:
         ...     std = noise_level * sigma_next
         ...     clean, noise = sample - sigma * prediction, sample + (1 - sigma) * prediction
         ...     return (1 - sigma_next) * clean + torch.sqrt(sigma_next**2 - std**2) * noise, std
-        >>> process = Process("fading", fading, "flow", noise_level=0.5)
+        >>> sde = SDE("fading", fading, "flow", noise_level=0.5)
         >>> sigmas = torch.tensor(0.8), torch.tensor(0.6)
-        >>> mean, std = process(torch.ones(1, 4), torch.zeros(1, 4), *sigmas, noise_level=0.5)
+        >>> mean, std = sde(torch.ones(1, 4), torch.zeros(1, 4), *sigmas, noise_level=0.5)
         >>> round(float(std), 1)
         0.3
     """
@@ -322,25 +334,25 @@ class Process:
 
 
 # the first entry for each kind of coordinates is the one that sde_type="auto" selects
-PROCESSES = {
-    "flow_sde": Process("flow_sde", flow_sde, "flow", 0.7),
-    "dance_sde": Process("dance_sde", dance_sde, "flow", 0.3),
-    "wan_sde": Process("wan_sde", wan_sde, "flow", 1.0),
-    "cps": Process("cps", cps, "flow", 0.8),
-    "precise": Process("precise", precise, "flow", 1.5),
-    "ddim": Process("ddim", ddim, "variance_preserving", 1.0),
-    "ancestral": Process("ancestral", ancestral, "sigma", 1.0),
+SDES = {
+    "flow_sde": SDE("flow_sde", flow_sde, "flow", 0.7),
+    "dance_sde": SDE("dance_sde", dance_sde, "flow", 0.3),
+    "wan_sde": SDE("wan_sde", wan_sde, "flow", 1.0),
+    "cps": SDE("cps", cps, "flow", 0.8),
+    "precise": SDE("precise", precise, "flow", 1.5),
+    "ddim": SDE("ddim", ddim, "variance_preserving", 1.0),
+    "ancestral": SDE("ancestral", ancestral, "sigma", 1.0),
 }
 
 
-def processes_of(coordinates: Coordinates) -> list[Process]:
-    """Return the processes for schedulers that write latents in these coordinates; the first is the default.
+def sdes_of(coordinates: Coordinates) -> list[SDE]:
+    """Return the SDEs for schedulers that write latents in these coordinates; the first is the default.
 
     Args:
-        coordinates: as in [`Process`].
+        coordinates: as in [`SDE`].
 
     Examples:
-        >>> [process.name for process in processes_of("flow")]
+        >>> [sde.name for sde in sdes_of("flow")]
         ['flow_sde', 'dance_sde', 'wan_sde', 'cps', 'precise']
     """
-    return [process for process in PROCESSES.values() if process.coordinates == coordinates]
+    return [sde for sde in SDES.values() if sde.coordinates == coordinates]

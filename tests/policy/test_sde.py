@@ -1,6 +1,6 @@
 """Each process against references in float64 that are derived anew from the papers, and the identities it must keep.
 
-The references do not repeat the closed forms of `processes.py`: they go from the SDE and the score of a Gaussian,
+The references do not repeat the closed forms of `sde.py`: they go from the SDE and the score of a Gaussian,
 from Bayes' rule, or from angles, and from diffusers' own schedulers.
 """
 
@@ -14,9 +14,19 @@ from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 from tiny_runs import logged, trained_weights, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig
-from diffusion_grpo.policy import processes
-from diffusion_grpo.policy.processes import ancestral, cps, dance_sde, ddim, flow_sde, log_density, precise, wan_sde
+from diffusion_grpo.policy import sde
 from diffusion_grpo.policy.rollout import DenoisingPolicy, predict, rollout
+from diffusion_grpo.policy.sde import (
+    ancestral,
+    check_log_prob,
+    cps,
+    dance_sde,
+    ddim,
+    flow_sde,
+    log_density,
+    precise,
+    wan_sde,
+)
 from diffusion_grpo.policy.trajectory import make_generators
 
 SHAPE = (3, 4, 5, 6)
@@ -124,7 +134,7 @@ def predictions(clean, noise, alpha):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("sigmas", SIGMA_PAIRS)
 @pytest.mark.parametrize("process", FLOW)
-def test_flow_processes_equal_their_papers(process, sigmas, level):
+def test_flow_sdes_equal_their_papers(process, sigmas, level):
     prediction, sample = latents()
     sigmas = [torch.tensor(sigma) for sigma in sigmas]
     actual = FLOW[process](prediction, sample, *sigmas, noise_level=level)
@@ -457,14 +467,14 @@ def constant(prediction, sample, sigma, sigma_next, *, noise_level):
 
 @pytest.fixture
 def added(monkeypatch):
-    monkeypatch.setitem(processes.PROCESSES, "mine", processes.Process("mine", constant, "flow", 0.5))
+    monkeypatch.setitem(sde.SDES, "mine", sde.SDE("mine", constant, "flow", 0.5))
 
 
 def test_a_process_from_outside_trains(added, tmp_path):
     trainer = trainer_for(tmp_path, sde_type="mine", max_ratio_error=1e-12)
     before = trained_weights(trainer)
     trainer.train()
-    assert trainer.policy.scheduler.process is processes.PROCESSES["mine"]
+    assert trainer.policy.scheduler.sde is sde.SDES["mine"]
     assert trainer.feed.buffer.samples[0].noise_level == trainer.policy.default_noise_level == 0.5
     assert logged(trainer, "ratio/max_error") == [0.0, 0.0]
     after = trained_weights(trainer)
@@ -489,6 +499,12 @@ def test_a_process_from_outside_fits_the_schedulers_it_names(added):
 
 
 def test_an_added_process_is_named_beside_the_others(monkeypatch):
-    monkeypatch.setitem(processes.PROCESSES, "mine", processes.Process("mine", constant, "flow", 0.5))
+    monkeypatch.setitem(sde.SDES, "mine", sde.SDE("mine", constant, "flow", 0.5))
     with pytest.raises(ValueError, match="sde_type='yours' is unknown; choose one of auto, .*, mine"):
         DiffusionGRPOConfig("out", use_cpu=True, sde_type="yours")
+
+
+@pytest.mark.parametrize(("log_prob_type", "sde_type"), [("square", "cps"), ("squared_error", "ddim")])
+def test_a_form_of_the_log_probability_that_an_sde_does_not_have_is_refused(log_prob_type, sde_type):
+    with pytest.raises(ValueError, match="log_prob_type"):
+        check_log_prob(log_prob_type, sde_type)
