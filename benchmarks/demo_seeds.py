@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from diffusion_grpo import tiny
 from diffusion_grpo.report.page import measure_gain
-from diffusion_grpo.run.folder import Run, read_run
+from diffusion_grpo.report.run_folder import Run, read_run
 from diffusion_grpo.training.trackers import TITLE_HEIGHT
 
 ROOT = Path(__file__).parent.parent

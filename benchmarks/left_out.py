@@ -13,8 +13,8 @@ from pathlib import Path
 
 from demo_seeds import ROOT, machine
 
-from diffusion_grpo.run.folder import Run, read_run
-from diffusion_grpo.run.records import write_json
+from diffusion_grpo.report.record import write_json
+from diffusion_grpo.report.run_folder import Run, read_run
 
 PAGE = ROOT / "examples" / "demo_left_out.json"
 REWARDS = ["text", "color", "tesseract"]

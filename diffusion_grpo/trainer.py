@@ -29,15 +29,14 @@ from .data.prompts import choose_evaluated, load_given
 from .data.sampler import GroupSampler
 from .distributed.failure import ProcessGroupMonitor
 from .policy.attention import avoid_cudnn_attention
-from .report.card import CardDetails, write_model_card
+from .report.card import CardDetails, name_repository, write_model_card
 from .report.page import write_curve
+from .report.record import write_json
 from .rewards import Reward, RewardError, check_columns
 from .rollout.runtime import Runtime
-from .run.card_data import name_repository
-from .run.records import write_json
-from .run.resume_point import explain_interrupt, holds_run
 from .training import setup, start
 from .training.base import DiffusersTrainer
+from .training.checkpoints import explain_interrupt, holds_run
 from .training.finite import NonFiniteError
 from .training.learner import make_learner
 from .training.loading import load_policy

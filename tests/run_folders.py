@@ -77,5 +77,5 @@ def write_evaluation(path, step, level, prompts, size, evaluated=EVALUATED):
         image.save(folder / f"{index:04d}.png")
         rewards = dict.fromkeys([*REWARDS, evaluated], level + 0.01 * (index % 3))
         row = {"step": step, "prompt": f'the word "WORD{index}" in red', "seed": index, "reward": level}
-        rows.append({**row, **rewards, "image": f"step-{step:06d}/{index:04d}.png"})
+        rows.append({**row, **rewards, "image": f"evaluations/step-{step:06d}/{index:04d}.png"})
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder.with_suffix(".parquet"))

@@ -8,7 +8,7 @@ import diffusion_grpo
 ROOT = Path(__file__).parent.parent / "diffusion_grpo"
 # lowest first: a package imports only those before it
 ORDER = ["tiny", "media", "pipelines", "policy", "algorithms", "config", "distributed", "rewards", "data"]
-ORDER += ["weights", "run", "report", "rollout", "training", "trainer", "sampling", "planning", "cli"]
+ORDER += ["weights", "report", "rollout", "training", "trainer", "sampling", "planning", "cli"]
 ALIASES = {"__init__", "losses", "quiet"}  # the root's names for what lies below, and what it does before all else
 
 

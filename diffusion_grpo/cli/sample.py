@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     call_or_refuse(check_needs, rewards + eval_rewards)
     dataset = dataset.select(range(min(settings.max_prompts or len(dataset), len(dataset))))
 
-    from ..run.folder import format_measured
+    from ..report.run_folder import format_measured
     from ..sampling.sample import check_folder, check_inputs, load_pipeline_to_sample, write_samples
     from ..training.out_of_memory import is_out_of_memory
 

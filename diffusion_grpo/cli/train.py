@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     values = call_or_refuse(read_values, arguments.config, arguments.overrides)
     call_or_refuse(check_keys, values)
     if arguments.config and Path(arguments.config).name == "train.yaml" and values.get("output_dir"):
-        from ..run.reproduce import refuse_own_settings
+        from ..report.record import refuse_own_settings
 
         call_or_refuse(refuse_own_settings, arguments.config, values["output_dir"])
     if is_launcher:
@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
             scales = script.baseline_guidance_scales
             call_or_refuse(measure_baselines, trainer.evaluate, trainer.state, scales, path, argument)
     from ..policy.base import UntrainedStepError
-    from ..run.manifest import ResumeError
+    from ..report.record import ResumeError
 
     try:
         trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
@@ -116,7 +116,7 @@ def save_command_at_start(trainer: "DiffusionGRPOTrainer", config_file: str | No
     from ..config.arguments import LaunchArguments
     from ..config.parse import resolve_values
     from ..config.settings import find_launched_precision
-    from ..run.reproduce import read_launch, save_settings
+    from ..report.record import read_launch, save_settings
     from ..training.callbacks import StartCallback
 
     values = find_launched_precision(trainer.args) | resolve_values(config_file, overrides)
@@ -146,7 +146,7 @@ def build_trainer(
     from ..rewards import check_columns, load_rewards
 
     if not config.resume_from_checkpoint and not config.overwrite_output_dir:
-        from ..run.resume_point import refuse_used_folder
+        from ..training.checkpoints import refuse_used_folder
 
         call_or_refuse(refuse_used_folder, Path(config.output_dir))
     prompts = config.prompt_column
@@ -199,8 +199,8 @@ def measure_baselines(
     argument: str = "guidance_scale",
 ) -> None:
     """Evaluate the untrained model at several guidance scales, and write the rewards to a file."""
-    from ..run.folder import format_measured
-    from ..run.records import write_json
+    from ..report.record import write_json
+    from ..report.run_folder import format_measured
 
     baselines = []
     for scale in guidance_scales:
@@ -221,7 +221,7 @@ def measure_baselines(
 def finish_run(run_dir: Path, experiment: str | None) -> None:
     """Add the earlier experiment to the report, write the summary, and print where the results are."""
     from ..report.page import missing_packages, write_report, write_summary
-    from ..run.folder import describe_change, read_run
+    from ..report.run_folder import describe_change, read_run
 
     if experiment is not None and not missing_packages():
         write_report(run_dir, experiment=experiment)

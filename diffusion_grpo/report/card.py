@@ -5,8 +5,9 @@ import json
 import logging
 import math
 import re
+import shlex
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,65 +17,65 @@ from huggingface_hub import ModelCard, ModelCardData, metadata_load
 from PIL import Image
 
 from ..data.held_out import describe_prompts
-from ..run.card_data import is_repo_id
-from ..run.folder import Run, format_updates, name_method, read_run
-from ..run.reproduce import describe_reproduction
 from ..weights.public_names import strip_folders
-from .gallery import find_file, pair_samples
-from .usage import names_hub_model, write_usage
+from .record import SETTINGS_FILE
+from .run_folder import Run, format_updates, name_method, read_run
+from .usage import is_repo_id, names_hub_model, write_usage
 
 logger = logging.getLogger(__name__)
 OWN_TAG = "diffusion-grpo"  # marks cards that this library has written
 FOLDER = "images"  # subfolder of the run's folder
 SHOWN, WIDEST = 4, 512  # samples, and their width in pixels
+TIMES = ("before", "after")
 # files that a card wrote; the folder may hold others
 OWN_FILE = re.compile(r"\d+-(before|after|input)\.(png|mp4|wav)")
 IMAGES = {"reward": "curve.png", "the same prompts and seeds during the run": "grid.png"}
 SPECIAL = re.compile(r"([\\`*\[\]<>|#~$&!])|(?<![A-Za-z0-9])(_)|(_)(?![A-Za-z0-9])")
+# Left out of every push. diffusers takes any file with the last name for a repository's LoRA: only the average has it
+UNPUBLISHED = ["_*", "checkpoint-*", "tmp-*", "abandoned/*", "policy/*pytorch_lora_weights.safetensors"]
+# Pushed without push_samples: weights and the configs that diffusers needs, the card and its images, and run.json,
+# which says to which network a LoRA belongs
+PUBLISHED = ["README.md", "curve.png", "grid.png", "*.safetensors", "*.safetensors.index.json", "*config.json"]
+PUBLISHED += ["model_index.json", "train.yaml", "run.json"]
+PUBLISHED += ["images/*-before.*", "images/*-after.*", "images/*-input.*"]
+SAMPLES = ["samples/*", "evaluations/*", "validation/*", "failures/*", "runs/*"]
 
 
 @dataclasses.dataclass(frozen=True)
 class CardDetails:
-    """Details of a model card in addition to those from the run. None or empty values leave the run's, if any."""
+    """What `Trainer.create_model_card` was given; empty values leave what is known of the run."""
 
-    title: str | None = None
-    datasets: tuple[str, ...] = ()
-    dataset_names: tuple[str, ...] = ()
-    tags: tuple[str, ...] = ()
-    language: tuple[str, ...] = ()
+    model_name: str | None = None
+    dataset_name: str | Iterable[str] = ()
+    tags: str | Iterable[str] = ()
+    language: str | Iterable[str] = ()
     license: str | None = None
-    base_model: str | None = None
-    task: str | None = None
+    finetuned_from: str | None = None
+    tasks: str | None = None
+    dataset_tags: str | Iterable[str] = ()
+    dataset: str | Iterable[str] = ()
 
-    def add(
-        self,
-        *,
-        model_name: str | None = None,
-        dataset_name: str | list[str] | None = None,
-        tags: str | list[str] | None = None,
-        language: str | list[str] | None = None,
-        license: str | None = None,
-        finetuned_from: str | None = None,
-        tasks: str | None = None,
-        dataset_tags: str | list[str] | None = None,
-        dataset: str | list[str] | None = None,
-    ) -> "CardDetails":
-        """Return a copy in which the given details replace the present ones; see `Trainer.create_model_card`."""
-        added = {
-            "title": model_name,
-            "datasets": tuple(dict.fromkeys(_as_tuple(dataset_name) + _as_tuple(dataset_tags))),
-            "dataset_names": _as_tuple(dataset),
-            "tags": _as_tuple(tags),
-            "language": _as_tuple(language),
-            "license": license,
-            "base_model": finetuned_from,
-            "task": tasks,
-        }
-        return dataclasses.replace(self, **{name: value for name, value in added.items() if value})
+    def add(self, **details: Any) -> "CardDetails":
+        """Return a copy in which the given details replace the present ones."""
+        return dataclasses.replace(self, **{name: value or getattr(self, name) for name, value in details.items()})
+
+    def texts(self, *names: str) -> list[str]:
+        """Return the texts of some details, each once."""
+        values = (getattr(self, name) for name in names)
+        return list(dict.fromkeys(text for value in values for text in ([value] if isinstance(value, str) else value)))
 
 
-def _as_tuple(texts: str | Iterable[str] | None) -> tuple[str, ...]:
-    return (texts,) if isinstance(texts, str) else tuple(texts or ())
+def name_repository(pushed: str | None, planned: str | None) -> str | None:
+    """Return the Hub id under which readers find a run's weights; None if they are only in its folder."""
+    return pushed or (planned if planned is not None and "/" in planned else None)
+
+
+def list_upload_patterns(components: Collection[str], push_samples: bool) -> dict[str, list[str] | None]:
+    """Return `allow_patterns` and `ignore_patterns` of `upload_folder` for a run's folder."""
+    if push_samples:
+        return {"allow_patterns": None, "ignore_patterns": UNPUBLISHED}
+    allowed = [*PUBLISHED, *(f"{name}/*" for name in components)]
+    return {"allow_patterns": allowed, "ignore_patterns": [*UNPUBLISHED, *SAMPLES]}
 
 
 def write_model_card(
@@ -105,58 +106,54 @@ def write_model_card(
     evaluations = [entry for entry in history if "eval_reward" in entry]
     method, papers = name_method(run)
     is_whole = (folder / "model_index.json").is_file()  # a checkpoint of full training holds networks only
-    text = (
-        _make_environment()
-        .get_template("card.md.jinja")
-        .render(
-            run=run,
-            details=details,
-            metadata=_make_metadata(run, pairs, details).to_yaml(),
-            title=details.title or source.split("/")[-1],
-            links=", ".join(map(_link_dataset, details.datasets)),
-            method=method,
-            papers=papers,
-            source=source,
-            repository=repository,
-            updates=updates,
-            best=best,
-            last=last,
-            usage=write_usage(run, source, pairs[0]["prompt"] if pairs else None, repository is not None, is_whole),
-            evaluations=evaluations[:1] + evaluations[1:][-1:],
-            rewards=_list_rewards(run, [] if results is None else results.datasets),
-            prompts=describe_prompts(run.get("prompts", {})),
-            pairs=pairs,
-            times=[format_updates(step) for step in (min(results.samples), max(results.samples))] if pairs else [],
-            images=[(title, file) for title, file in IMAGES.items() if (folder / file).is_file()],
-            reproduction=describe_reproduction(folder, run, repository),
-            settings=json.dumps(run["settings"], indent=2),
-        )
-    )
-    ModelCard(text).save(folder / "README.md")
-
-
-def _make_environment() -> jinja2.Environment:
+    datasets = details.texts("dataset_name", "dataset_tags")
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"md": escape, "code": code, "after": format_updates, "number": _format_number}
-    return environment
+    environment.filters["shell"] = shlex.join
+    text = environment.get_template("card.md.jinja").render(
+        run=run,
+        metadata=_make_metadata(run, pairs, details, datasets).to_yaml(),
+        title=details.model_name or source.split("/")[-1],
+        dataset_names=details.texts("dataset"),
+        links=", ".join(map(_link_dataset, datasets)),
+        method=method,
+        papers=papers,
+        source=source,
+        repository=repository,
+        updates=updates,
+        best=best,
+        last=last,
+        usage=write_usage(run, source, pairs[0]["prompt"] if pairs else None, repository is not None, is_whole),
+        evaluations=evaluations[:1] + evaluations[1:][-1:],
+        rewards=_list_rewards(run, [] if results is None else results.datasets),
+        prompts=describe_prompts(run.get("prompts", {})),
+        pairs=pairs,
+        times=[format_updates(step) for step in (min(results.samples), max(results.samples))] if pairs else [],
+        images=[(title, file) for title, file in IMAGES.items() if (folder / file).is_file()],
+        settings_file=SETTINGS_FILE if (folder / SETTINGS_FILE).is_file() else None,
+        settings=json.dumps(run["settings"], indent=2),
+    )
+    ModelCard(text).save(folder / "README.md")
 
 
 def _format_number(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, (int, float)) and not math.isnan(value) else "–"
 
 
-def _make_metadata(run: dict[str, Any], pairs: list[dict[str, Any]], details: CardDetails) -> ModelCardData:
+def _make_metadata(
+    run: dict[str, Any], pairs: list[dict[str, Any]], details: CardDetails, datasets: list[str]
+) -> ModelCardData:
     """Return the metadata of a card, which the Hub reads."""
-    is_lora, base = run["trains_by"] != "full", details.base_model or run["model"]
+    is_lora, base = run["trains_by"] != "full", details.finetuned_from or run["model"]
     fields = {} if details.license else run.get("license", {})  # a licence comes with its name and link
     if names_hub_model(base):
         fields = fields | {"base_model": base, "base_model_relation": "adapter" if is_lora else "finetune"}
     added = {
-        "pipeline_tag": details.task or run.get("pipeline_tag"),
-        "datasets": [name for name in details.datasets if is_repo_id(name)],
-        "language": list(details.language),
+        "pipeline_tag": details.tasks or run.get("pipeline_tag"),
+        "datasets": [name for name in datasets if is_repo_id(name)],
+        "language": details.texts("language"),
         "license": details.license,
         # the gallery that the Hub shows above a card; it shows no sound
         "widget": [
@@ -167,7 +164,7 @@ def _make_metadata(run: dict[str, Any], pairs: list[dict[str, Any]], details: Ca
     }
     return ModelCardData(
         library_name="diffusers",
-        tags=[OWN_TAG, "grpo", "reinforcement-learning", *(["lora"] if is_lora else []), *details.tags],
+        tags=[OWN_TAG, "grpo", "reinforcement-learning", *(["lora"] if is_lora else []), *details.texts("tags")],
         **fields | {name: value for name, value in added.items() if value},
     )
 
@@ -202,31 +199,30 @@ def write_card_samples(run: Run) -> list[dict[str, Any]]:
     for path in folder.iterdir() if folder.is_dir() else ():  # those of an earlier card
         if OWN_FILE.fullmatch(path.name) and not path.is_dir():
             path.unlink()
-    pairs: list[dict[str, Any]] = []
-    for pair in pair_samples(run):
-        files = {when: find_file(run, pair[when].get("image")) for when in ("before", "after")}
-        if len(pairs) == SHOWN or None in files.values():
-            continue
-        samples = {when: _copy(run, pair[when], file, f"{len(pairs)}-{when}") for when, file in files.items()}
-        taken = find_file(run, pair["after"].get("input"))
-        taken = taken and _copy_image(run, taken, f"{len(pairs)}-input")
-        pairs.append({"prompt": pair["prompt"], **samples, "input": taken})
-    return pairs
+    shown = [pair for pair in run.pair_samples() if all(run.find_file(pair[at].get("image")) for at in TIMES)][:SHOWN]
+    return [
+        {"prompt": pair["prompt"], "input": _copy_image(run, pair["after"].get("input"), f"{number}-input")}
+        | {at: _copy(run, pair[at], f"{number}-{at}") for at in TIMES}
+        for number, pair in enumerate(shown)
+    ]
 
 
-def _copy(run: Run, row: dict, image: Path, stem: str) -> dict[str, Any]:
-    shown = file = _copy_image(run, image, stem)
-    source = find_file(run, row.get("file"))
+def _copy(run: Run, row: dict, stem: str) -> dict[str, Any]:
+    image = file = _copy_image(run, row["image"], stem)
+    source = run.find_file(row.get("file"))
     if source is not None and source.suffix in (".mp4", ".wav"):
         file = f"{FOLDER}/{stem}{source.suffix}"
         shutil.copyfile(source, run.path / file)
-    return {"image": shown, "file": file, "reward": row["reward"]}
+    return {"image": image, "file": file, "reward": row["reward"]}
 
 
-def _copy_image(run: Run, image: Path, stem: str) -> str:
-    """Copy an image, scaled down, into the folder `images`, and return its path in the run's folder."""
+def _copy_image(run: Run, name: str | None, stem: str) -> str | None:
+    """Copy an image of the run, if it is there, scaled down into the folder `images`; return its path in the run."""
+    source = run.find_file(name)
+    if source is None:
+        return None
     (run.path / FOLDER).mkdir(exist_ok=True)
-    with Image.open(image) as loaded:
+    with Image.open(source) as loaded:
         small = loaded.convert("RGB")
     small.thumbnail((WIDEST, WIDEST))
     small.save(run.path / FOLDER / f"{stem}.png")

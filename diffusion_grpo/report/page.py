@@ -14,14 +14,11 @@ import yaml
 
 from ..config.arguments import read_experiment
 from ..data.held_out import describe_prompts, name_prompts
-from ..run.folder import Run, count_updates, format_updates, name_method, read_run, summarise
-from ..run.watch import find_collapse
 from .gallery import make_gallery, show_rollouts
+from .run_folder import Run, count_updates, find_collapse, format_updates, name_method, read_run, summarise
 
 if TYPE_CHECKING:
     from jinja2 import Template
-
-    from .plots import Curve
 
 PACKAGES = ("matplotlib",)  # the extra `report`
 HERE = Path(__file__).parent
@@ -65,12 +62,10 @@ def write_report(run_dir: str | Path, experiment: str | Path | None = None) -> P
         run=run,
         zip=zip,
         summary=summarise(run),
-        gains={name: measure_gain(run, name) for name in ["reward", *run.reward_names]},
         results=make_results_table(run),
         findings=list_findings(run),
         watched=make_watched_table(run),
-        curves=draw_curves(run),
-        narrow_curve=draw_narrow_curve(run),
+        **draw_curves(run),
         gallery=make_gallery(run),
         rollouts=show_rollouts(run),
         method=name_method(run.info)[0],
@@ -109,11 +104,10 @@ def missing_packages() -> list[str]:
 def write_curve(run_dir: str | Path) -> None:
     """Write `curve.png`, the reward over the run, if there is one and the report's packages are installed."""
     run = read_run(run_dir)
-    curve = None if missing_packages() else make_reward_curve(run, "reward")
-    if curve is not None:
+    if not missing_packages() and has_curve(run, "reward"):
         from .plots import save_curve
 
-        save_curve(curve, run.path / "curve.png")
+        save_curve(run, run.path / "curve.png")
 
 
 def format_number(value: float | None, digits: int = 3) -> str:
@@ -125,17 +119,6 @@ def format_number(value: float | None, digits: int = 3) -> str:
     if 1e-3 <= abs(value) < 1e5:
         return f"{value:.{digits}f}" if abs(value) < 100 else f"{value:,.0f}"
     return f"{value:.1e}"
-
-
-def measure_gain(run: Run, name: str) -> float | None:
-    """Return the gain in evaluations as a share of what was possible: the distance to the reward's maximum.
-
-    None if it is unknown, or if the reward did not change beyond its noise.
-    """
-    before, after, maximum = run.held_out(name, 0)[0], run.held_out(name, -1)[0], run.maximum(name)
-    if None in (before, after, maximum) or not has_changed(run, name) or before >= maximum:
-        return None
-    return (after - before) / (maximum - before)
 
 
 def has_changed(run: Run, name: str) -> bool | None:
@@ -236,48 +219,22 @@ def describe_finding(run: Run, name: str) -> str | None:
     return f"{label} fell on {name_prompts(run.prompts)} prompts, from {before:.3f} to {after:.3f}."
 
 
-def draw_curves(run: Run) -> dict[str, str]:
-    """Draw the curves of the combined reward and of each reward function, by name."""
-    from .plots import draw_curve
-
-    plots = {}
-    for name in ["reward", *run.reward_names]:
-        curve = make_reward_curve(run, name)
-        if curve is not None:
-            plots[name] = draw_curve(curve) if name == "reward" else draw_curve(curve, 4.4, 2.6, legend=False)
-    return plots
-
-
-def draw_narrow_curve(run: Run) -> str | None:
-    """Draw the curve of the combined reward for a phone, whose screen would shrink the letters of the wide one."""
-    from .plots import draw_curve
-
-    curve = make_reward_curve(run, "reward")
-    return None if curve is None else draw_curve(curve, 3.6, 3.0)
-
-
-def make_reward_curve(run: Run, name: str) -> "Curve | None":
-    """Return the points of `reward` (the combined one) or of a reward function over the run; None without any."""
-    from .plots import Curve
-
-    train_key = "reward" if name == "reward" else f"rewards/{name}/mean"
-    eval_key = "eval_reward" if name == "reward" else f"eval_rewards/{name}/mean"
-    error_key = eval_key.removesuffix("/mean") + ("_std_error" if name == "reward" else "/std_error")
-    train = [entry for entry in run.train if entry.get(train_key) is not None]
-    evaluated = [entry for entry in run.evaluations if entry.get(eval_key) is not None]
-    if not train and not evaluated:
-        return None
-    return Curve(
-        name=name,
-        train_steps=[entry["step"] for entry in train],
-        train=[entry[train_key] for entry in train],
-        eval_steps=[entry["step"] for entry in evaluated],
-        eval=[entry[eval_key] for entry in evaluated],
-        eval_errors=[entry.get(error_key) or 0.0 for entry in evaluated],
-        baselines={line: mean for line, (mean, _) in run.baseline_cells(name).items() if mean is not None},
-        is_evaluation_only=name in run.evaluation_only,
-        prompts=name_prompts(run.prompts),
+def has_curve(run: Run, name: str) -> bool:
+    """Return whether a reward, or the combined `reward`, was logged at all."""
+    key = "reward" if name == "reward" else f"rewards/{name}/mean"
+    return any(
+        entry.get(metric) is not None for entry in run.train + run.evaluations for metric in (key, f"eval_{key}")
     )
+
+
+def draw_curves(run: Run) -> dict[str, Any]:
+    """Draw the combined reward, also for a phone, whose screen would shrink the letters, and each reward function."""
+    from .plots import draw_curve
+
+    wide, narrow = (10.0, 3.7), (3.6, 3.0)
+    main = [draw_curve(run, "reward", *size) for size in (wide, narrow) if has_curve(run, "reward")]
+    small = {name: draw_curve(run, name, 4.4, 2.6, False) for name in run.reward_names if has_curve(run, name)}
+    return {"curve": main, "small_curves": small}
 
 
 def summarise_times(run: Run) -> dict[str, Any] | None:
@@ -307,6 +264,6 @@ def draw_diagnostics(run: Run) -> list[dict[str, str]]:
         entries = [entry for entry in run.train if entry.get(key) is not None]
         if entries:
             steps, values = [entry["step"] for entry in entries], [entry[key] for entry in entries]
-            plot = draw_series(key, steps, values)
+            plot = draw_series(steps, values)
             plots.append({"name": key, "text": text, "plot": plot, "last": values[-1], "most": max(values, key=abs)})
     return plots

@@ -1,10 +1,12 @@
 """Write the code on a model card, which loads the weights and makes a sample as in the run's evaluations."""
 
 import json
+from pathlib import Path
 from typing import Any
 
+from huggingface_hub.utils import HFValidationError, validate_repo_id
+
 from ..policy.base import split_component
-from ..run.card_data import is_repo_id
 from ..weights.files import LORA_WEIGHTS
 
 WIDEST = 119  # characters per line; a longer call gets a line per argument
@@ -26,6 +28,15 @@ def write_usage(run: dict[str, Any], source: str, prompt: str | None, is_on_hub:
         lines += _load_networks(run, source, how) if is_full_training else _load_lora(run, source, is_on_hub)
         lines += _set_scheduler(run["settings"].get("scheduler_kwargs"))
     return "\n".join([*lines, *_call(run.get("evaluation_call"), prompt)])
+
+
+def is_repo_id(name: str) -> bool:
+    """Return whether a name is valid for a repository on the Hub, and is not an existing local path."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return not Path(name).exists()
 
 
 def names_hub_model(model: str) -> bool:

@@ -1,20 +1,15 @@
 """The samples of one rollout, split into micro-batches that are used `num_iterations` times."""
 
 import dataclasses
-import json
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ..algorithms.batch import MicroBatch, RecordedClean, Rows
 from ..data.inputs import PipelineInputs
 from ..policy.token_process import TokenTrajectory
 from ..policy.trajectory import CleanSamples, Trajectory
-from ..run.resume_settings import describe_rollout, hash_rows
 from .order import update_order
 from .value_model import ValueTargets
 
@@ -147,19 +142,3 @@ class RolloutBuffer:
             dataclasses.replace(sample, old_clean=old[None]) for sample, old in zip(self.samples, found, strict=True)
         ]
         self.has_current_old = is_current
-
-    def save(self, path: Path, processes: int = 1) -> None:
-        """Write the buffer without its rows, which are read from the dataset again, and what its replay depends on."""
-        samples = enumerate(self.samples)
-        tensors = {f"{name}.{i}": x.contiguous() for i, sample in samples for name, x in sample.tensors().items()}
-        tensors |= {"advantages": self.advantages, "old_log_probs": self.old_log_probs.clone()}
-        tensors["positions"] = self.positions
-        if self.weights is not None:
-            tensors["weights"] = self.weights
-        if self.targets is not None:
-            tensors |= {f"targets.{name}": getattr(self.targets, name).contiguous() for name in ValueTargets.TENSORS}
-        first = self.samples[0]
-        kind: dict[str, Any] = {"kind": type(first).__name__, "settings": json.dumps(first.settings())}
-        kind |= {"made_under": json.dumps(describe_rollout(self.inputs))}
-        kind |= {"rows": json.dumps(hash_rows(self.rows, self.inputs))}
-        save_file(tensors, path, metadata=kind | {"processes": str(processes), "updates": str(self.updates)})

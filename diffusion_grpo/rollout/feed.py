@@ -10,7 +10,7 @@ from ..distributed.backend import DistributedBackend
 from .buffer import RolloutBuffer
 from .generation import RolloutGenerator
 from .order import RolloutOrder
-from .restore import restore_buffer, rollout_file
+from .restore import restore_buffer, rollout_file, save_buffer
 from .value_model import ValueTargets
 
 
@@ -82,7 +82,8 @@ class RolloutFeed:
         """Write the current rollout into a checkpoint after `step` updates, unless it is used up."""
         is_within = self.buffer is not None and step * self._sizes.accumulation % self._sizes.slots
         if is_within and self._backend.groups.is_first:
-            self.buffer.save(rollout_file(folder, self._sizes.data_process), self._sizes.data_processes)
+            path = rollout_file(folder, self._sizes.data_process)
+            save_buffer(self.buffer, path, self._sizes.data_processes)
 
     def _restore(self, order: RolloutOrder, row_indices: list[int]) -> RolloutBuffer:
         def rows_at(positions: list[int]) -> list[dict]:

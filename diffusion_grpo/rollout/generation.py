@@ -17,8 +17,8 @@ from ..policy.base import Policy
 from ..policy.rollout import rollout
 from ..policy.token_process import TokenTrajectory
 from ..policy.trajectory import CleanSamples, Prefix, Trajectory
+from ..report.samples import SampleWriter
 from ..rewards.overlap import RolloutScoring
-from ..run.sample_writer import SampleWriter
 from .buffer import RolloutBuffer
 from .credit import CreditAssigner, Estimate
 from .diversity import make_thumbnails, measure_diversity
@@ -132,7 +132,7 @@ class RolloutGenerator:
         plan = self._plan.draw(order.generation, order.own())
         rewards = self._scorer.rewards
         takes_latents = any(map(takes_only_latents, rewards))
-        is_decoded = self._writer.kept.saves_all(step) or not all(map(takes_only_latents, rewards))
+        is_decoded = self._writer.saves_all(step) or not all(map(takes_only_latents, rewards))
         trajectories: list = [None] * len(rows)
         calls, prefix_of = self.inputs.calls(rows), None
         if plan.prefix_lengths is not None and self._may_share_calls:

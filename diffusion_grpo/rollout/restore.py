@@ -1,34 +1,66 @@
-"""Restore a rollout from a checkpoint that was written within it.
+"""Write a rollout into a checkpoint, and restore it, for runs that are resumed within its updates.
 
-`RolloutBuffer.save` wrote one file per process; the number of processes may have changed since.
+Each process writes a file; the number of processes may have changed when they are read. Everything that the replay of
+the samples depends on must be the same then.
 """
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
 from ..algorithms.batch import Rows
+from ..config.settings import describe
 from ..data.inputs import PipelineInputs
 from ..policy.token_process import TokenTrajectory
 from ..policy.trajectory import CleanSamples, Trajectory
-from ..run.resume_point import refuse_unreadable
-from ..run.resume_settings import check_rollout, check_rows
+from ..report.record import ResumeError, find_difference, publish, resolve_settings
 from .buffer import RolloutBuffer
 from .order import RolloutOrder
 from .value_model import ValueTargets
 
+# Settings that a replay depends on besides those that identify the run. Batch sizes change results only by rounding.
+ROLLOUT_SETTINGS = (
+    "loss_type",
+    "step_interval",
+    "temperature",
+    "top_k",
+    "top_p",
+    "shuffle_dataset",
+    "bf16",
+    "fp16",
+)
 KINDS = {kind.__name__: kind for kind in (Trajectory, TokenTrajectory, CleanSamples)}
 
 
 def rollout_file(folder: Path, process: int) -> Path:
     """Return the path of a process's share of the rollout in a checkpoint."""
     return folder / f"rollout-rank{process}.safetensors"
+
+
+def save_buffer(buffer: RolloutBuffer, path: Path, processes: int = 1) -> None:
+    """Write a buffer without its rows, which are read from the dataset again, and what its replay depends on."""
+    samples = enumerate(buffer.samples)
+    tensors = {f"{name}.{i}": x.contiguous() for i, sample in samples for name, x in sample.tensors().items()}
+    tensors |= {"advantages": buffer.advantages, "old_log_probs": buffer.old_log_probs.clone()}
+    tensors["positions"] = buffer.positions
+    if buffer.weights is not None:
+        tensors["weights"] = buffer.weights
+    if buffer.targets is not None:
+        tensors |= {f"targets.{name}": getattr(buffer.targets, name).contiguous() for name in ValueTargets.TENSORS}
+    first = buffer.samples[0]
+    about: dict[str, Any] = {"kind": type(first).__name__, "settings": json.dumps(first.settings())}
+    about |= {"made_under": json.dumps(describe_rollout(buffer.inputs))}
+    about |= {"rows": json.dumps(hash_rows(buffer.rows, buffer.inputs))}
+    save_file(tensors, path, metadata=about | {"processes": str(processes), "updates": str(buffer.updates)})
 
 
 def restore_buffer(
@@ -84,12 +116,9 @@ class _Share:
 
     def __init__(self, path: Path, device: Any):
         if not path.is_file():
-            raise ValueError(
-                f"{path} is missing: the checkpoint was saved in the middle of a rollout and cannot be resumed "
-                "exactly."
-            )
+            raise ResumeError(f"{path} is missing: the checkpoint was saved in the middle of a rollout.")
         # `safe_open` does not know torch's "cpu:0", the device of one of several processes on CPUs
-        with refuse_unreadable(path.parent), safe_open(path, "pt") as file:
+        with safe_open(path, "pt") as file:
             self.tensors: dict[str, Tensor] = {name: file.get_tensor(name).to(device) for name in file.keys()}
             about = file.metadata()
         self.positions = self.tensors["positions"].cpu()
@@ -105,3 +134,63 @@ class _Share:
     def sample(self, index: int) -> Trajectory | TokenTrajectory | CleanSamples:
         """Return the trajectory of one sample."""
         return self._kind(**self._samples[index], **self._settings)
+
+
+def describe_rollout(inputs: PipelineInputs) -> dict[str, Any]:
+    """Return everything that the replay of a rollout depends on: settings and arguments of pipeline calls."""
+    args = inputs.args
+    made_under = {name: getattr(args, name) for name in ROLLOUT_SETTINGS} | resolve_settings(args)
+    made_under["data_seed"] = args.seed if args.data_seed is None else args.data_seed
+    made_under["updates per rollout"] = args.batch_sizes.updates_per_rollout
+    is_apart = args.multi_objective_aggregation == "loss_per_reward"  # else a sample has one advantage
+    made_under["multi_objective_aggregation"] = "loss_per_reward" if is_apart else "one advantage per sample"
+    calls = {name: None if it.default is it.empty else it.default for name, it in inputs.parameters.items()}
+    for name, value in (calls | inputs.fixed).items():
+        made_under[f"pipeline_kwargs: {name}" if name in made_under else name] = _sum_up(value)
+    return publish(made_under)
+
+
+def hash_rows(rows: Rows, inputs: PipelineInputs) -> list[str]:
+    """Return a hash of each row's inputs to the pipeline; of images and videos, only the sizes count.
+
+    Their pixels may differ by rounding if another version of a library decodes them.
+    """
+    hashes: dict[int, str] = {}  # samples of a prompt share one row
+    for row in rows:
+        if id(row) not in hashes:
+            taken = {name: row[name] for name in sorted({"prompt", *inputs.accepted} & row.keys())}
+            hashes[id(row)] = _hash(json.dumps(_sum_up(taken)).encode())
+    return [hashes[id(row)] for row in rows]
+
+
+def check_rollout(checkpoint: Path, made_under: dict[str, Any], inputs: PipelineInputs) -> None:
+    """Refuse to resume within a rollout under other settings."""
+    difference = find_difference(made_under, describe_rollout(inputs))
+    if difference is not None:
+        raise ResumeError(
+            f"{checkpoint} was saved in the middle of a rollout that was made with other settings ({difference}); "
+            "resume with the earlier settings, or from a checkpoint between two rollouts."
+        )
+
+
+def check_rows(checkpoint: Path, hashes: list[str], rows: Rows, inputs: PipelineInputs) -> None:
+    """Refuse to resume within a rollout of other prompts."""
+    if hashes != hash_rows(rows, inputs):
+        raise ResumeError(
+            f"{checkpoint} was saved in the middle of a rollout of other dataset rows; resume with the earlier "
+            "dataset, or from a checkpoint between two rollouts."
+        )
+
+
+def _sum_up(value: Any) -> Any:
+    """Make a value serialisable as JSON like `describe`, with a hash of the contents of a tensor or array."""
+    if isinstance(value, dict):
+        return {str(name): _sum_up(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_sum_up(item) for item in value]
+    content = value.detach().cpu().flatten().view(torch.uint8).numpy() if torch.is_tensor(value) else value
+    return f"{describe(value)} {_hash(content.tobytes())}" if isinstance(content, np.ndarray) else describe(value)
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

@@ -5,7 +5,7 @@ keywords in both.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from ..rewards.answers import Batch
 from ..rewards.calls import Scoring
 from ..rewards.contract import is_marked
 from ..rewards.overlap import Overlap, RolloutScoring, collect_values, waits_for_all
-from ..run.records import check_extra_column
 from .order import RolloutOrder
 
 
@@ -158,6 +157,16 @@ class RewardScorer:
 
     def _announce(self, names: str | None) -> None:
         self._monitor.set_task("rolls out" if names is None else f"computes the reward {names}")
+
+
+def check_extra_column(name: str, values: Sequence[Any], count: int) -> list[Any]:
+    """Return the values that a reward passed to `log_extra` as a list, one per sample."""
+    values = values.tolist() if hasattr(values, "tolist") else list(values)
+    if len(values) != count:
+        raise ValueError(
+            f"log_extra({name!r}, ...) got {len(values)} values for {count} samples; give one per sample."
+        )
+    return values
 
 
 def gather_by_position(backend: DistributedBackend, local: Tensor | None, order: RolloutOrder) -> Tensor | None:

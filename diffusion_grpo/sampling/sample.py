@@ -28,11 +28,13 @@ from ..pipelines import family_of
 from ..policy.base import call_arguments, list_filters, policy_component, without_filters
 from ..policy.rollout import rollout, sample_seed
 from ..policy.token import make_policy
+from ..report.record import write_json
+from ..report.run_folder import measure_mean
+from ..report.samples import write_files, write_table
 from ..rewards import Reward, reward_weights, score
 from ..rewards.contract import is_marked
 from ..rollout.sampling_plan import make_sampling_plan
-from ..run import records
-from ..run.standard_error import measure_mean
+from ..rollout.scoring import check_extra_column
 from ..training.model import choose_device, load_pipeline, load_plain_pipeline, make_block_swap, plan_quantization
 from ..training.model_index import check_packages, pipeline_class
 from ..training.offload import place_frozen_parts
@@ -177,7 +179,7 @@ def write_samples(
     make = Sampler(pipe, settings)
     hashes, plain = hash_rows(dataset), drop_format(dataset)
     hashes += _read_job(settings).get("rows", [])[len(hashes) : len(table) // count]  # of samples beyond these prompts
-    records.write_json(settings.output_dir / JOB, settings.identity | {"rows": hashes})
+    write_json(settings.output_dir / JOB, settings.identity | {"rows": hashes})
     step = count_prompts_at_once(settings)
     with tqdm(total=len(dataset) * count, initial=min(len(table), len(dataset) * count), unit="sample") as bar:
         for first in range(len(table) // count, len(dataset), step):
@@ -190,7 +192,7 @@ def write_samples(
             # the dataset's own rows, where media are file names
             as_written = [plain[position // count] for position in positions]
             table += _make_rows(samples, as_written, positions, scores, settings, *rates)
-            records.write_samples(path, _make_columns(table))
+            write_table(path, _make_columns(table))
             bar.update(len(positions))
     return _finish(table, len(dataset) * count, rewards, eval_rewards, settings)
 
@@ -328,7 +330,7 @@ def _score(
         groups=[position // settings.num_generations for position in positions],
         fps=fps,
         sampling_rate=rate,
-        log_extra=lambda name, column: extra.update({name: records.check_extra_column(name, column, len(rows))}),
+        log_extra=lambda name, column: extra.update({name: check_extra_column(name, column, len(rows))}),
         failure_dir=settings.output_dir / "failures",
     )
     return extra | {reward.name: column for reward, column in zip(rewards, values.T.tolist(), strict=True)}
@@ -345,7 +347,7 @@ def _make_rows(
 ) -> list[dict[str, Any]]:
     """Write the files, and make one row per sample: plain columns of the dataset, files, seed, scores."""
     folder = settings.output_dir
-    columns = records.write_files(samples, [folder / f"{position:04d}" for position in positions], folder, fps, rate)
+    columns = write_files(samples, [folder / f"{position:04d}" for position in positions], folder, fps, rate)
     columns |= {"seed": [settings.seed + position for position in positions]} | scores
     made = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     taken = {*columns, *(COMBINED if settings.reward_funcs else ())}
@@ -399,7 +401,7 @@ def _finish(
         added = {"reward": combine(values, weights, aggregation, torch.zeros(size, dtype=torch.long)).tolist()}
     for number, row in enumerate(table[:size]):
         row.update({name: values[number] for name, values in added.items()})
-    records.write_samples(settings.output_dir / TABLE, _make_columns(table))
+    write_table(settings.output_dir / TABLE, _make_columns(table))
     if len(rewards) > 1:
         summary["reward"] = summarise(added["reward"])
     return summary

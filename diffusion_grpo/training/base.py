@@ -23,11 +23,8 @@ from ..distributed import checkpoint_mode
 from ..distributed.backend import DistributedBackend
 from ..distributed.collectives import gather_json, is_shared
 from ..report.card import CardDetails
-from ..run import resume_point
-from ..run.lock import lock_folder
-from ..run.manifest import ResumeError, write_manifest
-from ..run.records import check_same_run, warn_of_other_prompts, write_json
-from .checkpoints import Checkpointer, replace_folder
+from ..report.record import ResumeError, check_same_run, write_json
+from . import checkpoints
 
 logger = logging.getLogger(__name__)
 # methods of `Trainer` that are never called here, and what a subclass overrides or sets instead
@@ -81,7 +78,7 @@ class DiffusersTrainer(Trainer):
 
     def __init__(self, *, backend: DistributedBackend, networks: list[nn.Module], **kwargs: Any):
         self._backend, self._networks = backend, networks
-        self.checkpointer: Checkpointer | None = None
+        self.checkpointer: checkpoints.Checkpointer | None = None
         self._owns_folder = False  # True once the output folder holds this run
         self._card_details = CardDetails()
         super().__init__(**kwargs)
@@ -92,7 +89,7 @@ class DiffusersTrainer(Trainer):
         backend.set_engine(self.model)
         backend.fill_config(self.model)
 
-    def use_checkpointer(self, checkpointer: Checkpointer) -> None:
+    def use_checkpointer(self, checkpointer: checkpoints.Checkpointer) -> None:
         """Set the checkpointer, which saves and loads the policy and its companion weights."""
         self.checkpointer = checkpointer
 
@@ -171,8 +168,8 @@ class DiffusersTrainer(Trainer):
         is_named = bool(wanted) and str(wanted).lower() != "true"
         if self.args.should_save:
             try:
-                held.enter_context(lock_folder(folder))
-                resume_point.clear_leftovers(folder)
+                held.enter_context(checkpoints.lock_folder(folder))
+                checkpoints.clear_leftovers(folder)
                 step = self._check_named(str(wanted)) if is_named else self._find_newest(folder, bool(wanted))
             except Exception as failed:  # refusals, and errors of the file system
                 error = failed
@@ -193,27 +190,25 @@ class DiffusersTrainer(Trainer):
 
     def _check_named(self, wanted: str) -> None:
         check_resume_folder(wanted, self.args.output_dir)
-        newest = next(iter(resume_point.checkpoints(Path(wanted))), None)
+        newest = next(iter(checkpoints.list_checkpoints(Path(wanted))), None)
         if newest is not None:
             raise ResumeError(f"{wanted} is the folder of a run, not a checkpoint; its newest checkpoint is {newest}.")
-        resume_point.check_named(Path(wanted))
+        checkpoints.check(Path(wanted))
         advice = "resume with the settings of that run, or from a checkpoint of this one"
         check_same_run(Path(wanted).resolve().parent, self.run, advice)
-        warn_of_other_prompts(Path(wanted).resolve().parent, self.run)
 
     def _find_newest(self, folder: Path, is_resumed: bool) -> int:
         """Return the update of the newest complete checkpoint; -1 if the run starts anew, in a folder that is free."""
-        point = resume_point.find_newest_whole(folder) if is_resumed else None
+        point = checkpoints.find_newest_whole(folder) if is_resumed else None
         if point is not None:
             check_same_run(folder, self.run)
-            warn_of_other_prompts(folder, self.run)
             return int(point.name.split("-")[1])
-        if not self._owns_folder or resume_point.checkpoints(folder):
+        if not self._owns_folder or checkpoints.list_checkpoints(folder):
             if not self.args.overwrite_output_dir:
-                resume_point.refuse_used_folder(folder)
+                checkpoints.refuse_used_folder(folder)
             if self.args.overwrite_output_dir or (folder / "run.json").is_file():
                 # samples from before the first update are this run's own if it has logged an evaluation
-                resume_point.clear_run(folder, 0 if self.state.log_history else -1)
+                checkpoints.clear_run(folder, 0 if self.state.log_history else -1)
         return -1
 
     # Save
@@ -235,8 +230,8 @@ class DiffusersTrainer(Trainer):
             checkpoint_mode.write_mode(staging, self._backend.mode, self._optimizer_name)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:  # every process has written its files by now
-            write_manifest(staging)
-            replace_folder(staging, folder)
+            checkpoints.write_manifest(staging)
+            checkpoints.replace_folder(staging, folder)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:  # every disk has the new one by now
             limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
@@ -291,7 +286,7 @@ class DiffusersTrainer(Trainer):
     def _load_best_model(self) -> None:
         """As in `Trainer`, but also records for the model card which checkpoint was loaded."""
         best = Path(self.state.best_model_checkpoint)
-        if any(gather_json(self.accelerator, self.args.should_save and not resume_point.is_whole(best))):
+        if any(gather_json(self.accelerator, self.args.should_save and not checkpoints.is_whole(best))):
             logger.warning("%s is gone or damaged: the run ends with the weights of its last update.", best)
             self.state.best_model_checkpoint = None
             return
@@ -308,8 +303,7 @@ class DiffusersTrainer(Trainer):
         is_readable = checkpoint_mode.is_readable(folder, self._backend.mode)
         is_own_schedule = is_readable and not self._backend.keeps_schedule(self.lr_scheduler)
         missing = checkpoint_mode.find_missing_state(folder, (SCHEDULER_NAME,) if is_own_schedule else ())
-        with resume_point.refuse_unreadable(folder):
-            other = checkpoint_mode.find_other_optimizer(folder, self._optimizer_name)
+        other = checkpoint_mode.find_other_optimizer(folder, self._optimizer_name)
         if other is not None and is_readable and not missing:
             missing = f"state of {self._optimizer_name} but that of {other}"
         if missing and not self.args.resume_without_optimizer:
@@ -340,20 +334,11 @@ class DiffusersTrainer(Trainer):
 
     def _read_optimizer_and_scheduler(self, folder: Path) -> None:
         settings = [{key: group[key] for key in OF_SETTINGS if key in group} for group in self.optimizer.param_groups]
-        with resume_point.refuse_unreadable(folder):
-            if self._backend.load_optimizer(folder, self.model, self.optimizer):
-                self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
-            else:
-                super()._load_optimizer_and_scheduler(str(folder))
+        if self._backend.load_optimizer(folder, self.model, self.optimizer):
+            self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
+        else:
+            super()._load_optimizer_and_scheduler(str(folder))
         apply_settings(self.optimizer, getattr(self.lr_scheduler, "scheduler", self.lr_scheduler), settings)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        with resume_point.refuse_unreadable(Path(checkpoint or "")):
-            super()._load_rng_state(checkpoint)
-
-    def _load_scaler(self, checkpoint: str | None) -> None:
-        with resume_point.refuse_unreadable(Path(checkpoint or "")):
-            super()._load_scaler(checkpoint)
 
     # Hub
 

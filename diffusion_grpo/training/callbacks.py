@@ -17,9 +17,9 @@ from transformers.trainer_utils import IntervalStrategy
 
 from ..data.held_out import describe_prompts
 from ..distributed.weights import TrainedWeights
-from ..report.gallery import choose_steps
-from ..run.resume_point import set_later_aside
-from ..run.watch import find_collapse
+from ..report.gallery import EVALUATIONS, choose_evenly
+from ..report.run_folder import find_collapse
+from .checkpoints import set_later_aside
 from .trackers import draw_grid, log_files, log_image
 
 logger = logging.getLogger(__name__)
@@ -190,7 +190,9 @@ def _show(
     if not newest.is_dir():
         return
     found = sorted(int(path.name[5:]) for path in (run / folder).glob("step-*") if path.is_dir())
-    steps = choose_steps([number for number in found if number <= step])  # a resumed run may have left later ones
+    steps = choose_evenly(
+        [number for number in found if number <= step], EVALUATIONS
+    )  # a resumed run may have left later ones
     rows = {f"step {number}": sorted((run / folder / f"step-{number:06d}").glob("*.png")) for number in steps}
     own = rows[f"step {step}"]
     inputs = [run / folder / "inputs" / path.name for path in own]  # samples made from text alone have none
@@ -272,7 +274,7 @@ class ReportCallback(TrainerCallback):
 
     def _report(self, args, state):
         from ..report.page import missing_packages, write_report, write_summary
-        from ..run.folder import describe_change, format_updates, read_run
+        from ..report.run_folder import describe_change, format_updates, read_run
 
         state.save_to_json(str(Path(args.output_dir) / "trainer_state.json"))
         write_summary(args.output_dir)

@@ -1,26 +1,50 @@
-"""Atomic checkpoints, and resuming from them exactly.
+"""Checkpoints: written at once, verified, found again, and resumed from exactly.
 
 Folders `checkpoint-N` are written under a temporary name and renamed into place, so that a kill at any moment leaves
-the older ones as they were.
+the older ones as they were. Each lists the hashes of its files in `manifest.json`.
 """
 
+import contextlib
+import hashlib
+import json
 import logging
+import re
 import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from filelock import FileLock, Timeout
 from torch import nn
+from transformers.trainer import TRAINER_STATE_NAME
 
 from ..distributed.weights import TrainedWeights
+from ..report.card import list_upload_patterns
+from ..report.record import ResumeError
 from ..rollout.feed import RolloutFeed
 from ..rollout.reference import CopiedReference
 from ..rollout.value_model import ValueModel
-from ..run.card_data import list_upload_patterns
-from ..run.resume_point import refuse_unreadable
 from ..weights.files import POLICY_FOLDER, PolicyFiles
 from .average import OldPolicy, PolicyAverage, find_policy_folder
 
 logger = logging.getLogger(__name__)
 REFERENCE_FOLDER, OLD_POLICY_FOLDER = "reference", "old_policy"
+MANIFEST, LOCK = "manifest.json", "_lock"  # no push contains a name that begins with "_"
+SAMPLES = ("evaluations", "samples", "validation")  # folders whose entries have the number of their update
+THREADS = 8
+
+
+class DamagedCheckpoint(ResumeError):
+    """A file of a checkpoint is missing or has changed.
+
+    Examples:
+        >>> written = Path(folder, "trainer_state.json").write_text("{}")
+        >>> write_manifest(Path(folder))
+        >>> written = Path(folder, "trainer_state.json").write_text("[]")
+        >>> check(Path(folder))
+        Traceback (most recent call last):
+        DamagedCheckpoint: ...
+    """
 
 
 class Checkpointer:
@@ -78,14 +102,13 @@ class Checkpointer:
         If the checkpoint lacks an average, an old policy or a moving reference that this run has, a warning is logged:
         the first two start from the checkpoint's policy, the reference from the model before training.
         """
-        with refuse_unreadable(folder):
-            policy = find_policy_folder(folder, has_average=self._average is not None)
-            self._load_moving(self._average, folder)
-            self._load_moving(self._old_policy, self._find_old_policy(folder, policy))
-            self._load_reference(folder)
-            self._load_policy(policy)
-            if self._values is not None:
-                self._values.load(folder)
+        policy = find_policy_folder(folder, has_average=self._average is not None)
+        self._load_moving(self._average, folder)
+        self._load_moving(self._old_policy, self._find_old_policy(folder, policy))
+        self._load_reference(folder)
+        self._load_policy(policy)
+        if self._values is not None:
+            self._values.load(folder)
         self._feed.resume_from(folder)
 
     def load_best(self, folder: Path) -> None:
@@ -133,6 +156,9 @@ class Checkpointer:
         moving.take(self._weights.exact())
 
 
+# A checkpoint as a whole
+
+
 def replace_folder(source: Path, target: Path) -> None:
     """Rename `source` to `target`; an existing `target` is deleted only once the new one is in place."""
     aside = target.with_name(f"tmp-{target.name}-old")
@@ -141,3 +167,181 @@ def replace_folder(source: Path, target: Path) -> None:
     source.rename(target)
     if aside.exists():
         shutil.rmtree(aside)
+
+
+def write_manifest(folder: Path) -> None:
+    """Write the hashes of all files under `folder`; call it once, after every process has written its files."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
+    with ThreadPoolExecutor(THREADS) as pool:
+        hashes = dict(
+            zip((path.relative_to(folder).as_posix() for path in files), pool.map(_hash, files), strict=True)
+        )
+    (folder / MANIFEST).write_text(json.dumps(hashes, indent=1), encoding="utf-8")
+
+
+def check(checkpoint: Path) -> None:
+    """Compare a checkpoint with its manifest, which a user who changed a file may have deleted."""
+    if not (checkpoint / TRAINER_STATE_NAME).is_file():
+        raise DamagedCheckpoint(f"{checkpoint} is not a complete checkpoint: it has no {TRAINER_STATE_NAME}")
+    if not (checkpoint / MANIFEST).is_file():
+        return
+    try:
+        hashes = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+    except ValueError:
+        raise DamagedCheckpoint(f"{checkpoint} is damaged: {MANIFEST} cannot be read") from None
+    files = [checkpoint / name for name in hashes]
+    with ThreadPoolExecutor(THREADS) as pool:
+        for name, written, present in zip(hashes, hashes.values(), pool.map(_hash, files), strict=True):
+            if present != written:
+                what = "is missing" if present is None else "is not what was written (its SHA-256 differs)"
+                raise DamagedCheckpoint(f"{checkpoint} is damaged: {name} {what}")
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Return whether `check` accepts a checkpoint."""
+    try:
+        check(checkpoint)
+    except DamagedCheckpoint:
+        return False
+    return True
+
+
+def _hash(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# The folder of a run
+
+
+@contextlib.contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Lock `folder` inside this context, so that only one run at a time uses it.
+
+    The operating system releases the lock when the process ends, however it ends.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ResumeError(
+            f"{folder} is being written by another run; wait until it has ended or end it, or choose another "
+            "output_dir."
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """List the checkpoints in an output folder, the newest first."""
+    found = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in folder.glob("checkpoint-*")]
+    numbered = [(int(match[1]), path) for match, path in found if match and path.is_dir()]
+    return [path for _, path in sorted(numbered, reverse=True)]
+
+
+def find_newest_whole(folder: Path) -> Path | None:
+    """Find the newest undamaged checkpoint; log which newer ones are skipped."""
+    damages = []
+    for checkpoint in list_checkpoints(folder):
+        try:
+            check(checkpoint)
+        except DamagedCheckpoint as damage:
+            damages.append(damage)
+            continue
+        if damages:
+            logger.warning("%s; continuing from %s.", "; ".join(map(str, damages)), checkpoint.name)
+        return checkpoint
+    if damages:
+        raise DamagedCheckpoint(f"{damages[0]}, and there is no complete checkpoint; delete {folder} to start again.")
+    return None
+
+
+def count_updates(folder: Path) -> int:
+    """Return after how many updates the trainer state at the top of an output folder was written; 0 without one."""
+    state = folder / TRAINER_STATE_NAME
+    return json.loads(state.read_text(encoding="utf-8"))["global_step"] if state.is_file() else 0
+
+
+def holds_run(folder: Path) -> bool:
+    """Return whether a folder holds a checkpoint or the result of updates, which a new run would overwrite."""
+    return bool(list_checkpoints(folder)) or count_updates(folder) > 0
+
+
+def refuse_used_folder(folder: Path) -> None:
+    """Refuse to start a run in a folder that holds one."""
+    if not holds_run(folder):
+        return
+    newest = next(iter(list_checkpoints(folder)), None)
+    there = f"newest: {newest.name}" if newest else "without a checkpoint to continue from"
+    resume = "resume_from_checkpoint=True to continue it, " if newest else ""
+    raise ResumeError(
+        f"{folder} already contains a run ({there}); set {resume}overwrite_output_dir=True to replace it, or another "
+        "output_dir."
+    )
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Remove checkpoints that a kill left half written, and restore one that was being replaced."""
+    for replaced in folder.glob("tmp-checkpoint-*-old"):
+        name = replaced.name.removeprefix("tmp-").removesuffix("-old")
+        if not (folder / name).exists():  # killed between moving the old one away and renaming the new one
+            replaced.rename(folder / name)
+    for leftover in folder.glob("tmp-checkpoint-*"):
+        shutil.rmtree(leftover)
+    for mark in folder.glob("checkpoint-*/checkpoint-is-incomplete.txt"):  # of enable_jit_checkpoint
+        if not (mark.parent / MANIFEST).is_file():
+            shutil.rmtree(mark.parent)
+
+
+def find_later(folder: Path, update: int) -> list[Path]:
+    """List what a run left after an update: the ended run's log, samples and, last, checkpoints."""
+    state = folder / TRAINER_STATE_NAME
+    paths = [path for name in SAMPLES for path in folder.glob(f"{name}/step-*")] + list_checkpoints(folder)
+    numbers = [re.match(r"(?:checkpoint|step)-(\d+)", path.name) for path in paths]
+    later = [path for path, number in zip(paths, numbers, strict=True) if number and int(number[1]) > update]
+    return [state] * state.is_file() + later
+
+
+def clear_run(folder: Path, update: int) -> None:
+    """Delete what a run left after an update, for one that starts in its place."""
+    for path in find_later(folder, update):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def set_later_aside(folder: Path, update: int) -> Path | None:
+    """Move what a run left after an update into a folder of its own, for a run that goes back to that update.
+
+    Otherwise, the updates that it abandons would leave the newest checkpoint, the longest log and the latest samples.
+    """
+    if not any(int(path.name.split("-")[1]) > update for path in list_checkpoints(folder)):
+        return None
+    aside, number = folder / "abandoned" / f"after-{update}", 2
+    while aside.exists():
+        aside, number = aside.with_name(f"after-{update}-{number}"), number + 1
+    for path in find_later(folder, update):
+        target = aside / path.relative_to(folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(target)
+    return aside
+
+
+@contextlib.contextmanager
+def explain_interrupt(folder: Path, updates: Callable[[], int]) -> Iterator[None]:
+    """Turn Ctrl-C inside this context into one line that says how to resume."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        newest = next(iter(list_checkpoints(folder)), None)
+        how = (
+            f"continue from {newest} with resume_from_checkpoint=True (--resume_from_checkpoint true on the command "
+            "line)"
+            if newest
+            else "there is no checkpoint yet, so start again, with a new trainer or the same command"
+        )
+        done = updates()
+        raise KeyboardInterrupt(f"Interrupted after {done} update{'s' if done != 1 else ''}; {how}.") from None

@@ -24,6 +24,8 @@ from ..data.prompts import UNNAMED
 from ..distributed.collectives import gather_means
 from ..policy.base import Policy
 from ..policy.trajectory import sample_seed
+from ..report.run_folder import measure_mean, summarise_rollouts
+from ..report.samples import write_files, write_inputs, write_table
 from ..rewards import Reward
 from ..rollout.diversity import cosine_distance, measure_diversity, pixel_distance
 from ..rollout.feed import RolloutFeed
@@ -31,9 +33,6 @@ from ..rollout.generation import RolloutGenerator
 from ..rollout.replays import Replays
 from ..rollout.runtime import Runtime
 from ..rollout.scoring import RewardScorer, takes_only_latents
-from ..run.records import write_files, write_inputs, write_samples
-from ..run.standard_error import measure_mean
-from ..run.watch import summarise_rollouts
 from .evaluation_samples import EvaluationSampler, EvaluationSettings, Share
 from .learner import Learner
 from .start import RunRewards
@@ -324,7 +323,7 @@ class Evaluator:
             values += [None] * (len(columns["step"]) - len(values))
         groups = self._backend.groups
         rank = f"-rank{groups.index}" if groups.count > 1 else ""
-        write_samples(folder / f"{name_of_step}{rank}.parquet", dict(columns))
+        write_table(folder / f"{name_of_step}{rank}.parquet", dict(columns))
 
 
 def _mean_and_error(

@@ -20,7 +20,7 @@ from transformers.utils import is_in_notebook
 from ..config.settings import DiffusionGRPOConfig
 from ..data.held_out import name_prompts
 from ..quiet import replace_unprintable
-from ..run.folder import format_measured, format_updates
+from ..report.run_folder import format_measured, format_updates
 from .memory import measure_peak_memory
 
 logger = logging.getLogger(__name__)

@@ -21,10 +21,11 @@ from ..data.held_out import count_prompts
 from ..data.inputs import PipelineInputs
 from ..data.prompts import hash_prompts
 from ..data.sampler import GroupSampler
-from ..distributed.context_parallel import ContextGroups
 from ..media.files import find_sampling_rate
 from ..policy.base import Policy
 from ..policy.unguided import find_default_guidance
+from ..report.record import pipeline_tag
+from ..report.samples import SampleWriter
 from ..rewards.overlap import Overlap
 from ..rollout.credit import CreditAssigner
 from ..rollout.feed import RolloutFeed
@@ -33,8 +34,6 @@ from ..rollout.replays import Replays
 from ..rollout.runtime import Runtime
 from ..rollout.scoring import RewardScorer
 from ..rollout.value_model import ValueCallback, ValueModel
-from ..run.card_data import pipeline_tag
-from ..run.sample_writer import KeptSamples, SampleWriter
 from ..weights.files import PolicyFiles, lora_loader, name_half_dtype
 from ..weights.lora import list_kept_adapters
 from ..weights.public_names import strip_folders, strip_secrets
@@ -80,34 +79,6 @@ def make_credit(
         values=values,
         gamma=args.gamma,
         gae_lambda=args.gae_lambda,
-    )
-
-
-def make_sample_writer(
-    args: DiffusionGRPOConfig,
-    rewards: RunRewards,
-    groups: ContextGroups,
-    inputs: PipelineInputs,
-    sampling_rate: int | None,
-) -> SampleWriter:
-    """Make the writer of sample tables and files."""
-    sizes = args.batch_sizes
-    return SampleWriter(
-        Path(args.output_dir) / "samples",
-        reward_names=rewards.names,
-        kept=KeptSamples(
-            sizes.samples_per_rollout,
-            sizes.updates_per_rollout,
-            args.save_samples_steps,
-            args.log_samples_steps if args.log_completions else None,
-            args.num_completions_to_log,
-        ),
-        fps=inputs.fps,
-        sampling_rate=sampling_rate,
-        part=f"-rank{groups.index}" if groups.count > 1 else "",
-        is_active=groups.is_first,
-        writes_tables=args.log_completions,
-        find_images=inputs.find_images,
     )
 
 
@@ -289,7 +260,7 @@ class RunBuilder:
             scorer=scorer,
             credit=make_credit(args, rewards, self._learner.values, ranks),
             replays=replays,
-            writer=make_sample_writer(args, rewards, self._backend.groups, self._inputs, self._sampling_rate),
+            writer=SampleWriter(args, self._inputs, rewards.names, self._backend.groups, self._sampling_rate),
             runtime=self._runtime,
         )
 

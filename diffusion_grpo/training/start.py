@@ -28,6 +28,7 @@ from ..distributed.choose import make_backend
 from ..distributed.context_parallel import ContextGroups
 from ..distributed.deepspeed import set_learning_rate
 from ..policy.prompt_calls import check_encode_prompt
+from ..report.record import describe_script, find_license, make_record
 from ..rewards import (
     Reward,
     check_columns,
@@ -38,9 +39,6 @@ from ..rewards import (
     reward_weights,
 )
 from ..rewards.contract import is_marked
-from ..run.card_data import find_license
-from ..run.records import make_record
-from ..run.reproduce import describe_script
 from ..tiny import default_settings
 from ..weights.lora import continues_lora
 from ..weights.public_names import strip_folders, strip_secrets

@@ -17,7 +17,7 @@ from transformers import TrainerState
 from diffusion_grpo import cli
 from diffusion_grpo.cli.train import find_baseline_argument, finish_run, measure_baselines
 from diffusion_grpo.config.parse import parse_train_arguments
-from diffusion_grpo.run.lock import lock_folder
+from diffusion_grpo.training.checkpoints import lock_folder
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_train_leaves_a_whole_run_folder(config_file, model, tmp_path, capsys):
     assert str(run / "summary.json") in capsys.readouterr().out
     card = (run / "README.md").read_text()
     assert "The prompts are from prompts.txt.\n" in card and str(tmp_path) not in card
-    assert "\ndiffusion-grpo train train.yaml\n" in card and "not published with the weights: `prompts.txt`" in card
+    assert "\ndiffusion-grpo train train.yaml\n" in card
     assert parse_train_arguments(str(run / "train.yaml"), ["--dataset", "tiny"])[2].max_steps == 2
 
 

@@ -18,7 +18,7 @@ from diffusion_grpo.config.settings import (
     has_apple_gpu,
     offloads_shards,
 )
-from diffusion_grpo.run.records import list_changed_settings
+from diffusion_grpo.report.record import list_changed_settings
 from diffusion_grpo.tiny import default_settings
 from diffusion_grpo.training.model import load_plain_pipeline
 

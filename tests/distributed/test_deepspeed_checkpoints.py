@@ -1,5 +1,6 @@
 """What a DeepSpeed engine wrote is read as tensors and plain values only."""
 
+import pickle
 import types
 
 import pytest
@@ -11,8 +12,6 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from poison import Poison
 
 from diffusion_grpo.distributed.deepspeed_checkpoints import restore_engine
-from diffusion_grpo.run.manifest import ResumeError
-from diffusion_grpo.run.resume_point import refuse_unreadable
 
 
 def engine(folder):
@@ -31,7 +30,7 @@ def engine(folder):
 def test_deepspeed_files_run_no_code(tmp_path, zipped):
     torch.save({"module": Poison(tmp_path / "ran")}, tmp_path / "state.pt", _use_new_zipfile_serialization=zipped)
     deepspeed, own = engine(tmp_path)
-    with pytest.raises(ResumeError, match="more than tensors"), refuse_unreadable(tmp_path):
+    with pytest.raises(pickle.UnpicklingError):
         restore_engine(deepspeed, tmp_path)
     assert not (tmp_path / "ran").exists() and deepspeed.checkpoint_engine is own
 

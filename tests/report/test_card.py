@@ -10,6 +10,7 @@ import pytest
 import tiny_pipelines
 from datasets import Dataset
 from huggingface_hub import ModelCard
+from huggingface_hub.utils import filter_repo_objects
 from peft import LoraConfig
 from PIL import Image
 from run_folders import make_run
@@ -17,8 +18,17 @@ from tiny_runs import LORA, SETTINGS, brightness, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.media.files import write_sound, write_video
-from diffusion_grpo.report.card import CardDetails, code, escape, write_card_samples, write_model_card
-from diffusion_grpo.run.folder import read_run
+from diffusion_grpo.report.card import (
+    CardDetails,
+    code,
+    escape,
+    list_upload_patterns,
+    name_repository,
+    write_card_samples,
+    write_model_card,
+)
+from diffusion_grpo.report.record import save_settings
+from diffusion_grpo.report.run_folder import read_run
 
 
 @pytest.mark.plots
@@ -114,7 +124,7 @@ RUN = {
 def test_what_others_named_stands_for_itself_in_the_card(tmp_path):
     folder = tmp_path / 'run "x"'
     folder.mkdir()
-    write_model_card(folder, RUN, [], updates=3, details=CardDetails(title="my <b>run</b>\n# and more"))
+    write_model_card(folder, RUN, [], updates=3, details=CardDetails(model_name="my <b>run</b>\n# and more"))
     text = (folder / "README.md").read_text()
     card = ModelCard.load(folder / "README.md")
     assert card.data.to_dict().get("base_model") is None and card.data.library_name == "diffusers"
@@ -177,7 +187,7 @@ def test_datasets_without_a_page_on_the_hub_stand_in_the_text_alone(tmp_path):
 
 def test_what_was_given_before_stays():
     details = CardDetails().add(tags="anime", license="mit").add(license="apache-2.0", model_name="x")
-    assert details == CardDetails(title="x", tags=("anime",), license="apache-2.0")
+    assert details == CardDetails(model_name="x", tags="anime", license="apache-2.0")
     assert details.add() == details
 
 
@@ -221,7 +231,7 @@ def test_videos_and_sounds_lie_behind_their_images(tmp_path):
         write_video([Image.new("RGB", (16, 16))] * 3, path / "evaluations" / folder / "0000.mp4", 8)
         write_sound(np.zeros(100), path / "evaluations" / folder / "0001.wav", 8000)
         rows = pyarrow.parquet.read_table(table).to_pylist()
-        rows[0]["file"], rows[1]["file"] = f"{folder}/0000.mp4", f"{folder}/0001.wav"
+        rows[0]["file"], rows[1]["file"] = (f"evaluations/{folder}/{name}" for name in ("0000.mp4", "0001.wav"))
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), table)
     run = read_run(path)
     card = card_of(run)
@@ -273,3 +283,58 @@ def test_special_characters_are_escaped(text, expected):
 )
 def test_a_span_of_code_has_more_backquotes_than_its_text(text, expected):
     assert code(text) == expected
+
+
+FILES = [
+    "README.md",
+    "curve.png",
+    "grid.png",
+    "images/0-before.mp4",
+    "images/0-after.png",
+    "images/0-input.png",
+    "train.yaml",
+    "run.json",
+    "adapter_config.json",
+    "pytorch_lora_weights.safetensors",
+    "policy/adapter_model.safetensors",
+    "model_index.json",
+    "transformer/config.json",
+    "tokenizer/vocab.json",
+    "scheduler/scheduler_config.json",
+]
+PRIVATE = [
+    "report.html",
+    "trainer_state.json",
+    "samples/step-000000/0000.png",
+    "samples/step-000000.parquet",
+    "evaluations/step-000000/0000.png",
+    "runs/Nov01_my-host/events.out.tfevents.1.my-host.2.0",
+    "prompts.txt",
+    "images/photo.png",
+]
+NEVER = ["checkpoint-2/pytorch_lora_weights.safetensors", "tmp-checkpoint-3/config.json"]
+NEVER += ["abandoned/after-2/checkpoint-3/pytorch_lora_weights.safetensors"]
+NEVER += ["policy/pytorch_lora_weights.safetensors", "policy/transformer_2/pytorch_lora_weights.safetensors"]
+
+
+@pytest.mark.parametrize("push_samples", [False, True])
+def test_what_is_published(push_samples):
+    patterns = list_upload_patterns(["transformer", "tokenizer", "scheduler"], push_samples)
+    pushed = set(filter_repo_objects([*FILES, *PRIVATE, *NEVER], **patterns))
+    assert pushed == {*FILES, *(PRIVATE if push_samples else [])}
+
+
+def test_a_repository_without_its_namespace_is_no_place_to_load_from():
+    assert name_repository(None, None) is None and name_repository(None, "mine") is None
+    assert name_repository(None, "me/mine") == name_repository("me/mine", "mine") == "me/mine"
+
+
+def test_the_command_fetches_the_settings_where_they_are_published(tmp_path):
+    save_settings(tmp_path, {"model": "tiny", "dataset": "words.txt", "reward_funcs": ["text"]})
+    assert "\ndiffusion-grpo train train.yaml\n" in write(tmp_path).content
+    write_model_card(tmp_path, DETAILED, [], updates=1, repository="me/mine")
+    text = (tmp_path / "README.md").read_text()
+    assert "\nhf download me/mine train.yaml --local-dir mine\ndiffusion-grpo train mine/train.yaml\n" in text
+    (tmp_path / "train.yaml").unlink()
+    write_model_card(tmp_path, DETAILED | {"command": "python train.py"}, [], updates=1)
+    assert "\npython train.py\n" in (tmp_path / "README.md").read_text()

@@ -12,9 +12,9 @@ from run_folders import make_run
 
 from diffusion_grpo.media.files import write_sound, write_video
 from diffusion_grpo.report import gallery
-from diffusion_grpo.report.gallery import choose_steps, make_gallery, show_rollouts
+from diffusion_grpo.report.gallery import choose_evenly, make_gallery, show_rollouts
 from diffusion_grpo.report.page import write_report
-from diffusion_grpo.run.folder import read_run
+from diffusion_grpo.report.run_folder import read_run
 
 
 def change_rows(run, step, change):
@@ -27,7 +27,7 @@ def change_rows(run, step, change):
 
 def test_every_prompt_has_a_sample_of_every_evaluation(tmp_path):
     found = make_gallery(read_run(make_run(tmp_path / "run", prompts=3)))
-    assert [step["name"] for step in found["steps"]] == ["before", "after 10 updates", "after 20 updates"]
+    assert found["names"] == {0: "before", 10: "after 10 updates", 20: "after 20 updates"}
     assert [card["prompt"] for card in found["cards"]] == [f'the word "WORD{index}" in red' for index in range(3)]
     for index, card in enumerate(found["cards"]):
         assert [sample["step"] for sample in card["samples"]] == [0, 10, 20]
@@ -43,9 +43,9 @@ def test_two_evaluations_are_called_before_and_after(tmp_path):
 
 
 def test_the_first_and_the_last_evaluation_are_always_chosen():
-    assert choose_steps([0, 5]) == [0, 5] and choose_steps([3]) == [3]
-    steps = choose_steps(list(range(0, 101, 5)))
-    assert len(steps) == gallery.EVALUATIONS == len(set(steps)) and (steps[0], steps[-1]) == (0, 100)
+    assert choose_evenly([0, 5], 8) == [0, 5] and choose_evenly([3], 8) == [3] and choose_evenly([], 8) == []
+    steps = choose_evenly(list(range(0, 101, 5)), 8)
+    assert len(steps) == 8 == len(set(steps)) and (steps[0], steps[-1]) == (0, 100)
 
 
 def test_of_many_prompts_the_first_are_shown_and_all_are_counted(tmp_path, monkeypatch):
@@ -58,7 +58,7 @@ def test_of_many_prompts_the_first_are_shown_and_all_are_counted(tmp_path, monke
     change_rows(run, 20, change)
     found = make_gallery(read_run(run))
     assert [card["prompt"].split('"')[1] for card in found["cards"]] == ["WORD0", "WORD1"]
-    assert found["total"] == 6 and found["counts"] == {"better": 5, "same": 0, "worse": 1}
+    assert found["total"] == 6 and counts(found) == {"better": 5, "same": 0, "worse": 1}
 
 
 def test_a_change_below_a_hundredth_of_the_range_of_rewards_is_none(tmp_path):
@@ -71,13 +71,11 @@ def test_a_change_below_a_hundredth_of_the_range_of_rewards_is_none(tmp_path):
             row["reward"] = reward
 
     change_rows(run, 20, change)
-    assert make_gallery(read_run(run))["counts"] == {"better": 1, "same": 1, "worse": 1}
+    assert counts(make_gallery(read_run(run))) == {"better": 1, "same": 1, "worse": 1}
 
 
-def test_evaluations_between_are_left_out_once_the_page_is_large(tmp_path, monkeypatch):
-    monkeypatch.setattr(gallery, "MOST_BYTES", 1)
-    cards = make_gallery(read_run(make_run(tmp_path / "run", prompts=3)))["cards"]
-    assert [[sample["step"] for sample in card["samples"]] for card in cards] == [[0, 10, 20], [0, 20], [0, 20]]
+def counts(data):
+    return {name: data[name] for name in ("better", "same", "worse")}
 
 
 @pytest.mark.parametrize("unknown", [None, float("nan")])
@@ -90,7 +88,7 @@ def test_an_unknown_reward_is_none(tmp_path, unknown):
     change_rows(run, 20, change)
     found = make_gallery(read_run(run))
     assert found["cards"][0]["samples"][1]["rewards"][0] is None and found["cards"][0]["change"] == 0.0
-    assert found["counts"] == {"better": 1, "same": 1, "worse": 0}
+    assert counts(found) == {"better": 1, "same": 1, "worse": 0}
 
 
 def test_videos_and_sounds_are_embedded_to_be_played(tmp_path):
@@ -101,7 +99,7 @@ def test_videos_and_sounds_are_embedded_to_be_played(tmp_path):
         write_sound(np.zeros(4000), run / "evaluations" / folder / "0001.wav", 8000)
 
         def change(rows, folder=folder):
-            rows[0]["file"], rows[1]["file"] = f"{folder}/0000.mp4", f"{folder}/0001.wav"
+            rows[0]["file"], rows[1]["file"] = (f"evaluations/{folder}/{name}" for name in ("0000.mp4", "0001.wav"))
 
         change_rows(run, step, change)
     found = make_gallery(read_run(run))
@@ -120,7 +118,7 @@ def test_videos_and_sounds_of_rollouts_are_embedded_too(tmp_path):
         Image.new("RGB", (16, 16), "red").save(folder / f"{name}.png")
     write_video([Image.new("RGB", (16, 16), "red")] * 3, folder / "0000.mp4", 8)
     write_sound(np.zeros(4000), folder / "0001.wav", 8000)
-    files = ["step-000000/0000.mp4", "step-000000/0001.wav", "step-000000/0002.png"]
+    files = [f"samples/step-000000/{name}" for name in ("0000.mp4", "0001.wav", "0002.png")]
     rows = [{"prompt": "a", "reward": 0.5, "image": f"{file[:-4]}.png", "file": file} for file in files]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), run / "samples" / "step-000000.parquet")
     [rollout] = show_rollouts(read_run(run))
@@ -143,7 +141,7 @@ def test_datasets_with_the_same_prompts_are_not_mixed(tmp_path):
         change_rows(path, step, change)
     run = read_run(path)
     found = make_gallery(run)
-    assert found["counts"] == {"better": 1, "same": 0, "worse": 1}
+    assert counts(found) == {"better": 1, "same": 0, "worse": 1}
     assert [card["change"] for card in found["cards"]] == pytest.approx([0.5, -0.5])
     assert [card["dataset"] for card in found["cards"]] == ["plain", "hard"]
     images = {sample["image"] for card in found["cards"] for sample in card["samples"]}

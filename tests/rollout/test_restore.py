@@ -8,10 +8,10 @@ from command_line import make_config
 
 from diffusion_grpo.policy.token_process import TokenTrajectory
 from diffusion_grpo.policy.trajectory import Trajectory
+from diffusion_grpo.report.record import ResumeError
 from diffusion_grpo.rollout.buffer import RolloutBuffer
-from diffusion_grpo.rollout.restore import restore_buffer, rollout_file
+from diffusion_grpo.rollout.restore import restore_buffer, rollout_file, save_buffer
 from diffusion_grpo.rollout.value_model import ValueTargets
-from diffusion_grpo.run.manifest import ResumeError
 from tests.rollout.test_order import order_of
 
 
@@ -54,7 +54,7 @@ def test_any_number_of_processes_goes_on_with_the_rollout_of_any_other(tmp_path,
     for process in range(before):
         buffer = buffer_of(order_of(before, 3, process=process, **own), ranking)
         buffer.old_log_probs = buffer.old_log_probs + 1
-        buffer.save(rollout_file(tmp_path, process), before)
+        save_buffer(buffer, rollout_file(tmp_path, process), before)
     for process in range(after):
         order = order_of(after, 3, process=process, **own)
         found, expected = restore(tmp_path, order), buffer_of(order, ranking)
@@ -82,7 +82,7 @@ def test_one_process_goes_on_with_texts_of_different_lengths(tmp_path):
         samples = [text(position, 5 + process) for position in positions.tolist()]
         rows = [{"prompt": str(position)} for position in positions.tolist()]
         args = (torch.zeros(8), inputs_of(), 2, order.seed, None, positions, order.updates)
-        RolloutBuffer(rows, samples, *args).save(rollout_file(tmp_path, process), 2)
+        save_buffer(RolloutBuffer(rows, samples, *args), rollout_file(tmp_path, process), 2)
     found = restore(tmp_path, order_of(1, 0))
     assert found.old_log_probs.shape == (16, 1, 6) and {sample.ids.shape[1] for sample in found.samples} == {6}
     for position, own in zip(found.positions.tolist(), found.old_log_probs[:, 0], strict=True):
@@ -96,12 +96,12 @@ def test_a_file_that_is_missing_is_refused(tmp_path):
 
 def test_a_rollout_of_other_settings_or_prompts_is_refused(tmp_path):
     order, path = order_of(1, 0), rollout_file(tmp_path, 0)
-    buffer_of(order, torch.zeros(16)).save(path)
+    save_buffer(buffer_of(order, torch.zeros(16)), path)
     with pytest.raises(
         ResumeError, match="step_selection is 'rollout' there and 'sample' here.*a checkpoint between two roll"
     ):
         restore(tmp_path, order, step_selection="sample")
     with pytest.raises(ResumeError, match="aggregation is 'one advantage per sample' there and 'loss_per_"):
         restore(tmp_path, order, multi_objective_aggregation="loss_per_reward")
-    with pytest.raises(ResumeError, match="other dataset rows .the one with the prompt '[0-9]+'"):
+    with pytest.raises(ResumeError, match="other dataset rows"):
         restore(tmp_path, order, shift=1)

@@ -18,8 +18,8 @@ from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.data.prompts import load_prompts
 from diffusion_grpo.policy.rollout import rollout
 from diffusion_grpo.report.gallery import make_gallery, show_rollouts
+from diffusion_grpo.report.run_folder import read_run
 from diffusion_grpo.rewards import batchwise
-from diffusion_grpo.run.folder import read_run
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
 

@@ -7,12 +7,13 @@ import types
 import pytest
 import torch
 from poison import write_poison
+from safetensors import SafetensorError
 from tiny_runs import trainer_for
 
 from diffusion_grpo.rewards.models.base import read_weights
-from diffusion_grpo.run.manifest import ResumeError, write_manifest
+from diffusion_grpo.training.checkpoints import write_manifest
 from diffusion_grpo.weights.files import PolicyFiles, load_weights
-from tests.run.test_manifest import SETTINGS
+from tests.training.test_damage import SETTINGS
 
 VALUED = SETTINGS | {"ema_decay": 0.9, "advantage_estimator": "gae", "max_steps": 2}
 READ = [
@@ -61,7 +62,7 @@ def test_no_file_that_is_read_runs_code(copy, tmp_path, name):
     write_poison(copy / name, tmp_path / "ran")
     write_manifest(copy)  # whoever prepares a folder prepares that too
     trainer = trainer_for(tmp_path / "again", **VALUED)
-    with pytest.raises(ResumeError, match="checkpoint-1 (is damaged|contains a file with more than tensors)"):
+    with pytest.raises((pickle.UnpicklingError, SafetensorError, ValueError)):
         trainer.train(resume_from_checkpoint=str(copy))
     assert not (tmp_path / "ran").exists()
 
@@ -92,7 +93,7 @@ def test_the_scaler_of_half_precision_runs_no_code(tmp_path):
     trainer = trainer_for(tmp_path / "run")
     trainer.accelerator.scaler = types.SimpleNamespace(load_state_dict=lambda state: None)
     write_poison(tmp_path / "scaler.pt", tmp_path / "ran")
-    with pytest.raises(ResumeError, match="more than tensors"):
+    with pytest.raises(pickle.UnpicklingError):
         trainer._load_scaler(str(tmp_path))
     assert not (tmp_path / "ran").exists()
 

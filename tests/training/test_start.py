@@ -17,8 +17,8 @@ from tiny_runs import brightness, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.distributed.backend import DistributedBackend
+from diffusion_grpo.report.record import list_changed_settings
 from diffusion_grpo.rewards import takes_tensors
-from diffusion_grpo.run.records import list_changed_settings
 from diffusion_grpo.training.start import (
     check_datasets,
     check_run,

@@ -11,9 +11,9 @@ from tiny_runs import brightness, logged, trainer_for
 from diffusion_grpo.policy.drivers import UnsupportedPipeline
 from diffusion_grpo.policy.rollout import DenoisingPolicy
 from diffusion_grpo.report.page import write_report
+from diffusion_grpo.report.run_folder import ROLLOUTS
 from diffusion_grpo.rewards import RewardError, load_rewards, score
 from diffusion_grpo.rewards.models.base import ModelReward
-from diffusion_grpo.run.watch import ROLLOUTS
 from diffusion_grpo.training.watched_rewards import CHEAP, load_watched_rewards
 from tests.rollout.test_diversity import Embeds, noise
 

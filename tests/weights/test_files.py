@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tiny_runs import first_frame_brightness, trained_weights, trainer_for
 from torch import nn
 
-from diffusion_grpo.run.card_data import list_upload_patterns
+from diffusion_grpo.report.card import list_upload_patterns
 from diffusion_grpo.training.model import load_plain_pipeline
 from diffusion_grpo.weights import files as hub
 from diffusion_grpo.weights import lora as adapters

@@ -2,6 +2,7 @@
 
 import pytest
 
+from diffusion_grpo.rewards.loading import load_rewards
 from diffusion_grpo.weights.public_names import public_model_name, public_source_name, strip_folders, strip_secrets
 
 
@@ -83,3 +84,26 @@ def test_a_dictionary_may_be_written_as_json():
     assert strip_secrets([f"[{text}]"]) == ['[{"revision": "main", "cache_dir": "/home/me/models", "headers": {}}]']
     for text in ('{"a":  1}', "{prompt}", "[a fox] in /a", '["x"]', "{"):
         assert strip_folders(strip_secrets(text)) == text
+
+
+def test_no_value_of_a_urls_query_is_published():
+    assert strip_secrets({"url": "https://h/v1?key=abc&token=z/z"}) == {"url": "https://h/v1?key=...&token=..."}
+    assert strip_secrets("http://a:b@h?x=1#part=2 and wss://h/?y=2") == "http://h?x=...#part=... and wss://h/?y=..."
+    for text in ("http://h/v1?", "http://h/a=b", "is it a?b=c", "https://h/?flag"):
+        assert strip_secrets(text) == text
+
+
+def test_no_password_of_a_url_is_published():
+    given = {"url": ["http://me:pass@host:8000/v1", "https://me@host"], "extra": {"Authorization": "Bearer 1", "n": 1}}
+    assert strip_secrets(given) == {"url": ["http://host:8000/v1", "https://host"], "extra": {"n": 1}}
+    assert strip_secrets("either ws://a:b@c or http://p@ss:w@rd@host?a") == "either ws://c or http://host?a"
+    for text in ("http://host:8000/v1", "https://host/@someone", "me@mail.example", "cats://a dog @home"):
+        assert strip_secrets(text) == text
+
+
+def test_what_a_reward_is_told_is_recorded_without_secrets():
+    request = {"api_key": "sk-1", "seed": 0}
+    settings = {"url": "http://h", "model": "m", "template": "{prompt}", "extra": request}
+    (reward,) = load_rewards({"vlm_judge": settings})
+    recorded = strip_secrets(reward.options())
+    assert recorded["extra"] == {"seed": 0} and "sk-1" not in str(recorded)

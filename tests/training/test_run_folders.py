@@ -1,34 +1,32 @@
-"""The newest whole checkpoint is found, and what cannot be read is refused in a sentence."""
+"""Checkpoints are found in the folder of a run, and what a run left there is cleared."""
 
 import contextlib
-import pickle
 
 import pytest
 
-from diffusion_grpo.run.manifest import DamagedCheckpoint, ResumeError, write_manifest
-from diffusion_grpo.run.resume_point import (
-    check_named,
-    checkpoints,
+from diffusion_grpo.report.record import ResumeError
+from diffusion_grpo.training.checkpoints import (
+    DamagedCheckpoint,
     clear_leftovers,
     clear_run,
     explain_interrupt,
     find_newest_whole,
-    is_whole,
-    refuse_unreadable,
+    list_checkpoints,
     refuse_used_folder,
+    write_manifest,
 )
 
 
 def test_checkpoints_are_ordered_by_their_number(tmp_path):
     for name in ("checkpoint-9", "checkpoint-10", "checkpoint-x", "tmp-checkpoint-11"):
         (tmp_path / name).mkdir()
-    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-10", "checkpoint-9"]
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-10", "checkpoint-9"]
 
 
-def make_checkpoint(folder, step, is_whole=True):
+def make_checkpoint(folder, step):
     checkpoint = folder / f"checkpoint-{step}"
     checkpoint.mkdir(parents=True)
-    (checkpoint / "trainer_state.json").write_text("{}" if is_whole else "{")
+    (checkpoint / "trainer_state.json").write_text("{}")
     write_manifest(checkpoint)
     return checkpoint
 
@@ -39,17 +37,9 @@ def test_the_newest_whole_checkpoint_is_found(tmp_path, caplog):
     assert find_newest_whole(tmp_path) == second and not caplog.text
     (second / "trainer_state.json").write_text("[]")
     assert find_newest_whole(tmp_path) == first and "continuing from checkpoint-1" in caplog.text
-    with pytest.raises(DamagedCheckpoint, match=f"resume from {first}, which is complete"):
-        check_named(second)
     (first / "trainer_state.json").unlink()
     with pytest.raises(DamagedCheckpoint, match="there is no complete checkpoint; delete"):
         find_newest_whole(tmp_path)
-    with pytest.raises(DamagedCheckpoint, match="no checkpoint before it is complete"):
-        check_named(second)
-
-
-def test_a_state_that_is_no_json_is_damage(tmp_path):
-    assert is_whole(make_checkpoint(tmp_path, 1)) and not is_whole(make_checkpoint(tmp_path, 2, is_whole=False))
 
 
 def test_a_folder_is_used_by_a_checkpoint_or_the_result_of_updates(tmp_path):
@@ -88,25 +78,6 @@ def test_what_a_kill_left_half_written_is_removed_and_what_was_put_aside_returns
     clear_leftovers(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-2"]
     assert (tmp_path / "checkpoint-1" / "mark").exists() and not (tmp_path / "checkpoint-2" / "mark").exists()
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (pickle.UnpicklingError("Weights only"), "could run code from it; none of it was run"),
-        (EOFError(), "is damaged .EOFError.; resume from an older checkpoint"),
-        (RuntimeError("PytorchStreamReader failed\nmore"), "is damaged .PytorchStreamReader failed.;"),
-    ],
-)
-def test_files_that_cannot_be_read_are_refused_in_a_sentence(tmp_path, error, message):
-    with pytest.raises(ResumeError, match=message) as refusal, refuse_unreadable(tmp_path):
-        raise error
-    assert "\n" not in str(refusal.value)
-
-
-def test_other_errors_stay_what_they_are(tmp_path):
-    with pytest.raises(RuntimeError, match="^out of luck$"), refuse_unreadable(tmp_path):
-        raise RuntimeError("out of luck")
 
 
 def test_an_interrupt_says_what_there_is_to_go_on_from(tmp_path):

@@ -3,20 +3,18 @@
 import dataclasses
 import itertools
 import json
+import math
 import statistics
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet
 
 from ..data.prompts import UNNAMED
-from .standard_error import measure_mean
-
-# Built-in rewards that cannot exceed 1, so that the share of a possible gain is defined.
-AT_MOST_ONE = ("text", "color", "tesseract", "brightness")
-
 
 # Name and paper of each `loss_type` that is not GRPO's own.
 METHODS = {
@@ -27,24 +25,12 @@ METHODS = {
     "dgpo": ("DGPO", "2510.08425"),
     "dpo": ("online Diffusion-DPO", "2311.12908"),
 }
-
-
-def name_method(info: dict[str, Any]) -> tuple[str, dict[str, str]]:
-    """Return a run's training method, from its run.json, and the method's papers by name; a user's own has none."""
-    loss = (info.get("settings") or {}).get("loss_type", "grpo")
-    if loss == "grpo":
-        return "GRPO", {"Flow-GRPO": "2505.05470", "DDPO": "2305.13301"}
-    return METHODS[loss][0] if loss in METHODS else loss, dict([METHODS[loss]] if loss in METHODS else [])
-
-
-def format_updates(step: int) -> str:
-    """Describe when something was measured: `before training`, `after 1 update`, `after 20 updates`."""
-    return "before training" if step == 0 else f"after {step} update{'s' if step > 1 else ''}"
-
-
-def format_measured(mean: float, error: float | None) -> str:
-    """Format a mean with its standard error, if that is known."""
-    return f"{mean:.3f}" if error is None else f"{mean:.3f} ± {error:.3f}"
+# metrics of rollouts and updates that each evaluation repeats, as it has no groups and no updates itself
+ROLLOUTS = ("diversity", "frac_reward_zero_std", "clip_ratio/region_mean", "frac_advantage_clipped")
+WINDOW = 5  # number of updates at the start and at the end that are compared to find a collapse
+# of the diversity at the start; below it a group has collapsed. Runs of `make demo` left 0.70, 0.73 and 0.64: samples
+# that are all right are more alike than samples that are wrong in different ways
+LEAST_SHARE = 0.4
 
 
 @dataclass
@@ -67,6 +53,11 @@ class Run:
         return [*self.info["reward_funcs"], *self.evaluation_only]
 
     @property
+    def evaluation_only(self) -> list[str]:
+        """Evaluation-only rewards: measured, never trained on."""
+        return [name for name in self.info.get("eval_reward_funcs") or [] if name not in self.info["reward_funcs"]]
+
+    @property
     def prompts(self) -> dict[str, int | None]:
         """Numbers of prompts; see `held_out.count_prompts`."""
         return self.info.get("prompts") or {}
@@ -80,11 +71,6 @@ class Run:
     def times(self) -> list[str]:
         """When the first and the last evaluation took place, in words; one entry if they are the same, or none."""
         return list(dict.fromkeys(format_updates(self.evaluations[at]["step"]) for at in (0, -1) if self.evaluations))
-
-    @property
-    def evaluation_only(self) -> list[str]:
-        """Evaluation-only rewards: measured, never trained on."""
-        return [name for name in self.info.get("eval_reward_funcs") or [] if name not in self.info["reward_funcs"]]
 
     @property
     def weights(self) -> list[float]:
@@ -102,18 +88,6 @@ class Run:
         samples = {at: rows for at, rows in self.samples.items() if at <= step}
         return dataclasses.replace(self, evaluations=evaluations, samples=samples)
 
-    def maximum(self, name: str) -> float | None:
-        """Return the maximum of a reward, or of the combined `reward`, if it is known."""
-        if name != "reward":
-            is_changed = self.info.get("reward_options", {}).get(name, {}).keys() & {"mean", "std", "clip"}
-            return 1.0 if name in AT_MOST_ONE and not is_changed else None
-        if not all(self.maximum(func) for func in self.info["reward_funcs"]) or min(self.weights) < 0:
-            return None
-        aggregation = self.info.get("settings", {}).get("multi_objective_aggregation", "sum_then_normalize")
-        return {"min_then_normalize": min(self.weights), "product_then_normalize": 1.0}.get(
-            aggregation, sum(self.weights)
-        )
-
     def held_out(self, name: str, index: int, dataset: str | None = None) -> tuple[float | None, float | None]:
         """Return mean and standard error of `reward` or a reward function in evaluation `index` (0 first, -1 last).
 
@@ -121,11 +95,8 @@ class Run:
         """
         if not self.evaluations:
             return None, None
-        entry, prefix = self.evaluations[index], "eval" if dataset is None else f"eval_{dataset}"
-        if name == "reward":
-            key = f"{prefix}_reward"
-            return entry.get(key), entry.get(key + "_std_error")
-        return entry.get(f"{prefix}_rewards/{name}/mean"), entry.get(f"{prefix}_rewards/{name}/std_error")
+        mean, error = name_metrics(name, "eval" if dataset is None else f"eval_{dataset}")
+        return self.evaluations[index].get(mean), self.evaluations[index].get(error)
 
     def baseline_cells(self, name: str) -> dict[str, tuple[float | None, float | None]]:
         """Return mean and standard error of `reward` or a reward function in each baseline, by the baseline's name."""
@@ -134,6 +105,33 @@ class Run:
             cell = line["reward"] if name == "reward" else line["rewards"].get(name, {})
             cells[line["name"]] = (cell.get("mean"), cell.get("std_error"))
         return cells
+
+    def find_file(self, name: str | None) -> Path | None:
+        """Return the path of a file that a table names, if it is there."""
+        return self.path / name if name and (self.path / name).is_file() else None
+
+    def pair_samples(self) -> list[dict[str, Any]]:
+        """Pair samples of the first and the last evaluation: same dataset, same prompt, same seed."""
+        if len(self.samples) < 2:
+            return []
+        before = {key_of(row): row for row in self.samples[min(self.samples)]}
+        rows = [row for row in self.samples[max(self.samples)] if key_of(row) in before]
+        return [{"prompt": row["prompt"], "before": before[key_of(row)], "after": row} for row in rows]
+
+
+def key_of(row: dict[str, Any]) -> tuple[str | None, str, int]:
+    """Return what a sample shares with those of other evaluations."""
+    return row.get("dataset"), row["prompt"], row["seed"]
+
+
+def name_metrics(name: str, prefix: str = "eval") -> tuple[str, str]:
+    """Return the log's names for mean and standard error of `reward` or a reward function in evaluations."""
+    if name == "reward":
+        return f"{prefix}_reward", f"{prefix}_reward_std_error"
+    return f"{prefix}_rewards/{name}/mean", f"{prefix}_rewards/{name}/std_error"
+
+
+# Reading
 
 
 def read_run(run_dir: str | Path) -> Run:
@@ -148,8 +146,8 @@ def read_run(run_dir: str | Path) -> Run:
     evaluations = list({entry["step"]: entry for entry in history if "eval_reward" in entry}.values())
     baselines = path / "baselines.json"
     samples = read_samples(path)
-    names = [*info["reward_funcs"], *(info.get("eval_reward_funcs") or [])]
     if not history:  # running, with no log saved yet
+        names = [*info["reward_funcs"], *(info.get("eval_reward_funcs") or [])]
         evaluations = [summarise_table(step, rows, names) for step, rows in samples.items()]
     return Run(
         path=path,
@@ -171,26 +169,28 @@ def read_log_history(path: Path) -> list[dict[str, float]]:
     return max(histories, key=lambda history: max((entry["step"] for entry in history), default=-1), default=[])
 
 
-def read_rollouts(path: Path) -> dict[int, list[dict[str, Any]]]:
-    """Read samples of training that were kept as files, by step, in the order of their positions in the rollout."""
-    found = {}
-    for folder in sorted(path.glob("samples/step-*/")):
-        files = path.glob(f"samples/{folder.name}*.parquet")  # one per process
-        rows = [row for file in files for row in pyarrow.parquet.read_table(file).to_pylist()]
-        kept = [row for row in rows if row.get("image") is not None]
-        if kept:
-            found[int(folder.name.split("-")[1])] = sorted(kept, key=lambda row: row["image"])
-    return found
-
-
 def read_samples(path: Path) -> dict[int, list[dict[str, Any]]]:
     """Read samples of every evaluation that left a table, by step, in the order of the evaluation's prompts."""
-    tables: dict[int, list[list[dict]]] = {}
-    for file in sorted(path.glob("evaluations/step-*.parquet"), key=lambda file: (len(file.stem), file.stem)):
-        tables.setdefault(int(file.stem.split("-")[1]), []).append(pyarrow.parquet.read_table(file).to_pylist())
+    tables = _read_tables(path.glob("evaluations/step-*.parquet"))
     # several processes take turns at the prompts of an evaluation and write a table each
     turns = {step: itertools.chain.from_iterable(itertools.zip_longest(*parts)) for step, parts in tables.items()}
     return {step: [row for row in turns[step] if row is not None] for step in sorted(turns)}
+
+
+def read_rollouts(path: Path) -> dict[int, list[dict[str, Any]]]:
+    """Read samples of training that were kept as files, by step, in the order of their positions in the rollout."""
+    names = [folder.name for folder in path.glob("samples/step-*/")]
+    tables = _read_tables(file for name in names for file in path.glob(f"samples/{name}*.parquet"))
+    rows = {step: [row for part in tables[step] for row in part if row.get("image")] for step in sorted(tables)}
+    return {step: sorted(kept, key=lambda row: row["image"]) for step, kept in rows.items() if kept}
+
+
+def _read_tables(files: Iterable[Path]) -> dict[int, list[list[dict[str, Any]]]]:
+    """Read tables by step; each process has written one."""
+    tables: dict[int, list[list[dict[str, Any]]]] = defaultdict(list)
+    for file in sorted(files, key=lambda file: (len(file.stem), file.stem)):
+        tables[int(file.stem.split("-")[1])].append(pyarrow.parquet.read_table(file).to_pylist())
+    return tables
 
 
 def name_datasets(rows: Iterable[dict[str, Any]]) -> list[str]:
@@ -205,15 +205,37 @@ def summarise_table(step: int, rows: list[dict[str, Any]], names: list[str]) -> 
     parts = {"eval": rows}
     parts |= {f"eval_{name}": [row for row in rows if row["dataset"] == name] for name in name_datasets(rows)}
     for prefix, part in parts.items():
-        total = f"{prefix}_reward"
-        keys = {"reward": (total, total + "_std_error")}
-        keys |= {name: (f"{prefix}_rewards/{name}/mean", f"{prefix}_rewards/{name}/std_error") for name in names}
-        for name, (mean_key, error_key) in keys.items():
+        for name in ["reward", *names]:
             measured = measure_mean([row.get(name) for row in part], [row.get("prompt") for row in part])
-            if measured is not None:
-                entry[mean_key] = measured[0]
-                entry |= {} if measured[1] is None else {error_key: measured[1]}
+            values = zip(name_metrics(name, prefix), measured or (None, None), strict=True)
+            entry |= {key: value for key, value in values if value is not None}
     return entry
+
+
+# Numbers
+
+
+def measure_mean(values: Iterable[float | None], prompts: Iterable[Hashable]) -> tuple[float, float | None] | None:
+    """Return the mean of samples and its standard error, which counts the samples of a prompt as one observation.
+
+    Samples of a prompt share its difficulty, so they are not independent evidence of the mean over other prompts.
+
+    Examples:
+        >>> measure_mean([0.0, 0.0, 1.0, 1.0], ["cat", "cat", "dog", "dog"])
+        (0.5, 0.5)
+        >>> measure_mean([1.0, 2.0], ["cat", "cat"])
+        (1.5, None)
+    """
+    groups: dict[Hashable, list[float]] = defaultdict(list)
+    for value, prompt in zip(values, prompts, strict=True):
+        if value is not None and not math.isnan(value):
+            groups[prompt].append(value)
+    if not groups:
+        return None
+    mean = statistics.fmean(value for group in groups.values() for value in group)
+    if len(groups) == 1:
+        return mean, None
+    return mean, statistics.stdev(map(statistics.fmean, groups.values())) / math.sqrt(len(groups))
 
 
 def count_updates(entries: list[dict[str, float]]) -> list[int]:
@@ -270,14 +292,6 @@ def summarise(run: Run) -> dict[str, Any]:
     }
 
 
-def describe_change(run: Run, name: str) -> str | None:
-    """Describe evaluation results, such as `0.400 ± 0.020 before training, 0.900 ± 0.020 after 20 updates`."""
-    values = [run.held_out(name, at) for at in (0, -1)[-len(run.times) :]]
-    if not run.times or any(mean is None for mean, _ in values):
-        return None
-    return ", ".join(f"{format_measured(*value)} {when}" for value, when in zip(values, run.times, strict=True))
-
-
 def compare(run: Run, name: str, dataset: str | None = None) -> dict[str, float | None]:
     """Return `before`, `first`, `after` (see `summarise`) and the standard error of the last evaluation."""
     steps = [entry["step"] for entry in run.evaluations]
@@ -288,3 +302,65 @@ def compare(run: Run, name: str, dataset: str | None = None) -> dict[str, float 
         "after": last if steps and steps[-1] > 0 else None,
         "standard_error": error,
     }
+
+
+# Signs of reward hacking
+
+
+def summarise_rollouts(log: list[dict[str, float]]) -> dict[str, float]:
+    """Return metrics of the rollouts and updates since the last evaluation that may show reward hacking."""
+    last = max((place for place, entry in enumerate(log) if any(key.startswith("eval_") for key in entry)), default=-1)
+    logged = {key: [entry[key] for entry in log[last + 1 :] if key in entry] for key in ROLLOUTS}
+    return {f"rollouts/{key}": sum(values) / len(values) for key, values in logged.items() if values}
+
+
+def find_collapse(log: list[dict[str, float]]) -> str | None:
+    """Return a warning if the reward rose while the samples of a group became alike; None otherwise.
+
+    The means of the first and the last `WINDOW` updates are compared. The reward has risen if it grew by more than
+    twice the standard error of the difference. Diversity has collapsed if less than `LEAST_SHARE` of it is left.
+    """
+    entries = [entry for entry in log if None not in (entry.get("reward"), entry.get("diversity"))]
+    if len(entries) < 2 * WINDOW:
+        return None
+    parts = entries[:WINDOW], entries[-WINDOW:]
+    (low, high), (wide, narrow) = (
+        [np.array([entry[key] for entry in part], dtype=float) for part in parts] for key in ("reward", "diversity")
+    )
+    noise = 2 * np.sqrt((low.var(ddof=1) + high.var(ddof=1)) / WINDOW)
+    if not (high.mean() > low.mean() + noise and narrow.mean() < LEAST_SHARE * wide.mean()):
+        return None
+    return (
+        f"The trained reward rose from {low.mean():.3g} to {high.mean():.3g} while the samples of a prompt became "
+        f"alike: their mean distance fell from {wide.mean():.3g} to {narrow.mean():.3g}. This is how a reward is "
+        'hacked: look at the samples, and see "Reward hacking" in docs/rewards/hacking.md.'
+    )
+
+
+# Words
+
+
+def name_method(info: dict[str, Any]) -> tuple[str, dict[str, str]]:
+    """Return a run's training method, from its run.json, and the method's papers by name; a user's own has none."""
+    loss = (info.get("settings") or {}).get("loss_type", "grpo")
+    if loss == "grpo":
+        return "GRPO", {"Flow-GRPO": "2505.05470", "DDPO": "2305.13301"}
+    return METHODS[loss][0] if loss in METHODS else loss, dict([METHODS[loss]] if loss in METHODS else [])
+
+
+def format_updates(step: int) -> str:
+    """Describe when something was measured: `before training`, `after 1 update`, `after 20 updates`."""
+    return "before training" if step == 0 else f"after {step} update{'s' if step > 1 else ''}"
+
+
+def format_measured(mean: float, error: float | None) -> str:
+    """Format a mean with its standard error, if that is known."""
+    return f"{mean:.3f}" if error is None else f"{mean:.3f} ± {error:.3f}"
+
+
+def describe_change(run: Run, name: str) -> str | None:
+    """Describe evaluation results, such as `0.400 ± 0.020 before training, 0.900 ± 0.020 after 20 updates`."""
+    values = [run.held_out(name, at) for at in (0, -1)[-len(run.times) :]]
+    if not run.times or any(mean is None for mean, _ in values):
+        return None
+    return ", ".join(f"{format_measured(*value)} {when}" for value, when in zip(values, run.times, strict=True))

@@ -2,7 +2,9 @@
 
 import json
 import math
+import statistics
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -10,9 +12,10 @@ from run_folders import make_run
 
 from diffusion_grpo.algorithms import ALGORITHMS
 from diffusion_grpo.report.page import summarise_times, write_report, write_summary
-from diffusion_grpo.run.folder import (
+from diffusion_grpo.report.run_folder import (
     format_measured,
     format_updates,
+    measure_mean,
     measure_seconds,
     name_method,
     read_log_history,
@@ -141,16 +144,6 @@ def test_what_an_evaluation_logs_follows_from_its_table():
     }
 
 
-def test_what_a_reward_can_be_at_most(tmp_path):
-    run = read_run(make_run(tmp_path / "run"))
-    assert run.maximum("text") == 1.0 and run.maximum("tesseract") == 1.0 and run.maximum("mine") is None
-    assert run.maximum("reward") == pytest.approx(1.0)  # 0.6 + 0.4
-    run.info["settings"]["multi_objective_aggregation"] = "min_then_normalize"
-    assert run.maximum("reward") == 0.4
-    run.info["reward_options"] = {"text": {"std": 2.0}}
-    assert run.maximum("text") is None and run.maximum("reward") is None
-
-
 @pytest.mark.parametrize("loss", ALGORITHMS)
 def test_every_loss_of_ours_has_a_name_and_a_paper(loss):
     name, papers = name_method({"settings": {"loss_type": loss}})
@@ -186,3 +179,26 @@ def test_each_dataset_of_a_table_is_summarised_if_there_are_several():
     assert entry["eval_reward"] == pytest.approx(0.6)
     assert (entry["eval_a_reward"], entry["eval_b_reward"]) == pytest.approx((0.2, 0.8))
     assert not any(key.startswith("eval_b") for key in summarise_table(3, rows[1:], []))
+
+
+def test_one_sample_per_prompt_is_the_usual_error():
+    values = [0.1, 0.4, 0.9, math.nan, None]
+    mean, error = measure_mean(values, "abcde")
+    assert mean == pytest.approx(statistics.mean(values[:3]))
+    assert error == pytest.approx(statistics.stdev(values[:3]) / math.sqrt(3))
+
+
+def test_more_samples_per_prompt_do_not_hide_how_prompts_differ():
+    """Against the real spread of the mean over many draws of the prompts."""
+    draw = np.random.default_rng(0)
+    means, errors = [], []
+    for _ in range(400):
+        rewards = draw.normal(0, 0.3, (16, 1)) + draw.normal(0, 0.05, (16, 8))
+        mean, error = measure_mean(rewards.flatten().tolist(), np.arange(128) // 8)
+        means.append(mean)
+        errors.append(error)
+    assert statistics.mean(errors) == pytest.approx(statistics.stdev(means), rel=0.1)
+
+
+def test_without_values_there_is_no_mean():
+    assert measure_mean([math.nan, None], "ab") is None and measure_mean([], []) is None

@@ -6,8 +6,7 @@ from run_folders import make_run
 from tiny_runs import logged, trainer_for
 
 from diffusion_grpo.report.page import list_findings
-from diffusion_grpo.run.folder import read_run
-from diffusion_grpo.run.watch import WINDOW, find_collapse, summarise_rollouts
+from diffusion_grpo.report.run_folder import WINDOW, find_collapse, read_run, summarise_rollouts
 from diffusion_grpo.training.callbacks import CollapseCallback
 
 

@@ -1,0 +1,143 @@
+"""Write tables and files of samples into a run's folder."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+from PIL import Image
+from torch import Tensor
+
+from ..config.settings import DiffusionGRPOConfig
+from ..data.inputs import PipelineInputs
+from ..distributed.context_parallel import ContextGroups
+from ..media.files import write_sample
+from ..media.samples import convert_image
+
+INPUT_WIDEST, INPUT_GAP = 512, 4  # pixels: of a copy of an image that samples were made from, and between two
+
+
+class SampleWriter:
+    """Writer of this process's samples of a rollout into the run's folder.
+
+    With `save_samples_steps`, whole rollouts at these updates are kept as files and nothing else; otherwise a few
+    samples of the first rollout, of one every `log_samples_steps` updates, and of the last.
+    """
+
+    def __init__(
+        self,
+        args: DiffusionGRPOConfig,
+        inputs: PipelineInputs,
+        reward_names: list[str],
+        groups: ContextGroups,
+        sampling_rate: int | None,
+    ):
+        self._args, self._inputs, self._reward_names = args, inputs, reward_names
+        self._groups, self._rate = groups, sampling_rate
+
+    def saves_all(self, step: int) -> bool:
+        """Return whether the rollout after `step` updates is kept as a whole: the first at or after each multiple."""
+        return self._is_due(self._args.save_samples_steps, step)
+
+    def count_kept(self, step: int, last_step: int) -> int:
+        """Return how many samples, first by position, of the rollout after `step` of `last_step` updates are kept."""
+        args, sizes = self._args, self._args.batch_sizes
+        if args.save_samples_steps is not None:
+            return sizes.samples_per_rollout if self.saves_all(step) else 0
+        is_last = step + sizes.updates_per_rollout >= last_step
+        is_kept = args.log_completions and args.log_samples_steps is not None
+        return (
+            args.num_completions_to_log if is_kept and (is_last or self._is_due(args.log_samples_steps, step)) else 0
+        )
+
+    def _is_due(self, every: int | None, step: int) -> bool:
+        return every is not None and step % every < self._args.batch_sizes.updates_per_rollout
+
+    def write(
+        self,
+        step: int,
+        last_step: int,
+        rows: list[dict],
+        samples: list,
+        positions: Tensor,
+        rewards: Tensor,
+        columns: dict[str, list],
+    ) -> None:
+        """Write the table of a rollout, and the files of those samples that are kept.
+
+        Args:
+            rewards: (samples, functions) rewards.
+        """
+        if not self._groups.is_first:
+            return
+        files = self._write_files(step, last_step, rows, samples, positions)
+        if not (self._args.log_completions or files):
+            return
+        table = {"step": [step] * len(rows), "prompt": [row.get("prompt", "") for row in rows]}
+        table |= dict(zip(self._reward_names, rewards.T.tolist(), strict=True))
+        part = f"-rank{self._groups.index}" if self._groups.count > 1 else ""
+        folder = Path(self._args.output_dir) / "samples"
+        write_table(folder / f"step-{step:06d}{part}.parquet", columns | files | table)
+
+    def _write_files(
+        self, step: int, last_step: int, rows: list[dict], samples: list, positions: Tensor
+    ) -> dict[str, list]:
+        """Write the kept samples and what they were made from; return columns that name the files, if any is kept."""
+        number = self.count_kept(step, last_step)
+        if number == 0 or samples[0] is None:  # None: rewards see only latents
+            return {}
+        root = Path(self._args.output_dir)
+        folder = root / "samples" / f"step-{step:06d}"
+        stems = [folder / f"{position:04d}" if position < number else None for position in positions.tolist()]
+        inputs = [stem and stem.with_name(f"{stem.name}-input") for stem in stems]
+        columns = write_inputs(map(self._inputs.find_images, rows), inputs, root)
+        return write_files(samples, stems, root, self._inputs.fps, self._rate) | columns
+
+
+def write_table(path: Path, columns: dict[str, list[Any]]) -> None:
+    """Write a parquet table to a temporary file and rename it into place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f"tmp-{path.name}")
+    pyarrow.parquet.write_table(pyarrow.table(columns), aside)
+    os.replace(aside, path)
+
+
+def write_files(
+    samples: Iterable[Any], stems: Iterable[Path | None], root: Path, fps: float, sampling_rate: int | None
+) -> dict[str, list[str | None]]:
+    """Write samples as images, videos and sound, and return columns with the paths below `root`."""
+    columns: dict[str, list[str | None]] = {"image": [], "file": []}
+    for sample, stem in zip(samples, stems, strict=True):
+        files = (None, None) if stem is None else write_sample(sample, stem, fps, sampling_rate)
+        for column, path in zip(columns.values(), files, strict=True):
+            column.append(None if path is None else str(path.relative_to(root)))
+    return columns
+
+
+def write_inputs(images: Iterable[list[Image.Image]], stems: Iterable[Path | None], root: Path) -> dict[str, list]:
+    """Write small copies of the images that the samples were made from, to be shown beside them."""
+    column: list[str | None] = []
+    for sources, stem in zip(images, stems, strict=True):
+        if not sources or stem is None:
+            column.append(None)
+            continue
+        _, path = write_sample(_join(sources), stem, fps=1.0)
+        column.append(str(path.relative_to(root)))
+    return {"input": column} if any(column) else {}
+
+
+def _join(images: list[Image.Image]) -> Image.Image:
+    """Put small copies of images side by side, all of the height of the first."""
+    first, *others = (convert_image(image, "RGB") for image in images)
+    first = first.copy()  # the next line changes it in place, and replays still need the original
+    first.thumbnail((INPUT_WIDEST, INPUT_WIDEST))
+    height = first.height
+    row = [first, *(image.resize((max(1, round(image.width * height / image.height)), height)) for image in others)]
+    joined = Image.new("RGB", (sum(image.width for image in row) + INPUT_GAP * len(others), height), "white")
+    start = 0
+    for image in row:
+        joined.paste(image, (start, 0))
+        start += image.width + INPUT_GAP
+    return joined

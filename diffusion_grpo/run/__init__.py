@@ -1,1 +1,0 @@
-"""The files that a run leaves in its folder."""

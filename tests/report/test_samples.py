@@ -1,0 +1,103 @@
+"""Tables of a rollout's samples, and which samples are kept as files."""
+
+from types import SimpleNamespace
+
+import pyarrow.parquet
+import pytest
+import torch
+from command_line import make_config
+from PIL import Image
+
+from diffusion_grpo.report.samples import SampleWriter, write_files, write_inputs, write_table
+
+
+def make_writer(folder, groups=None, **settings):
+    inputs = SimpleNamespace(fps=8.0, find_images=lambda row: row.get("images", []))
+    groups = SimpleNamespace(**{"index": 1, "count": 2, "is_first": True} | (groups or {}))
+    args = make_config(**settings)
+    args.output_dir = str(folder)
+    return SampleWriter(args, inputs, ["text"], groups, None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"log_samples_steps": None}, {}),
+        ({"log_samples_steps": 4}, {0: 3, 4: 3, 8: 3, 9: 3}),
+        ({"log_samples_steps": 100}, {0: 3, 9: 3}),
+        ({"save_samples_steps": 3, "log_samples_steps": 1}, {0: 16, 3: 16, 6: 16, 9: 16}),
+        ({"log_samples_steps": 3, "num_iterations": 2}, {0: 3, 4: 3, 6: 3, 8: 3}),
+        ({"save_samples_steps": 3, "num_iterations": 2}, {0: 16, 4: 16, 6: 16}),
+    ],
+)
+def test_which_samples_are_kept(tmp_path, settings, expected):
+    writer = make_writer(tmp_path, num_completions_to_log=3, **settings)
+    steps = range(0, 10, settings.get("num_iterations", 1))
+    per_rollout = writer._args.batch_sizes.samples_per_rollout
+    counts = {step: writer.count_kept(step, last_step=10) for step in steps}
+    assert {step: count for step, count in counts.items() if count} == {
+        step: per_rollout if count == 16 else count for step, count in expected.items()
+    }
+
+
+def write(folder, number, rest=None, groups=None, **settings):
+    own = {"num_completions_to_log": number, "log_samples_steps": 1} | settings
+    samples, rows = [Image.new("RGB", (4, 4))] * 2, [{"prompt": "a"}, rest or {}]
+    columns = {"seed": [7, 8], "row": [3, 4]}
+    scores = torch.tensor([[0.5], [0.25]])
+    make_writer(folder, groups, **own).write(5, 9, rows, samples, torch.tensor([1, 0]), scores, columns)
+
+
+def test_a_table_has_prompts_rewards_columns_and_files(tmp_path):
+    write(tmp_path, 1)
+    table = pyarrow.parquet.read_table(tmp_path / "samples" / "step-000005-rank1.parquet").to_pydict()
+    assert table == {
+        "seed": [7, 8],
+        "row": [3, 4],
+        "image": [None, "samples/step-000005/0000.png"],  # the first of the rollout, wherever it is here
+        "file": [None, "samples/step-000005/0000.png"],
+        "step": [5, 5],
+        "prompt": ["a", ""],
+        "text": [0.5, 0.25],
+    }
+    assert [path.name for path in tmp_path.glob("samples/*/*")] == ["0000.png"]
+
+
+def test_the_image_that_a_kept_sample_was_made_from_is_beside_it(tmp_path):
+    write(tmp_path, 1, rest={"images": [Image.new("RGBA", (2048, 1024), "red"), Image.new("L", (16, 32), 255)]})
+    table = pyarrow.parquet.read_table(tmp_path / "samples" / "step-000005-rank1.parquet").to_pydict()
+    assert table["input"] == [None, "samples/step-000005/0000-input.png"]  # the first sample of the rollout
+    with Image.open(tmp_path / table["input"][1]) as image:
+        assert image.size == (512 + 4 + 128, 256)  # the second has the height of the first
+        assert image.getpixel((0, 0)) == (255, 0, 0) and image.getpixel((600, 100)) == (255, 255, 255)
+
+
+@pytest.mark.parametrize(
+    ("number", "options", "expected"),
+    [
+        (0, {}, ["step-000005-rank1.parquet"]),
+        (2, {"groups": {"index": 0, "count": 1}}, ["step-000005", "step-000005.parquet"]),
+        (2, {"log_completions": False}, []),
+        (2, {"groups": {"is_first": False}}, []),
+    ],
+)
+def test_what_is_written(tmp_path, number, options, expected):
+    write(tmp_path, number, **options)
+    assert sorted(path.name for path in tmp_path.glob("samples/*")) == expected
+
+
+def test_files_and_tables(tmp_path):
+    images = [Image.new("RGB", (4, 4)), Image.new("RGB", (4, 4))]
+    columns = write_files(images, [tmp_path / "a" / "0000", None], tmp_path, 8.0, None)
+    assert columns == {"image": ["a/0000.png", None], "file": ["a/0000.png", None]}
+    write_table(tmp_path / "a.parquet", columns | {"reward": [1.0, 2.0]})
+    assert pyarrow.parquet.read_table(tmp_path / "a.parquet").to_pydict()["reward"] == [1.0, 2.0]
+    assert not list(tmp_path.glob("tmp-*"))
+
+
+def test_an_image_that_is_shown_small_stays_large_for_the_replay(tmp_path):
+    picture = Image.new("RGB", (1024, 768), "red")
+    column = write_inputs([[picture], []], [tmp_path / "a", tmp_path / "b"], tmp_path)
+    assert column == {"input": ["a.png", None]} and picture.size == (1024, 768)
+    with Image.open(tmp_path / "a.png") as small:
+        assert small.size == (512, 384)
