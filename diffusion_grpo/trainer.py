@@ -34,7 +34,7 @@ from .report.page import write_curve
 from .report.record import write_json
 from .rewards import Reward, RewardError, check_columns
 from .rollout.runtime import Runtime
-from .training import setup, start
+from .training import build, preflight
 from .training.base import DiffusersTrainer
 from .training.checkpoints import explain_interrupt, holds_run
 from .training.finite import NonFiniteError
@@ -114,7 +114,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         prompt_column = getattr(args, "prompt_column", None)
         train_dataset = load_given(train_dataset, "train", prompt_column)
         eval_dataset = load_given(eval_dataset, "test", prompt_column)
-        given = start.check_run(
+        given = preflight.check_run(
             str(model) if isinstance(model, Path) else model,
             reward_funcs,
             eval_reward_funcs,
@@ -145,46 +145,40 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
                 self.embeds.share(self.accelerator)
             self.metrics, self.progress = Metrics(), UpdateProgress()
             self._sampler: GroupSampler | None = None
-            self._noted_settings = start.note_settings(self.args)
+            self._noted_settings = preflight.note_settings(self.args)
             self._make_collaborators(given.is_full_training)
             check_sources(self.inputs, self.policy, given.datasets, self.args.validation_prompts or [])
 
     def _make_collaborators(self, is_full_training: bool) -> None:
         """Create the objects that train, then those that sample and score, then those that save the run."""
-        args, policy, backend, monitor, metrics = self.args, self.policy, self.backend, self.monitor, self.metrics
+        args, policy, inputs = self.args, self.policy, self.inputs
+        runtime = Runtime(self.backend, self.monitor, self.metrics, self.progress)
         self.learner = make_learner(
             args,
             policy,
             self.model,
-            backend=backend,
-            monitor=monitor,
-            metrics=metrics,
+            runtime,
             reward_weights=self.rewards.weights,
             is_full_training=is_full_training,
         )
-        build = setup.RunBuilder(
+        build.check_calls(args, policy, inputs, self.train_dataset)
+        built = build.build(
             args,
             self.rewards,
             self.learner,
-            policy=policy,
-            inputs=self.inputs,
-            runtime=Runtime(backend, monitor, metrics, self.progress),
+            policy,
+            inputs,
+            runtime,
+            model=self.model,
+            read_rows=lambda indices: self.inputs.rows(self.train_dataset, indices),
+            state=lambda: self.state,
         )
-        build.check_shared_calls(self.train_dataset)
-        build.warn_of_guidance(self.train_dataset)
-        self.update = build.make_update()
-        self.replays = build.make_replays()
-        scorer = build.make_scorer(lambda: self.state)
-        generator = build.make_generator(
-            scorer, self.replays, lambda indices: self.inputs.rows(self.train_dataset, indices)
-        )
-        self.feed = build.make_feed(generator)
-        self.evaluator = build.make_evaluator(scorer, generator, self.feed, self.replays)
-        self.use_checkpointer(build.make_checkpointer(self.model, self.feed))
-        self.run |= setup.describe_model(policy, self.model, self.inputs, self.train_dataset, self.eval_dataset)
+        self.update, self.replays, self.feed, self.evaluator = built.update, built.replays, built.feed, built.evaluator
+        self.use_checkpointer(built.checkpointer)
+        self.run |= build.describe_model(policy, self.model, self.inputs, self.train_dataset, self.eval_dataset)
         if self.is_world_process_zero():
             warn_of_trained_prompts(self.run["prompts"])
-        setup.add_callbacks(
+        build.add_callbacks(
             self.callback_handler,
             args,
             self.learner,
@@ -230,7 +224,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> GroupSampler:
         num_rows = len(train_dataset or self.train_dataset)
-        self._sampler = setup.make_sampler(self.args, num_rows, copies=self.backend.groups.size)
+        self._sampler = build.make_sampler(self.args, num_rows, copies=self.backend.groups.size)
         return self._sampler
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
@@ -247,7 +241,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any):
         """Train; see `Trainer.train`."""
-        start.refuse_changed_settings(self._noted_settings, self.args)
+        preflight.refuse_changed_settings(self._noted_settings, self.args)
         self.feed.reset()  # a second call to `train` starts with a new rollout
         self.metrics.reset()
         folder = Path(self.args.output_dir)
@@ -285,7 +279,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         self._train_batch_size = self.args.train_batch_size
         self.replays.batch_size = self.args.rollout_call_size
         self.feed.resize(self.args.batch_sizes)
-        self._noted_settings = start.note_settings(self.args)
+        self._noted_settings = preflight.note_settings(self.args)
         self.metrics.reset()
 
     def _explain_out_of_memory(self, is_evaluating: bool = False) -> contextlib.AbstractContextManager[None]:

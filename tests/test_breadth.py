@@ -12,7 +12,7 @@ from tiny_runs import LORA, SETTINGS
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, check_pipeline
 from diffusion_grpo.policy.rollout import replay, rollout
 from diffusion_grpo.policy.token import make_policy
-from diffusion_grpo.training.scheduler_settings import check_sigmas
+from diffusion_grpo.training.model_checks import check_sigmas
 
 NAMES = sorted(tiny_pipelines.EVERY)
 SPACED = ["flux", "flux2", "flux_controlnet", "flux_img2img", "flux_inpaint", "flux_kontext", "hunyuan_video"]

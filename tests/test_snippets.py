@@ -158,7 +158,7 @@ def test_command_is_parsed(command):
     for key, value in read_overrides([*overrides, *unknown]).items():
         assert key in known, key
         if known[key] is not None and "$" not in str(value):
-            read_value(key, value, known[key].type)
+            read_value(value, known[key])
     for word in words:
         if word.startswith("examples/") and word.endswith(".yaml"):
             assert (ROOT / word).is_file() or word == "examples/NAME.yaml"

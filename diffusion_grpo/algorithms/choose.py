@@ -13,6 +13,25 @@ from .grpo import GRPO, record_for_loss
 from .losses import Loss
 from .renoised import check_number
 
+# what to write instead of losses that TRL or a paper has and this package has not, or has under another name
+AVERAGED_OVER_TOKENS = (
+    "differs from grpo only in how it averages over texts of different lengths; set loss_type='grpo'"
+)
+WRITE_YOUR_OWN = "is not included; use 'grpo', or write a loss of your own (docs/algorithms/own.md)"
+RENAMED_LOSSES = {
+    "dapo": f"{AVERAGED_OVER_TOKENS}, and epsilon_high for its higher clip",
+    "bnpo": AVERAGED_OVER_TOKENS,
+    "dr_grpo": f"{AVERAGED_OVER_TOKENS} and scale_rewards='none'",
+    "gspo": "is loss_type='grpo' with importance_sampling_level='sequence'",
+    **dict.fromkeys(("cispo", "sapo", "luspo", "vespo"), WRITE_YOUR_OWN),
+    **dict.fromkeys(("ddpo", "flow_grpo", "dance_grpo"), "is loss_type='grpo'"),
+    "mixgrpo": "is loss_type='grpo' with num_trained_steps and step_selection='sliding'",
+    "flash_grpo": "is loss_type='grpo' with step_selection='prompt'",
+    "tempflow_grpo": "is loss_type='grpo' with samples_per_latent and step_weight='noise'",
+    "diffusion_nft": "is loss_type='nft'",
+    "flow_dppo": "is loss_type='dppo'",
+}
+
 
 def find_algorithm(loss_type: str | Loss | type[Algorithm]) -> type[Algorithm] | Loss:
     """Return the algorithm's class, or the loss function, that `loss_type` names."""
@@ -42,12 +61,13 @@ def _import_algorithm(name: str) -> Any:
     if name in ALGORITHMS:
         return ALGORITHMS[name]
     known = ", ".join(sorted(ALGORITHMS))
+    if renamed := RENAMED_LOSSES.get(name.lower().replace("-", "_")):
+        raise ValueError(f"loss_type={name!r} {renamed}.")
     if "." not in name:
         nearest = difflib.get_close_matches(name, ALGORITHMS, n=1)
-        hint = f"did you mean '{nearest[0]}'? " if nearest else ""
+        hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
         raise ValueError(
-            f"Unknown loss '{name}': {hint}Known are {known}; a loss or an algorithm of your own is given as a dotted "
-            "path such as my_package.my_loss."
+            f"loss_type={name!r} is unknown; choose one of {known}, or a dotted path such as my_package.my_loss.{hint}"
         )
     try:
         return pkgutil.resolve_name(name)

@@ -4,7 +4,7 @@ import argparse
 import inspect
 from dataclasses import fields
 
-from ..config.early_checks import check_model_name
+from ..config.files import check_model_name
 from ..sampling import settings as sample_settings
 from .inputs import Refusal, call_or_refuse, hide_loading_bars
 
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..data.inputs import find_missing
     from ..policy.check import check_pipeline
     from ..training.model import choose_device, load_plain_pipeline
-    from ..training.model_index import check_packages, pipeline_class
+    from ..training.model_checks import check_packages, pipeline_class
     from ..weights.files import load_weights
 
     pipeline = call_or_refuse(pipeline_class, arguments.model, arguments)

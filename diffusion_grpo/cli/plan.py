@@ -4,7 +4,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from ..config.early_checks import check_model_name
+from ..config.files import check_model_name
 from .inputs import call_or_refuse
 
 if TYPE_CHECKING:
@@ -62,13 +62,13 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan and return the exit code."""
-    from ..config.parse import check_keys, parse_launch_arguments, read_values
+    from ..config.arguments import LaunchArguments
+    from ..config.parse import make_script_arguments, read_values
     from ..distributed.launch import read_settings
 
-    launch, overrides = call_or_refuse(parse_launch_arguments, arguments.config, arguments.overrides)
+    values, overrides = call_or_refuse(read_values, arguments.config, arguments.overrides), arguments.overrides
+    launch = call_or_refuse(make_script_arguments, values, LaunchArguments)
     call_or_refuse(read_settings, launch)
-    values = call_or_refuse(read_values, arguments.config, overrides)
-    call_or_refuse(check_keys, values)
     call_or_refuse(check_model_name, str(values["model"]))
 
     if arguments.fit is not None:

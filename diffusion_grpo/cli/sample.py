@@ -2,7 +2,7 @@
 
 import argparse
 
-from ..config.early_checks import check_model_name
+from ..config.files import check_model_name
 from ..sampling import settings as sample_settings
 from .inputs import Refusal, call_or_refuse, hide_loading_bars, load_checked
 

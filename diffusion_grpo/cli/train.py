@@ -8,9 +8,9 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ..config.early_checks import check_model_name
+from ..config.files import check_model_name
 from .inputs import Refusal, call_or_refuse, hide_loading_bars, load_checked
 
 if TYPE_CHECKING:
@@ -58,33 +58,34 @@ def describe_settings(settings: type) -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, save, push to the Hub if requested, write the report, and return the exit code."""
-    from ..config.parse import check_keys, parse_launch_arguments, parse_train_arguments, read_values
+    from ..config.arguments import LAUNCH_VARIABLE, LaunchArguments, LoraArguments, ScriptArguments
+    from ..config.parse import make_script_arguments, make_settings, read_values, resolve_values
 
     if arguments.list_settings:
-        from ..config.arguments import LaunchArguments, LoraArguments, ScriptArguments
         from ..config.settings import DiffusionGRPOConfig
 
         for settings in (ScriptArguments, LoraArguments, LaunchArguments, DiffusionGRPOConfig):
             print(describe_settings(settings))
         return 0
-    processes, overrides = call_or_refuse(parse_launch_arguments, arguments.config, arguments.overrides)
-    is_launcher = (
-        not processes.is_empty and "LOCAL_RANK" not in os.environ
-    )  # otherwise a launcher has started this process
     values = call_or_refuse(read_values, arguments.config, arguments.overrides)
-    call_or_refuse(check_keys, values)
+    script, lora, processes = (
+        call_or_refuse(make_script_arguments, values, kind)
+        for kind in (ScriptArguments, LoraArguments, LaunchArguments)
+    )
     if arguments.config and Path(arguments.config).name == "train.yaml" and values.get("output_dir"):
         from ..report.record import refuse_own_settings
 
         call_or_refuse(refuse_own_settings, arguments.config, values["output_dir"])
-    if is_launcher:
-        return start_processes(processes, arguments, overrides, str(values.get("use_cpu", False)).lower() == "true")
-    script, lora, config = call_or_refuse(parse_train_arguments, arguments.config, overrides)
+    # otherwise a launcher has started this process
+    if not processes.is_empty and not {"LOCAL_RANK", LAUNCH_VARIABLE} & os.environ.keys():
+        return start_processes(processes, arguments, str(values.get("use_cpu", False)).lower() == "true")
+    values = resolve_values(values)
+    config = call_or_refuse(make_settings, values)
     if str(config.resume_from_checkpoint).lower() == "false":  # transformers would take it for the name of a folder
         config.resume_from_checkpoint = None
     trainer = build_trainer(script, lora, config)
     if trainer.is_world_process_zero():
-        save_command_at_start(trainer, arguments.config, overrides)
+        save_command_at_start(trainer, values)
     if script.baseline_guidance_scales:
         path = Path(trainer.args.output_dir) / "baselines.json"
         if not (config.resume_from_checkpoint and path.is_file()):
@@ -108,33 +109,30 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def save_command_at_start(trainer: "DiffusionGRPOTrainer", config_file: str | None, overrides: list[str]) -> None:
+def save_command_at_start(trainer: "DiffusionGRPOTrainer", values: dict[str, Any]) -> None:
     """Have the run write its settings to its folder when it starts, so that the model card can name the command.
 
     Until then the folder may hold another run, for which the start is refused.
     """
     from ..config.arguments import LaunchArguments
-    from ..config.parse import resolve_values
     from ..config.settings import find_launched_precision
     from ..report.record import read_launch, save_settings
     from ..training.callbacks import StartCallback
 
-    values = find_launched_precision(trainer.args) | resolve_values(config_file, overrides)
+    values = find_launched_precision(trainer.args) | values
     processes = {key: values.pop(key, None) for key in LaunchArguments.__dataclass_fields__}
     values |= read_launch(processes, trainer.args.world_size)
     trainer.add_callback(StartCallback(functools.partial(save_settings, Path(trainer.args.output_dir), values)))
 
 
-def start_processes(
-    processes: "LaunchArguments", arguments: argparse.Namespace, overrides: list[str], use_cpu: bool
-) -> int:
+def start_processes(processes: "LaunchArguments", arguments: argparse.Namespace, use_cpu: bool) -> int:
     """Start this command in each process, wait, and return the exit code."""
     from ..config.arguments import LAUNCH_VARIABLE
     from ..distributed.launch import launch, make_launch_settings
 
     settings = call_or_refuse(make_launch_settings, processes)
     words = ["--traceback"] if arguments.traceback else []
-    words += ["train", *([arguments.config] if arguments.config else []), *overrides]
+    words += ["train", *([arguments.config] if arguments.config else []), *arguments.overrides]
     given = {key: value for key, value in vars(processes).items() if value is not None}
     return launch(settings, words, use_cpu=use_cpu, variables={LAUNCH_VARIABLE: json.dumps(given)})
 

@@ -4,9 +4,10 @@ import json
 import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from .files import read_text
+from .ranges import Count, Range
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -27,7 +28,7 @@ class ScriptArguments:
             "`save_to_disk`, a Hub id, or `tiny`."
         }
     )
-    reward_funcs: list[str] = field(
+    reward_funcs: list[str] | dict[str, Any] = field(
         metadata={
             "help": "Rewards to train on: names of built-in rewards or dotted paths of functions, such as "
             "`my_module.my_reward`; or a mapping from these to weights or options, such as `{text: 0.6, color: "
@@ -43,10 +44,10 @@ class ScriptArguments:
         },
     )
     dataset_test_split: str = field(default="test", metadata={"help": "Split of `eval_dataset` to evaluate on."})
-    eval_max_prompts: int | None = field(
+    eval_max_prompts: Count | None = field(
         default=None, metadata={"help": "Evaluate on the first N held-out prompts; by default on all."}
     )
-    eval_reward_funcs: list[str] | None = field(
+    eval_reward_funcs: list[str] | dict[str, Any] | None = field(
         default=None,
         metadata={
             "help": "Evaluation-only rewards, which are measured in evaluations but never trained on. They are "
@@ -68,8 +69,6 @@ class ScriptArguments:
     )
 
     def __post_init__(self):
-        if self.eval_max_prompts is not None and self.eval_max_prompts < 1:
-            raise ValueError(f"eval_max_prompts is {self.eval_max_prompts}; use at least 1, or leave it out for all.")
         if self.baseline_guidance_scales and self.eval_dataset is None:
             raise ValueError("baseline_guidance_scales needs held-out prompts to be measured on: set eval_dataset.")
         if self.report_experiment is not None:
@@ -106,7 +105,7 @@ class LoraArguments:
     """
 
     use_peft: bool = field(default=False, metadata={"help": "Train a LoRA instead of all weights."})
-    lora_r: int = field(default=16, metadata={"help": "Rank of the LoRA."})
+    lora_r: Count = field(default=16, metadata={"help": "Rank of the LoRA."})
     lora_alpha: int = field(
         default=32, metadata={"help": "Scale of the LoRA: its output is multiplied by lora_alpha / lora_r."}
     )
@@ -118,25 +117,16 @@ class LoraArguments:
             "k_proj, v_proj, o_proj."
         },
     )
-    lora_init: str = field(
+    lora_init: Literal["kaiming", "gaussian"] = field(
         default="kaiming",
         metadata={
             "help": "How the first factor of the LoRA is initialised: kaiming (PEFT's default), or gaussian with std "
             "1 / lora_r (Flow-GRPO). The second factor starts at 0."
         },
     )
-    lora_dropout: float = field(default=0.0, metadata={"help": "Must be 0: dropout makes the replay inexact."})
-
-    def __post_init__(self):
-        if self.lora_dropout != 0:
-            raise ValueError(
-                f"lora_dropout is {self.lora_dropout}; set it to 0, because dropout draws a different network in "
-                "rollout and in replay, which moves the ratio by more than the clip range."
-            )
-        if self.lora_init not in LORA_INITS:
-            raise ValueError(f"lora_init is {self.lora_init!r}; choose one of {', '.join(LORA_INITS)}.")
-        if self.lora_r < 1:
-            raise ValueError(f"lora_r is {self.lora_r}; use at least 1.")
+    lora_dropout: Annotated[float, Range(0, 0)] = field(
+        default=0.0, metadata={"help": "Must be 0: dropout makes the replay inexact."}
+    )
 
     def peft_config(self, lora_path: str | None = None) -> "LoraConfig | None":
         """Return the configuration of a new LoRA; None for full training, or if the LoRA at `lora_path` is trained
@@ -175,14 +165,14 @@ class LaunchArguments:
             "config`."
         },
     )
-    num_processes: int | None = field(
+    num_processes: Count | None = field(
         default=None,
         metadata={
             "help": "Total number of processes on all machines. By default one, or one per accelerator if "
             "accelerate_config is set."
         },
     )
-    num_machines: int | None = field(
+    num_machines: Count | None = field(
         default=None,
         metadata={"help": "Number of machines. Start the same command on each machine, with its own machine_rank."},
     )
@@ -192,12 +182,6 @@ class LaunchArguments:
         default=None,
         metadata={"help": "Port on the machine with rank 0. With a single machine, a free port is used by default."},
     )
-
-    def __post_init__(self):
-        for name in ("num_processes", "num_machines"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; use at least 1.")
 
     @property
     def is_empty(self) -> bool:

@@ -12,8 +12,8 @@ DICTIONARIES = ("pipeline_kwargs", "scheduler_kwargs", "model_init_kwargs", "los
 class Sizes:
     """What follows from the settings: a base of `DiffusionGRPOConfig`."""
 
-    def fill_in(self) -> None:
-        """Apply TRL's names, read dictionaries written as JSON, and fill in defaults taken from other settings."""
+    def rename(self) -> None:
+        """Apply TRL's names, and read dictionaries written as JSON."""
         if self.gradient_checkpointing is not None:  # the name that users of TRL know
             self.activation_checkpointing = self.gradient_checkpointing
             self.gradient_checkpointing = None
@@ -22,6 +22,9 @@ class Sizes:
         for name in DICTIONARIES:
             if isinstance(getattr(self, name), str):
                 setattr(self, name, _json(name, getattr(self, name)))
+
+    def fill_in(self) -> None:
+        """Fill in defaults taken from other settings."""
         if self.recording.whole_groups and "per_device_train_batch_size" not in self.given:
             group, batch = max(1, self.best_of_n or self.num_generations), self.per_device_train_batch_size
             if batch % group and "gradient_accumulation_steps" not in self.given:

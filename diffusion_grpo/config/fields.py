@@ -1,21 +1,24 @@
-"""The settings by name and type, without importing torch or transformers, and how words become values of a type."""
+"""The settings by name and annotation, without importing torch: words become values, and values are checked."""
 
-import dataclasses
+import functools
 import inspect
-from dataclasses import dataclass
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from .arguments import LaunchArguments, LoraArguments, ScriptArguments
+from .names import suggest
 from .quantization import QuantizationSettings
+from .ranges import Range
 from .run import RunSettings
 from .sampling import SamplingSettings
 from .update import UpdateSettings
 
 TRUE, FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")  # as in transformers' parser
-# Strings that may be true or false: the newest checkpoint, FSDP as in `fsdp_config`, TRL's names of group and none.
-TAKE_BOOL = ("resume_from_checkpoint", "fsdp", "scale_rewards")
-REWARDS = ("reward_funcs", "eval_reward_funcs")  # names, mappings, or lists of both; `load_rewards` checks them
+ACCEPTED = {bool: bool, int: numbers.Integral, float: numbers.Real, dict: Mapping, str: str}
 # the fields of `TrainingArguments`, whose import takes seconds; a test compares them
 OF_TRANSFORMERS = """
 output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type
@@ -42,38 +45,37 @@ debug skip_memory_metrics do_train do_eval do_predict resume_from_checkpoint loc
 
 @dataclass(frozen=True)
 class Setting:
-    """A field of a dataclass: its type as a user would write it (`float | None`), its default, and its choices."""
+    """What the annotation of a field says: its types without None, its words, its range; and its default."""
 
-    type: str
+    kinds: tuple[Any, ...]
+    choices: tuple[str, ...]
+    range: Range | None
+    takes_none: bool
     default: Any
-    choices: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, hint: Any, default: Any) -> "Setting":
+        """Read an annotation."""
+        parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        ranges = [mark for part in parts if get_origin(part) is Annotated for mark in part.__metadata__]
+        choices = [word for part in parts if get_origin(part) is Literal for word in get_args(part)]
+        kinds = [part.__origin__ if get_origin(part) is Annotated else part for part in parts]
+        kinds = [str if get_origin(kind) is Literal else kind for kind in kinds if kind is not NoneType]
+        return cls(tuple(kinds), tuple(choices), *ranges or [None], NoneType in parts or default is None, default)
+
+    def describe(self) -> str:
+        """Say what a value must be."""
+        kinds = [" of ".join(part.__name__ for part in (get_origin(k) or k, *_items(k))) for k in self.kinds]
+        return f"one of {', '.join(self.choices)}" if self.choices else " or ".join(kinds)
 
 
+@functools.cache
 def list_fields(*classes: type) -> dict[str, Setting]:
     """Return the fields of dataclasses by name; `dataclasses.MISSING` is the default of those that have none."""
-    by_name = {f.name: f.default for cls in classes for f in dataclasses.fields(cls) if f.init}
     bases = [base for cls in classes for base in reversed(cls.__mro__)]
     # not the fields' own types, which transformers' `HfArgumentParser` replaces
     hints = {name: hint for base in bases for name, hint in inspect.get_annotations(base).items()}
-    return {
-        name: Setting(_type_name(hints[name]), default, _list_choices(hints[name]))
-        for name, default in by_name.items()
-    }
-
-
-def _type_name(hint: Any) -> str:
-    if get_origin(hint) in (Union, UnionType):
-        return " | ".join(dict.fromkeys(map(_type_name, get_args(hint))))
-    if _list_choices(hint):
-        return "str"
-    return "None" if hint is NoneType else hint.__name__ if isinstance(hint, type) else str(hint)
-
-
-def _list_choices(hint: Any) -> tuple[str, ...]:
-    """Return the words of a `Literal`, which may be in a union."""
-    if get_origin(hint) is Literal:
-        return tuple(word for word in get_args(hint) if isinstance(word, str))
-    return tuple(word for part in get_args(hint) for word in _list_choices(part))
+    return {f.name: Setting.of(hints[f.name], f.default) for cls in classes for f in fields(cls) if f.init}
 
 
 def script_fields() -> dict[str, Setting]:
@@ -86,38 +88,59 @@ def own_fields() -> dict[str, Setting]:
     return script_fields() | list_fields(RunSettings, QuantizationSettings, UpdateSettings, SamplingSettings)
 
 
-def read_value(name: str, value: Any, kind: str) -> Any:
-    """Convert a value to its type; raise ValueError if it does not fit."""
-    if name in REWARDS and isinstance(value, (dict, list)) and value:
-        return value
-    kinds = {word.strip() for word in kind.split("|")} - {"None"}
-    if isinstance(value, str) and "str" in kinds and kinds & {"int", "list[int]"}:  # such as a number, or "all"
-        return int(value) if value.isdigit() else value
-    if kind.startswith("list[") and isinstance(value, (str, int, float)) and not isinstance(value, bool):
-        value = [value]
-    for cls, word in ((type(None), "None"), (bool, "bool"), (list, "list"), (dict, "dict")):
-        if isinstance(value, cls) and word not in kind and not (cls is bool and name in TAKE_BOOL):
-            raise ValueError(f"`{name}` is {value}, expected one {kind}.")
-    if isinstance(value, list):
-        kinds = {word for word in kinds if word.startswith("list[")} or kinds
-    if isinstance(value, list) and len(kinds) == 1:
-        inner = kind.partition("[")[2].partition("]")[0]
-        return [_convert(name, item, inner) for item in value]
-    if value is None or isinstance(value, (list, dict)) or len(kinds) != 1:
-        return value
-    return _convert(name, value, *kinds)
+def read_value(value: Any, setting: Setting) -> Any:
+    """Convert words to the type of a setting, and a single value of a list to a list; what does not fit stays."""
+    items = [_items(kind) for kind in setting.kinds if get_origin(kind) is list]
+    if items and isinstance(value, list):
+        return [_convert(item, items[0]) for item in value]
+    if items and str not in setting.kinds and isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        return [_convert(value, items[0])]
+    return _convert(value, setting.kinds)
 
 
-def _convert(name: str, value: Any, kind: str) -> Any:
-    """Convert a word to an int, a float or a bool, if its type is one of these."""
-    if kind == "bool":
-        word = str(value).lower()
-        if word not in (*TRUE, *FALSE):
-            raise ValueError(f"`{name}`: invalid bool value: {value!r}; write true or false.")
+def _items(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) is list else ()
+
+
+def _convert(value: Any, kinds: tuple[Any, ...]) -> Any:
+    word = str(value).lower()
+    if kinds == (bool,) and word in (*TRUE, *FALSE):
         return word in TRUE
-    if kind not in ("int", "float"):
-        return str(value) if kind == "str" and not isinstance(value, bool) else value
-    try:
-        return int(str(value)) if kind == "int" else float(str(value))
-    except ValueError as error:
-        raise ValueError(f"`{name}`: invalid {kind} value: {str(value)!r}.") from error
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        return value
+    if int in kinds and word.removeprefix("-").isdigit():
+        return int(word)
+    if kinds == (float,):
+        try:
+            return float(word)
+        except ValueError:
+            return value
+    return str(value) if kinds == (str,) else value
+
+
+def check_fields(settings: Any) -> None:
+    """Refuse values of another type, unknown words and numbers out of range: `"False"` would count as true."""
+    for name, setting in list_fields(type(settings)).items():
+        value = getattr(settings, name, None)
+        if value is None and setting.takes_none:
+            continue
+        # a single text may be an enumeration; transformers replaces what takes several types by objects of its own
+        is_open = setting.kinds == (str,) or len(setting.kinds) > 1 and name in OF_TRANSFORMERS
+        is_known = all((get_origin(kind) or kind) in (*ACCEPTED, list) for kind in setting.kinds)
+        if is_known and not is_open and not any(_fits(value, kind) for kind in setting.kinds):
+            raise ValueError(f"{name}={value!r} is of type {type(value).__name__}, but must be {setting.describe()}.")
+        if setting.choices and value not in setting.choices:
+            hint = suggest(value, setting.choices)
+            raise ValueError(f"{name}={value!r} is unknown; it must be {setting.describe()}.{hint}")
+        if setting.range is not None and isinstance(value, numbers.Real) and value not in setting.range:
+            raise ValueError(f"{name} must be {setting.range}, got {value}.")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    origin = get_origin(kind) or kind
+    if origin is list:
+        inner = _items(kind)[0]
+        is_list = isinstance(value, Sequence) and not isinstance(value, str)
+        return is_list and (inner not in (int, float) or all(_fits(item, inner) for item in value))
+    is_bool = isinstance(value, bool) and origin is not bool
+    return isinstance(value, ACCEPTED[origin]) and not is_bool and not (origin is float and math.isnan(value))

@@ -1,4 +1,4 @@
-"""Paths and text files that users write."""
+"""Text files that users write, and paths, models and checkpoints that they name, checked without torch."""
 
 import os
 from pathlib import Path
@@ -22,3 +22,60 @@ def expand_home(value: Any) -> Any:
     if isinstance(value, list):
         return [expand_home(item) for item in value]
     return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~") else value
+
+
+def check_folder(name: str, path: str | Path) -> None:
+    """Refuse a path that cannot become a folder, because it, or a part of it, is a file."""
+    folder = Path(path).expanduser()
+    for part in (folder, *folder.parents):
+        if part.is_file():
+            raise ValueError(f"{name}: {part} is a file; give the path of a folder.")
+
+
+def check_model_name(model: str) -> None:
+    """Check that `model`, if it is a local folder, holds a pipeline."""
+    folder = Path(model).expanduser()
+    if model == "tiny":
+        return
+    if folder.is_file():
+        raise ValueError(f"model: {model} is a file; give the folder of a diffusers pipeline, a Hub id, or `tiny`.")
+    if folder.is_dir() and not (folder / "model_index.json").is_file():
+        raise ValueError(
+            f"model: {model} contains no model_index.json, so it is not the folder of a diffusers pipeline; give such "
+            "a folder, a Hub id, or `tiny`."
+        )
+    if not folder.exists() and (model.startswith((".", "/", "~")) or model.count("/") != 1):
+        raise ValueError(
+            f"model: there is no folder {model}, and a Hub id has the form `owner/name`; give an existing folder or a "
+            "Hub id."
+        )
+
+
+def check_resume_folder(wanted: Any, output_dir: Any) -> None:
+    """Refuse a checkpoint whose folder does not exist."""
+    folder = Path(str(wanted))
+    if wanted is None or str(wanted).lower() in ("true", "false", "") or folder.is_dir():
+        return
+    if folder.with_name(f"tmp-{folder.name}-old").is_dir():  # left by a kill, and restored when the run starts
+        return
+    there = Path(output_dir or ".").glob("checkpoint-*")
+    found = [path for path in there if path.name.removeprefix("checkpoint-").isdigit()]
+    newest = max(found, key=lambda path: int(path.name.removeprefix("checkpoint-")), default=None)
+    advice = f"the newest checkpoint in output_dir is {newest}" if newest else "give that of a checkpoint, or true"
+    raise ValueError(f"resume_from_checkpoint: there is no folder {wanted}; {advice}.")
+
+
+def check_hub_access(token: str | None) -> None:
+    """Refuse to push to the Hub if that cannot work."""
+    from huggingface_hub import constants, get_token
+
+    if constants.HF_HUB_OFFLINE:
+        raise ValueError(
+            "push_to_hub needs the Hub, but HF_HUB_OFFLINE is set; unset it, or set push_to_hub=False and upload the "
+            "output folder later."
+        )
+    if not (token or get_token()):
+        raise ValueError(
+            "push_to_hub needs a token of the Hub, and none was found; run `hf auth login`, or set HF_TOKEN or "
+            "hub_token."
+        )

@@ -98,24 +98,6 @@ ADVICE |= dict.fromkeys(
 ADVICE |= dict.fromkeys(("param_offload", "optimizer_offload"), "see docs/memory.md for what can be offloaded")
 OURS = {theirs: ours for ours, names in EQUIVALENTS.items() for theirs in names.split()} | ALIASES
 SECTION = re.compile(r"^(sample|train|training|rl|ppo|grpo|algorithm|actor|rollout)_")
-# what to write instead of losses that TRL or a paper has and this package has not, or has under another name
-AVERAGED_OVER_TOKENS = (
-    "differs from grpo only in how it averages over texts of different lengths; set loss_type='grpo'"
-)
-WRITE_YOUR_OWN = "is not included; use 'grpo', or write a loss of your own (docs/algorithms/own.md)"
-RENAMED_LOSSES = {
-    "dapo": f"{AVERAGED_OVER_TOKENS}, and epsilon_high for its higher clip",
-    "bnpo": AVERAGED_OVER_TOKENS,
-    "dr_grpo": f"{AVERAGED_OVER_TOKENS} and scale_rewards='none'",
-    "gspo": "is loss_type='grpo' with importance_sampling_level='sequence'",
-    **dict.fromkeys(("cispo", "sapo", "luspo", "vespo"), WRITE_YOUR_OWN),
-    **dict.fromkeys(("ddpo", "flow_grpo", "dance_grpo"), "is loss_type='grpo'"),
-    "mixgrpo": "is loss_type='grpo' with num_trained_steps and step_selection='sliding'",
-    "flash_grpo": "is loss_type='grpo' with step_selection='prompt'",
-    "tempflow_grpo": "is loss_type='grpo' with samples_per_latent and step_weight='noise'",
-    "diffusion_nft": "is loss_type='nft'",
-    "flow_dppo": "is loss_type='dppo'",
-}
 # what flow_grpo and others call rewards
 RENAMED_REWARDS = {"ocr": "text", "video_ocr": "text", "qwenvl": "vlm_judge", "image_similarity": "dino_similarity"}
 LONGEST = 150  # bytes; a file name has at most 255 and holds more than this name

@@ -1,27 +1,36 @@
-"""Read a YAML file of settings and `--key value` overrides into dataclasses.
+"""Read a YAML file of settings and `--key value` overrides, once, into dataclasses.
 
-Keys are checked before torch is imported, and nothing of the model is loaded before all settings are. TRL's
-`TrlParser` is not used: it reads files as YAML 1.1, suggests no key, and passes every default on as if it were chosen.
+Keys are checked before torch is imported. TRL's `TrlParser` is not used: it reads files as YAML 1.1, suggests no key,
+and passes every default on as if it were chosen.
 """
 
 import re
 from dataclasses import MISSING
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
 from ..tiny import default_settings
 from .arguments import LaunchArguments, LoraArguments, ScriptArguments
-from .fields import FALSE, OF_TRANSFORMERS, REWARDS, TRUE, list_fields, own_fields, read_value, script_fields
+from .fields import (
+    FALSE,
+    OF_TRANSFORMERS,
+    TRUE,
+    Setting,
+    check_fields,
+    list_fields,
+    own_fields,
+    read_value,
+    script_fields,
+)
 from .files import expand_home, read_text
 from .names import ALIASES, refuse_unknown
 
 if TYPE_CHECKING:
     from .settings import DiffusionGRPOConfig
 
-
-TEXT_TYPES = ("str", "str | None", "list[str]", "list[str] | None")
+Arguments = TypeVar("Arguments", ScriptArguments, LoraArguments, LaunchArguments)
 
 
 class Yaml12Loader(yaml.SafeLoader):
@@ -65,69 +74,68 @@ def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
 Yaml12Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
 
-def parse_launch_arguments(config_file: str | None, overrides: list[str]) -> tuple[LaunchArguments, list[str]]:
-    """Read the settings of processes from a YAML file and from `--key value` overrides, which win."""
-    hints = list_fields(LaunchArguments)
-    in_file = {key: value for key, value in (read_yaml(config_file) if config_file else {}).items() if key in hints}
-    given = {key: value for key, value in read_overrides(overrides).items() if key in hints}
-    read = {key: read_value(key, value, hints[key].type) for key, value in (in_file | given).items()}
-    launch = LaunchArguments(**read)
-    kept = [word for key, words in _group_by_key(overrides) if key not in hints for word in words]
-    return launch, kept + [word for key in in_file for word in (f"--{key}", "null")]
+def read_values(
+    config_file: str | None, overrides: list[str], config_class: "type[DiffusionGRPOConfig] | None" = None
+) -> dict[str, Any]:
+    """Read a YAML file and `--key value` overrides, which win; refuse settings that do not exist or are missing.
 
-
-def read_values(config_file: str | None, overrides: list[str]) -> dict[str, Any]:
-    """Read a YAML file and `--key value` overrides, which win, without converting any value.
-
-    In paths, `~` becomes the home folder.
+    In paths, `~` becomes the home folder. Words are converted to the types that are known without importing torch.
     """
     values = read_yaml(config_file) if config_file else {}
     experiment = values.get("report_experiment")
     if isinstance(experiment, str):  # its path is relative to the file that names it
         values["report_experiment"] = str(Path(config_file).parent / experiment)
     values |= read_overrides(overrides)
+    known = own_fields() | ({} if config_class is None else list_fields(config_class))
+    refuse_unknown(values, [*known, *OF_TRANSFORMERS])
+    missing = [name for name, setting in list_fields(ScriptArguments).items() if setting.default is MISSING]
+    if missing := [f"`{name}`" for name in missing if name not in values]:
+        raise ValueError(f"the following arguments are required: {', '.join(missing)}.")
     if str(values.get("fsdp")).lower() in (*TRUE, *FALSE):  # transformers would take words for its former options
         values["fsdp"] = True if str(values["fsdp"]).lower() in TRUE else None
-    if values.get("model") == "tiny":
+    if values["model"] == "tiny":
         values = default_settings(values) | values
-    return values
+    return _convert(values, known)
 
 
-def resolve_values(config_file: str | None, overrides: list[str]) -> dict[str, Any]:
-    """Read a YAML file and overrides like [`read_values`], and convert values to the types of their settings."""
+def _convert(values: dict[str, Any], known: dict[str, Setting]) -> dict[str, Any]:
+    return {name: read_value(value, known[name]) if name in known else value for name, value in values.items()}
+
+
+def make_script_arguments(values: dict[str, Any], kind: type[Arguments]) -> Arguments:
+    """Make `ScriptArguments`, `LoraArguments` or `LaunchArguments` of the values that [`read_values`] returned."""
+    made = kind(**{name: values[name] for name in list_fields(kind) if name in values})
+    check_fields(made)
+    return made
+
+
+def resolve_values(values: dict[str, Any], config_class: "type[DiffusionGRPOConfig] | None" = None) -> dict[str, Any]:
+    """Convert the words among values that [`read_values`] returned to the types of transformers' settings, too."""
     from .settings import DiffusionGRPOConfig
 
-    known, values = script_fields() | list_fields(DiffusionGRPOConfig), read_values(config_file, overrides)
-    return {key: read_value(key, value, known[key].type) if key in known else value for key, value in values.items()}
+    return _convert(values, list_fields(config_class or DiffusionGRPOConfig))
+
+
+def make_settings(
+    values: dict[str, Any], config_class: "type[DiffusionGRPOConfig] | None" = None
+) -> "DiffusionGRPOConfig":
+    """Make the settings of a run of resolved values."""
+    from .settings import DiffusionGRPOConfig
+
+    others = script_fields()
+    values = {name: value for name, value in values.items() if name not in others}
+    settings = (config_class or DiffusionGRPOConfig)(**values)
+    settings.given = frozenset(values)  # a class that inherits from ours does not note them
+    return settings
 
 
 def parse_train_arguments(
     config_file: str | None, overrides: list[str], config_class: "type[DiffusionGRPOConfig] | None" = None
 ) -> "tuple[ScriptArguments, LoraArguments, DiffusionGRPOConfig]":
     """Read a YAML file and `--key value` overrides, which win."""
-    values = read_values(config_file, overrides)
-    check_keys(values, config_class)
-    from .settings import DiffusionGRPOConfig
-
-    config_class = config_class or DiffusionGRPOConfig
-    known = script_fields() | list_fields(config_class)
-    values = {key: read_value(key, value, known[key].type) for key, value in values.items()}
-    script, lora, _ = (
-        cls(**{name: values.pop(name) for name in list_fields(cls) if name in values})
-        for cls in (ScriptArguments, LoraArguments, LaunchArguments)
-    )
-    settings = config_class(**values)
-    settings.given = frozenset(values)  # a class that inherits from ours does not note them
-    return script, lora, settings
-
-
-def check_keys(values: dict[str, Any], config_class: type | None = None) -> None:
-    """Refuse settings that do not exist or are missing, without the seconds that importing torch takes."""
-    own = [] if config_class is None else list_fields(config_class)
-    refuse_unknown(values, [*own_fields(), *OF_TRANSFORMERS, *own])
-    missing = [name for name, setting in list_fields(ScriptArguments).items() if setting.default is MISSING]
-    if missing := [f"`{name}`" for name in missing if name not in values]:
-        raise ValueError(f"the following arguments are required: {', '.join(missing)}.")
+    values = resolve_values(read_values(config_file, overrides, config_class), config_class)
+    script, lora = (make_script_arguments(values, kind) for kind in (ScriptArguments, LoraArguments))
+    return script, lora, make_settings(values, config_class)
 
 
 def read_yaml(config_file: str) -> dict[str, Any]:
@@ -147,44 +155,31 @@ def read_yaml(config_file: str) -> dict[str, Any]:
 
 
 def _rename_aliases(values: dict[str, Any]) -> dict[str, Any]:
-    for alias, name in ALIASES.items():
-        if alias in values and name in values:
-            raise ValueError(f"`{alias}` is another name of `{name}`; keep one of them.")
     return expand_home({ALIASES.get(key, key): value for key, value in values.items()})
 
 
 def read_overrides(overrides: list[str]) -> dict[str, Any]:
     """Turn `["--beta", "0.1", "--names", "a", "b"]` into `{"beta": "0.1", "names": ["a", "b"]}`."""
-    values = {}
-    for key, (flag, *tokens) in _group_by_key(overrides):
-        _, equals, value = flag.partition("=")
-        values[key] = _read_override(key, [value, *tokens] if equals else tokens)
-    return _rename_aliases(values)
-
-
-def _group_by_key(overrides: list[str]) -> list[tuple[str, list[str]]]:
-    """Return each key with its flag and the words after it, as written."""
-    groups: list[tuple[str, list[str]]] = []
-    for token in overrides:
-        if token.startswith("--"):
-            groups.append((token[2:].partition("=")[0].replace("-", "_"), [token]))
-        elif not groups:
-            raise ValueError(f"`{token}` does not belong to a key; write overrides as `--key value`.")
+    groups: dict[str, list[str]] = {}
+    key = None
+    for word in overrides:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            key = name.replace("-", "_")
+            groups[key] = [value] if equals else []
+        elif key is None:
+            raise ValueError(f"`{word}` does not belong to a key; write overrides as `--key value`.")
         else:
-            groups[-1][1].append(token)
-    return groups
+            groups[key].append(word)
+    return _rename_aliases({key: _read_words(words) for key, words in groups.items()})
 
 
-def _read_override(key: str, tokens: list[str]) -> Any:
-    if not tokens:
-        return True
-    if len(tokens) > 1:
-        return tokens
-    if tokens[0] == "null" or tokens[0].startswith(("{", "[")):
+def _read_words(words: list[str]) -> Any:
+    if len(words) != 1:
+        return words or True
+    if words[0] == "null" or words[0].startswith(("{", "[")):
         try:
-            return yaml.load(tokens[0], Yaml12Loader)
-        except yaml.YAMLError as error:
-            own = own_fields()
-            if key in REWARDS or key not in OF_TRANSFORMERS and (key not in own or own[key].type not in TEXT_TYPES):
-                raise ValueError(f"`{key}`: {tokens[0]} is not YAML: {' '.join(str(error).split())}") from error
-    return tokens[0]
+            return yaml.load(words[0], Yaml12Loader)
+        except yaml.YAMLError:
+            pass  # a text that starts with a bracket
+    return words[0]

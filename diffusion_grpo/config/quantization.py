@@ -15,16 +15,6 @@ BACKENDS = {
     "gguf": "gguf",
     "quanto": "optimum.quanto",
 }
-OPTIONS = {  # arguments of the backends' configuration classes
-    "bitsandbytes_4bit": (
-        *("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_quant_storage", "bnb_4bit_compute_dtype"),
-        "llm_int8_skip_modules",
-    ),
-    "bitsandbytes_8bit": ("llm_int8_threshold", "llm_int8_skip_modules"),
-    "torchao": ("quant_type", "quant_type_kwargs", "modules_to_not_convert"),
-    "quanto": ("weights_dtype", "modules_to_not_convert"),
-    "gguf": ("file",),
-}
 
 
 @dataclass
@@ -90,22 +80,12 @@ def check_quantization(args: Any) -> None:
         raise ValueError("load_in_4bit and load_in_8bit are both set; choose one of them.")
     for name, given in (args.quantization or {}).items():
         read_spec(name, given)
-    _check_storage(args)
-    if asks_for_quantization(args) and "quantization_config" in (args.model_init_kwargs or {}):
-        raise ValueError(
-            "model_init_kwargs: quantization_config is set together with load_in_4bit, load_in_8bit or quantization, "
-            "which also make one; leave one of them out."
-        )
-
-
-def _check_storage(args: Any) -> None:
-    """Refuse a storage dtype that an engine would cast to another one, which would change the weights."""
-    own = "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
+    dtype = "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
     storage = str(args.bnb_4bit_quant_storage).removeprefix("torch.")
-    if args.bnb_4bit_quant_storage is not None and args.bf16 is not None and storage not in ("uint8", own):
+    if args.bnb_4bit_quant_storage is not None and args.bf16 is not None and storage not in ("uint8", dtype):
         raise ValueError(
-            f"bnb_4bit_quant_storage={storage!r} would be cast to {own}, the dtype of this run, which would change "
-            f"the packed weights; set it to {own}, or leave it out."
+            f"bnb_4bit_quant_storage={storage!r} would be cast to {dtype}, the dtype of this run, which would change "
+            f"the packed weights; set it to {dtype}, or leave it out."
         )
 
 
@@ -120,25 +100,14 @@ def read_spec(component: str, given: Any) -> QuantizationSpec | None:
         return None
     if isinstance(given, str):
         given = {"backend": given}
-    if not isinstance(given, Mapping) or not isinstance(given.get("backend"), str):
-        raise ValueError(
-            f"quantization: {component} is {given!r}; write the name of a backend ({', '.join(BACKENDS)}) or a "
-            "mapping with `backend` and its options."
-        )
-    backend, options = given["backend"], {name: value for name, value in given.items() if name != "backend"}
+    backend = given.get("backend") if isinstance(given, Mapping) else None
     if backend not in BACKENDS:
         raise ValueError(
-            f"quantization: {component} names the backend {backend!r}; choose one of {', '.join(BACKENDS)}."
-            f"{suggest(backend, BACKENDS)}"
+            f"quantization: {component} is {given!r}; write the name of a backend ({', '.join(BACKENDS)}), or a "
+            f"mapping with `backend` and its options.{suggest(backend, BACKENDS)}"
         )
-    unknown = [name for name in options if name not in OPTIONS[backend]]
-    if unknown:
+    if backend == "gguf" and not given.get("file"):
         raise ValueError(
-            f"quantization: {component}: {backend} has no option {unknown[0]}; it has {', '.join(OPTIONS[backend])}."
+            f"quantization: {component}: gguf reads weights from a file; write {{backend: gguf, file: ...}}."
         )
-    if backend == "gguf" and not options.get("file"):
-        raise ValueError(
-            f"quantization: {component}: gguf reads weights from a file in which they are already quantised; give it "
-            "as {backend: gguf, file: ...}."
-        )
-    return QuantizationSpec(backend, options)
+    return QuantizationSpec(backend, {name: value for name, value in given.items() if name != "backend"})

@@ -1,7 +1,9 @@
 """Settings of the model, the data and what is written: a base of `DiffusionGRPOConfig`."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from .ranges import Count, Fraction, Range
 
 
 @dataclass
@@ -32,7 +34,7 @@ class RunSettings:
             "LoRA is trained; see docs/memory.md."
         },
     )
-    group_offload_blocks: int = field(
+    group_offload_blocks: Count = field(
         default=1, metadata={"help": "Number of blocks that group_offload='block_level' moves together."}
     )
     group_offload_stream: bool = field(
@@ -58,7 +60,7 @@ class RunSettings:
             "in the Hugging Face cache, which all runs share."
         },
     )
-    context_parallel_size: int = field(
+    context_parallel_size: Count = field(
         default=1,
         metadata={
             "help": "Number of processes that share the sequence of each sample, for videos too long for one process. "
@@ -104,7 +106,7 @@ class RunSettings:
         repr=False,  # may hold a token
         metadata={"help": "Keyword arguments of DiffusionPipeline.from_pretrained."},
     )
-    selective_checkpointing: float = field(
+    selective_checkpointing: Fraction = field(
         default=1.0,
         metadata={
             "help": "Fraction of the network's blocks, evenly spread, whose activations are recomputed. 0.5 "
@@ -122,20 +124,20 @@ class RunSettings:
     log_completions: bool = field(
         default=True, metadata={"help": "Write the prompts, rewards and advantages of each rollout to a parquet file."}
     )
-    num_completions_to_log: int = field(
+    num_completions_to_log: Annotated[int, Range(0)] = field(
         default=16,
         metadata={
             "help": "Number of samples to save and show from an evaluation or from a rollout (log_samples_steps)."
         },
     )
-    log_samples_steps: int | None = field(
+    log_samples_steps: Count | None = field(
         default=50,
         metadata={
             "help": "Save num_completions_to_log samples for the report every N updates, and in the first and the "
             "last rollout; null for none. Has no effect if save_samples_steps is set or log_completions is False."
         },
     )
-    save_samples_steps: int | None = field(
+    save_samples_steps: Count | None = field(
         default=None,
         metadata={
             "help": "Save all samples of the rollout (PNG, MP4 or WAV) every N updates, next to the table of its "
@@ -157,7 +159,7 @@ class RunSettings:
             "samples are saved and sent to report_to, but never scored."
         },
     )
-    validation_steps: int = field(
+    validation_steps: Count = field(
         default=10,
         metadata={
             "help": "Number of updates between two rounds of validation_prompts. The first round is before training."

@@ -1,7 +1,9 @@
 """Settings of the samples and of the process that draws them: a base of `DiffusionGRPOConfig`."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from .ranges import Count, Fraction, Positive, Range
 
 
 @dataclass
@@ -9,16 +11,18 @@ class SamplingSettings:
     """How samples are drawn: their number and size, the process, the tokens."""
 
     # Samples
-    num_generations: int = field(
+    num_generations: Count = field(
         default=16,
         metadata={
             "help": "Number of samples per prompt (the size of a group). Must be at least 2 if rewards are compared "
             "within a group."
         },
     )
-    num_generations_eval: int = field(default=1, metadata={"help": "Number of samples per prompt in evaluations."})
-    num_inference_steps: int = field(default=10, metadata={"help": "Number of denoising steps in a training rollout."})
-    eval_num_inference_steps: int | None = field(
+    num_generations_eval: Count = field(default=1, metadata={"help": "Number of samples per prompt in evaluations."})
+    num_inference_steps: Annotated[int, Range(2)] = field(
+        default=10, metadata={"help": "Number of denoising steps in a training rollout."}
+    )
+    eval_num_inference_steps: Count | None = field(
         default=None,
         metadata={"help": "Number of denoising steps in evaluations; by default the same as in training."},
     )
@@ -35,12 +39,12 @@ class SamplingSettings:
     guidance_scale: float | None = field(
         default=None, metadata={"help": "Guidance scale; by default the pipeline's own."}
     )
-    height: int | None = field(default=None, metadata={"help": "Height in pixels; by default the pipeline's own."})
-    width: int | None = field(default=None, metadata={"help": "Width in pixels; by default the pipeline's own."})
-    num_frames: int | None = field(
+    height: Count | None = field(default=None, metadata={"help": "Height in pixels; by default the pipeline's own."})
+    width: Count | None = field(default=None, metadata={"help": "Width in pixels; by default the pipeline's own."})
+    num_frames: Count | None = field(
         default=None, metadata={"help": "Number of frames per video; by default the pipeline's own."}
     )
-    fps: float | None = field(
+    fps: Positive | None = field(
         default=None,
         metadata={
             "help": "Frame rate of videos, in frames per second. It is passed to the rewards, and saved videos play "
@@ -57,14 +61,14 @@ class SamplingSettings:
             "depends on the size (FLUX, Qwen-Image), also set use_dynamic_shifting: false, or shift has no effect."
         },
     )
-    rollout_batch_size: int | None = field(
+    rollout_batch_size: Count | None = field(
         default=None,
         metadata={
             "help": "Number of samples generated together in a rollout. By default per_device_train_batch_size, so "
             "that rollout and update use the same batches and the first ratio is exactly 1."
         },
     )
-    decode_batch_size: int | None = field(
+    decode_batch_size: Count | None = field(
         default=None,
         metadata={
             "help": "Number of samples that the VAE decodes together, in rollouts and evaluations; by default all "
@@ -113,7 +117,7 @@ class SamplingSettings:
             )
         },
     )
-    noise_level: float | None = field(
+    noise_level: Positive | None = field(
         default=None,
         metadata={
             "help": (
@@ -130,7 +134,7 @@ class SamplingSettings:
             "all with advantage_estimator gae and for losses on re-noised samples."
         },
     )
-    num_trained_steps: int | None = field(
+    num_trained_steps: Count | None = field(
         default=None,
         metadata={
             "help": "How many of trained_steps are trained; step_selection says which. By default all of them, but 1 "
@@ -147,7 +151,7 @@ class SamplingSettings:
             "each sample (DanceGRPO)."
         },
     )
-    step_interval: int = field(
+    step_interval: Count = field(
         default=25, metadata={"help": "Number of updates between two moves of step_selection sliding."}
     )
     noisy_steps: Literal["trained", "all", "all_and_last"] = field(
@@ -159,7 +163,7 @@ class SamplingSettings:
             "never trained. cps, precise and ancestral have no noise in the last step."
         },
     )
-    log_prob_type: str = field(
+    log_prob_type: Literal["gaussian", "squared_error"] = field(
         default="gaussian",
         metadata={
             "help": "How the log-probability of a step is computed: gaussian, or squared_error. squared_error is "
@@ -169,18 +173,18 @@ class SamplingSettings:
     )
 
     # Tokens, in pipelines with a language model
-    temperature: float | None = field(
+    temperature: Positive | None = field(
         default=None,
         metadata={"help": "Sampling temperature of tokens; by default the value in the model's generation config."},
     )
-    top_k: int | None = field(
+    top_k: Annotated[int, Range(0)] | None = field(
         default=None,
         metadata={
             "help": "Sample tokens only from the N most probable ones; 0 means no limit. By default the value in the "
             "model's generation config, or transformers' 50 if it has none."
         },
     )
-    top_p: float | None = field(
+    top_p: Fraction | None = field(
         default=None,
         metadata={
             "help": "Sample tokens only from the most probable ones that together reach this probability; by default "

@@ -17,14 +17,16 @@ from transformers import SchedulerType, TrainingArguments
 
 from ..algorithms.advantage_fn import load_advantage_fn
 from ..algorithms.choose import check_loss_kwargs, check_run_settings
-from .checks import check_loss, check_settings, check_types
 from .defaults import Sizes
+from .fields import check_fields
 from .files import expand_home, read_text
 from .names import explain_unknown
 from .quantization import QuantizationSettings
+from .ranges import Count, NotNegative
 from .run import RunSettings
 from .sampling import SamplingSettings
 from .update import UpdateSettings
+from .validate import check_conflicts
 
 logger = logging.getLogger(__name__)
 LAUNCHED_PRECISION = "ACCELERATE_MIXED_PRECISION"  # environment variable that `accelerate launch` sets
@@ -83,7 +85,7 @@ class DiffusionGRPOConfig(
     max_steps: int = field(
         default=-1, metadata={"help": "Number of updates. -1 makes as many as num_train_epochs needs."}
     )
-    learning_rate: float | None = field(
+    learning_rate: NotNegative | None = field(
         default=None, metadata={"help": "Learning rate. By default 3e-4 for LoRA and 1e-5 for full training."}
     )
     lr_scheduler_type: str = field(
@@ -94,18 +96,18 @@ class DiffusionGRPOConfig(
         },
     )
     weight_decay: float = field(default=1e-4, metadata={"help": "Weight decay of AdamW."})
-    per_device_train_batch_size: int = field(
+    per_device_train_batch_size: Count = field(
         default=4,
         metadata={
             "help": "Number of samples in one forward and backward pass; also the batch size of rollouts unless "
             "rollout_batch_size is set."
         },
     )
-    per_device_eval_batch_size: int | None = field(
+    per_device_eval_batch_size: Count | None = field(
         default=None,
         metadata={"help": "Number of samples generated together in evaluations; by default the same as in rollouts."},
     )
-    gradient_accumulation_steps: int = field(
+    gradient_accumulation_steps: Count = field(
         default=32, metadata={"help": "Number of micro-batches in one optimizer update."}
     )
     activation_checkpointing: bool | None = field(
@@ -169,8 +171,8 @@ class DiffusionGRPOConfig(
         if "given" not in vars(self):  # a dataclass that inherits from this one has an __init__ of its own
             self.given = find_changed(self)
         vars(self).update(expand_home(vars(self)))
-        check_types(self)
-        check_loss(self.loss_type)
+        self.rename()
+        check_fields(self)
         self.fill_in()
         if self.max_steps == 0:  # transformers would run all epochs
             self.num_train_epochs = 0.0
@@ -220,7 +222,7 @@ class DiffusionGRPOConfig(
         self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = compiles, backend, mode
         check_launched(count_launched_processes(), self.world_size)
         self.lr_scheduler_type = add_warmup(self.lr_scheduler_type, self.warmup_steps)
-        check_settings(self)
+        check_conflicts(self)
         self.check_machine()
         check_loss_kwargs(self.loss_type, self.loss_kwargs, self.anchor)  # imports a loss of the user's own
         check_run_settings(self.loss_type, list_algorithm_settings(self))
@@ -251,7 +253,6 @@ class DiffusionGRPOConfig(
         for name, value in defaults.items():
             if name not in self.given:
                 setattr(self, name, value)
-        check_settings(self)
 
     def to_dict(self) -> dict[str, Any]:
         """As `TrainingArguments.to_dict`, but replace tensors and images among the settings by their type and size."""

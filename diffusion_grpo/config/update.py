@@ -1,7 +1,9 @@
 """Settings of the update (loss, advantages, value model, reference): a base of `DiffusionGRPOConfig`."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from .ranges import Count, Fraction, NotNegative, Positive, Range
 
 
 @dataclass
@@ -25,7 +27,7 @@ class UpdateSettings:
             "of each algorithm lists its settings (docs/algorithms/index.md); grpo has none."
         },
     )
-    beta: float = field(
+    beta: NotNegative = field(
         default=0.0,
         metadata={
             "help": "Weight of the KL divergence to the reference model. For losses on re-noised samples, weight of "
@@ -41,7 +43,7 @@ class UpdateSettings:
             "prediction. The KL is not weighted."
         },
     )
-    kl_reward: float = field(
+    kl_reward: NotNegative = field(
         default=0.0,
         metadata={
             "help": "Weight of a penalty that is subtracted from each sample's reward: the KL divergence to the "
@@ -49,7 +51,7 @@ class UpdateSettings:
             "passes per step."
         },
     )
-    epsilon: float = field(
+    epsilon: NotNegative = field(
         default=1e-4,
         metadata={
             "help": "Lower end of the clip range: the ratio is clipped to at least 1 - epsilon. The default is for "
@@ -57,7 +59,7 @@ class UpdateSettings:
             "have limits of their own in loss_kwargs."
         },
     )
-    epsilon_high: float | None = field(
+    epsilon_high: NotNegative | None = field(
         default=None,
         metadata={
             "help": "Upper end of the clip range: the ratio is clipped to at most 1 + epsilon_high. By default equal "
@@ -73,8 +75,8 @@ class UpdateSettings:
             "trained on more than once."
         },
     )
-    num_iterations: int = field(default=1, metadata={"help": "Number of times each rollout is trained on."})
-    steps_per_generation: int | None = field(
+    num_iterations: Count = field(default=1, metadata={"help": "Number of times each rollout is trained on."})
+    steps_per_generation: Count | None = field(
         default=None,
         metadata={
             "help": "Number of micro-batches in one rollout. Must be a multiple of gradient_accumulation_steps. By "
@@ -95,7 +97,7 @@ class UpdateSettings:
             "num_generations may be 1."
         },
     )
-    num_batches_per_step: int = field(
+    num_batches_per_step: Count = field(
         default=1,
         metadata={
             "help": "Number of batches in one rollout. Batch statistics (scale_rewards, reward_baseline, the scale of "
@@ -106,7 +108,13 @@ class UpdateSettings:
     reward_weights: list[float] | None = field(
         default=None, metadata={"help": "One weight per reward function; by default 1 each."}
     )
-    multi_objective_aggregation: str = field(
+    multi_objective_aggregation: Literal[
+        "sum_then_normalize",
+        "normalize_then_sum",
+        "min_then_normalize",
+        "product_then_normalize",
+        "loss_per_reward",
+    ] = field(
         default="sum_then_normalize",
         metadata={
             "help": "How several rewards are combined. sum_then_normalize, normalize_then_sum (GDPO), "
@@ -124,7 +132,7 @@ class UpdateSettings:
             "and batch, and weights holds one weight per function."
         },
     )
-    advantage_clip: float | None = field(
+    advantage_clip: Positive | None = field(
         default=5.0,
         metadata={"help": "Clamp advantages to the range from -advantage_clip to advantage_clip; null for no limit."},
     )
@@ -153,7 +161,7 @@ class UpdateSettings:
             "measured and checked."
         },
     )
-    max_ratio_error: float | None = field(
+    max_ratio_error: Positive | None = field(
         default=1e-4,
         metadata={
             "help": "Stop the run if a replay right after the rollout gives a ratio that differs from 1 by more than "
@@ -172,19 +180,19 @@ class UpdateSettings:
             "may be 1."
         },
     )
-    value_learning_rate: float = field(default=1e-3, metadata={"help": "Learning rate of the value model."})
-    value_clip: float | None = field(
+    value_learning_rate: NotNegative = field(default=1e-3, metadata={"help": "Learning rate of the value model."})
+    value_clip: Positive | None = field(
         default=0.2,
         metadata={
             "help": "Limit on how far a value may move in the updates on one rollout (PPO's clipped value loss), in "
             "standard deviations of the first rollout's rewards; null for no limit."
         },
     )
-    gamma: float = field(
+    gamma: Fraction = field(
         default=1.0,
         metadata={"help": "Discount factor of the reward, applied once for each trained step that precedes it."},
     )
-    gae_lambda: float = field(
+    gae_lambda: Fraction = field(
         default=0.95, metadata={"help": "Lambda of GAE: 1 uses only the reward, 0 only the value of the next step."}
     )
 
@@ -196,7 +204,7 @@ class UpdateSettings:
         default=0.6,
         metadata={"help": "Weight of the policy when it is mixed into the reference at each synchronisation."},
     )
-    ref_model_sync_steps: int = field(
+    ref_model_sync_steps: Count = field(
         default=512, metadata={"help": "Number of updates between two synchronisations of the reference."}
     )
     ds3_gather_for_generation: bool = field(
@@ -217,14 +225,14 @@ class UpdateSettings:
     offload_ref_model: bool = field(
         default=False, metadata={"help": "Keep the reference copy in CPU memory between its uses (full training)."}
     )
-    ema_decay: float | None = field(
+    ema_decay: Annotated[float, Range(0, 1, is_open=True)] | None = field(
         default=None,
         metadata={
             "help": "Decay of a moving average of the policy. The average is evaluated, saved and pushed in place of "
             "the policy, which is saved in the subfolder `policy`. By default there is no average."
         },
     )
-    ema_update_interval: int = field(
+    ema_update_interval: Count = field(
         default=8,
         metadata={
             "help": "Number of updates of the policy between two updates of the moving average, which also moves "

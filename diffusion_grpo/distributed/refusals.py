@@ -2,8 +2,15 @@
 
 from collections.abc import Collection
 
-from ..config.optimizers import BITSANDBYTES, TORCHAO
-
+# optimizers with compressed states, under transformers' names
+TORCHAO = ("adamw_torch_8bit", "adamw_torch_4bit")
+# 8 or 32 bits per value; paged optimizers move states between GPU and CPU memory
+BITSANDBYTES = (
+    *("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"),
+    *("ademamix", "ademamix_8bit", "paged_ademamix_8bit", "paged_ademamix_32bit"),
+    *("lion_32bit", "lion_8bit", "paged_lion_8bit", "paged_lion_32bit"),
+    *("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"),
+)
 TENSOR_SUBCLASSES = {"torchao", "quanto"}  # DeepSpeed can neither flatten nor swap these
 
 

@@ -31,8 +31,8 @@ from ..policy.base import Policy
 from ..policy.network_gate import NetworkAccess
 from ..policy.token import make_policy
 from ..policy.unguided import switch_guidance_off
-from ..training.lora_checks import check_peft_config
 from ..training.model import check_reentrant, prepare_model
+from ..training.model_checks import check_peft_config
 from ..weights.lora import read_config
 from ..weights.quantization import choose_specs, name_method
 from .batches import Batches
@@ -202,7 +202,7 @@ def _plan_model(
     peft_config = lora.peft_config(args.lora_path)
     if args.lora_path is not None:  # a new adapter of the same rank is as large
         peft_config, args.lora_path = read_config(args.lora_path), None
-    check_peft_config(peft_config, args.needs_reference)
+    check_peft_config(peft_config)
     check_reentrant(args, peft_config is None)
     if args.group_offload is not None and (peft_config is None or made.sharding.name not in ("one process", "ddp")):
         raise ValueError(

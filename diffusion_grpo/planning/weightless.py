@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..config.settings import DiffusionGRPOConfig
 from ..training.decoding import set_decoding
 from ..training.model import choose_dtype, set_scheduler
-from ..training.pipeline_checks import check_processors
+from ..training.model_checks import check_processors
 
 WEIGHTS = ["*.safetensors", "*.bin", "*.msgpack", "*.h5", "*.ckpt", "*.pt", "*.onnx*", "*.gguf"]
 

@@ -36,7 +36,7 @@ from ..rewards.contract import is_marked
 from ..rollout.sampling_plan import make_sampling_plan
 from ..rollout.scoring import check_extra_column
 from ..training.model import choose_device, load_pipeline, load_plain_pipeline, make_block_swap, plan_quantization
-from ..training.model_index import check_packages, pipeline_class
+from ..training.model_checks import check_packages, pipeline_class
 from ..training.offload import place_frozen_parts
 from ..weights.files import load_weights
 from .settings import SampleSettings

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config.early_checks import check_folder
+from ..config.files import check_folder
 from ..tiny import default_settings
 
 if TYPE_CHECKING:

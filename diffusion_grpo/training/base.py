@@ -17,7 +17,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import HubStrategy, rotate_checkpoints
 from transformers.utils import PushInProgress, hf_api
 
-from ..config.early_checks import check_hub_access, check_resume_folder
+from ..config.files import check_hub_access, check_resume_folder
 from ..config.names import suggest
 from ..distributed import checkpoint_mode
 from ..distributed.backend import DistributedBackend

@@ -35,8 +35,7 @@ from ..rollout.runtime import Runtime
 from ..rollout.scoring import RewardScorer, takes_only_latents
 from .evaluation_samples import EvaluationSampler, EvaluationSettings, Share
 from .learner import Learner
-from .start import RunRewards
-from .watched_rewards import load_watched_rewards
+from .preflight import RunRewards, load_watched_rewards
 
 
 @dataclasses.dataclass

@@ -10,16 +10,15 @@ from ..algorithms.choose import load_algorithm
 from ..config.settings import DiffusionGRPOConfig
 from ..distributed.backend import DistributedBackend
 from ..distributed.context_parallel import spread_over_context
-from ..distributed.failure import ProcessGroupMonitor
 from ..distributed.generation import NetworkPasses
 from ..distributed.weights import TrainedWeights
 from ..policy.base import Policy
 from ..rollout.reference import AdapterReference, CopiedReference
+from ..rollout.runtime import Runtime
 from ..rollout.value_model import ValueModel
 from .average import OldPolicy, PolicyAverage
-from .metrics import Metrics
+from .model_checks import check_processes
 from .offload import FrozenOffload, place_pipeline
-from .trained_networks import check_processes
 
 
 @dataclass(frozen=True)
@@ -55,10 +54,8 @@ def make_learner(
     args: DiffusionGRPOConfig,
     policy: Policy,
     model: nn.Module,
+    runtime: Runtime,
     *,
-    backend: DistributedBackend,
-    monitor: ProcessGroupMonitor,
-    metrics: Metrics,
     reward_weights: list[float],
     is_full_training: bool,
 ) -> Learner:
@@ -66,7 +63,7 @@ def make_learner(
 
     The order saves memory: a reference is copied before the pipeline is on the accelerator, an average after that.
     """
-    networks, has_values = policy.networks, args.advantage_estimator == "gae"
+    networks, backend, has_values = policy.networks, runtime.backend, args.advantage_estimator == "gae"
     check_processes(args, policy.component, policy.draws_tokens, backend)
     weights = backend.trained_weights(model, take_turns=len(policy.component) > 1)
     reference = make_reference(args, policy, model, backend, is_full_training)
@@ -88,10 +85,12 @@ def make_learner(
         algorithm=algorithm,
         reference=reference,
         values=ValueModel(args.seed, learning_rate=args.value_learning_rate).to(args.device) if has_values else None,
-        average=make_average(args, weights, backend, metrics),
+        average=make_average(args, weights, runtime),
         old_policy=make_old_policy(args, weights, algorithm),
         offload=offload,
-        run_passes=NetworkPasses(backend, monitor, networks, lambda: None if reference is None else reference.module),
+        run_passes=NetworkPasses(
+            backend, runtime.monitor, networks, lambda: None if reference is None else reference.module
+        ),
     )
 
 
@@ -128,16 +127,16 @@ def make_reference(
     return CopiedReference(policy, model, backend, args.device, args.offload_ref_model)
 
 
-def make_average(
-    args: DiffusionGRPOConfig, weights: TrainedWeights, backend: DistributedBackend, metrics: Metrics
-) -> PolicyAverage | None:
+def make_average(args: DiffusionGRPOConfig, weights: TrainedWeights, runtime: Runtime) -> PolicyAverage | None:
     """Make the moving average of the policy, if the settings ask for one; its distance to the policy is logged."""
     if args.ema_decay is None:
         return None
 
     def note(squares: torch.Tensor) -> None:
-        distance, size = backend.reduce_sum(squares).tolist()  # unsharded copies are counted once per process in both
-        metrics.add("ema/distance", (distance / size) ** 0.5 if size else 0.0)
+        distance, size = runtime.backend.reduce_sum(
+            squares
+        ).tolist()  # unsharded copies are counted once per process in both
+        runtime.metrics.add("ema/distance", (distance / size) ** 0.5 if size else 0.0)
 
     return PolicyAverage(weights, args.ema_decay, args.ema_update_interval, note)
 

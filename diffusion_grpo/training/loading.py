@@ -8,15 +8,15 @@ from torch import nn
 from transformers import set_seed
 
 from ..config.settings import DiffusionGRPOConfig
+from ..config.validate import check_token_settings
 from ..data.inputs import PipelineInputs
 from ..distributed.failure import ProcessGroupMonitor
 from ..policy.base import Policy, list_filters
 from ..policy.token import make_policy
 from ..rollout.scoring import takes_only_latents
 from .model import load_pipeline, prepare_model, stand_in_for_encoders
+from .preflight import CheckedRun, RunRewards
 from .prompt_embeds import PromptEmbeds, make_prompt_embeds
-from .start import CheckedRun, RunRewards
-from .trained_networks import check_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def load_policy(given: CheckedRun, peft_config: PeftConfig | None, monitor: Proc
         log_prob_type=args.log_prob_type,
     )
     if policy.draws_tokens and given.inputs is None:  # code from elsewhere, which could not be checked before loading
-        check_tokens(args)
+        check_token_settings(args)
     check_policy(args, policy, given.rewards)
     if args.should_log and (filters := list_filters(pipe)):
         logger.warning("Samples are made without %s, so that rewards see what the network made.", ", ".join(filters))

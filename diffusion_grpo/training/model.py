@@ -29,11 +29,17 @@ from ..weights.quantization import QuantizedLoading, check_given_pipeline, check
 from .block_swap import BlockSwap
 from .compiling import compile_blocks
 from .decoding import set_decoding
-from .lora_checks import check_peft_config
-from .model_index import hub_kwargs, name_source, read_index
-from .scheduler_settings import change_scheduler, check_sigmas
+from .model_checks import (
+    change_scheduler,
+    check_peft_config,
+    check_sigmas,
+    choose_networks,
+    hub_kwargs,
+    list_components,
+    name_source,
+    read_index,
+)
 from .text_encoders import StandIn, is_part_of_encoding, make_stand_ins, wake_encoders
-from .trained_networks import choose_networks, list_components
 
 
 def check_model(model: Any) -> None:
@@ -329,7 +335,7 @@ def _find_adapter(
         adapter = args.lora_adapter or lora.choose_adapter_name(pipe)
     lora.unwrap(pipe, names)
     for name in names if peft_config is None else []:
-        check_peft_config(lora.copy_config(getattr(pipe, name), adapter), args.needs_reference)
+        check_peft_config(lora.copy_config(getattr(pipe, name), adapter))
     return adapter
 
 

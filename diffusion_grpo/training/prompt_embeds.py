@@ -34,7 +34,7 @@ from ..policy.prompt_store import DiskShelf, MemoryShelf, PromptStore
 from ..policy.quantized import find_quantization
 from ..policy.unguided import switch_guidance_off
 from .model import load_encoder, loads_encoders_late
-from .start import CheckedRun
+from .preflight import CheckedRun
 from .text_encoders import TextEncoders, identify_encoders, is_plain
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 import pytest
 
 from diffusion_grpo.cli.inputs import Refusal, call_or_refuse, load_checked
-from diffusion_grpo.config.early_checks import check_model_name
+from diffusion_grpo.config.files import check_model_name
 
 
 @pytest.mark.parametrize("error", [ValueError("too\n  large"), OSError("too large"), ImportError("too large")])

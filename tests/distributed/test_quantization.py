@@ -13,7 +13,7 @@ from diffusion_grpo.distributed.backend import DistributedBackend
 from diffusion_grpo.distributed.context_parallel import ContextGroups
 from diffusion_grpo.distributed.deepspeed import DeepSpeedBackend
 from diffusion_grpo.distributed.fsdp import FSDP2Backend
-from diffusion_grpo.training import start
+from diffusion_grpo.training import preflight
 
 SETTINGS = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "num_generations": 4}
 SETTINGS |= {"num_inference_steps": 3, "max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 0.1}
@@ -69,7 +69,7 @@ def test_what_an_engine_cannot_shard_is_refused(backend, works, refused, match):
 
 def test_it_is_refused_before_a_model_is_loaded(tmp_path, monkeypatch):
     base = quantized.save_pipeline(tmp_path / "base")
-    monkeypatch.setattr(start, "choose_backend", lambda args: made(FSDP2Backend))
+    monkeypatch.setattr(preflight, "choose_backend", lambda args: made(FSDP2Backend))
     monkeypatch.setattr("diffusers.DiffusionPipeline.from_pretrained", None)
     with pytest.raises(ValueError, match="FSDP2 cannot shard torchao's weights; set load_in_4bit"):
         quantized.trainer_of(base, tmp_path / "run", quantization={"transformer": "torchao"})

@@ -10,7 +10,7 @@ from command_line import make_config
 from peft import LoraConfig
 
 from diffusion_grpo.config.arguments import LAUNCH_VARIABLE
-from diffusion_grpo.config.parse import parse_train_arguments, resolve_values
+from diffusion_grpo.config.parse import parse_train_arguments, read_values, resolve_values
 from diffusion_grpo.report.record import (
     check_same_run,
     describe_lora,
@@ -125,7 +125,7 @@ def test_the_file_says_what_the_run_was_told(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "outputs" / "one"
     words = [*WORDS, "--output_dir", "outputs/one", "--resume_from_checkpoint", "true"]
-    save_settings(run, resolve_values(DEMO, words))
+    save_settings(run, resolve_values(read_values(DEMO, words)))
     again = parse_train_arguments(str(run / "train.yaml"), [])
     first = parse_train_arguments(DEMO, [*WORDS, "--output_dir", "outputs/one"])
     assert again[0].report_experiment is None  # an earlier experiment is no part of the run

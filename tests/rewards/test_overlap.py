@@ -344,7 +344,7 @@ def test_a_run_is_the_same_with_and_without_overlap_and_whatever_rewards_do(tmp_
         made.append(Overlap(*args))
         return made[-1]
 
-    monkeypatch.setattr("diffusion_grpo.training.setup.Overlap", make_overlap)
+    monkeypatch.setattr("diffusion_grpo.training.build.Overlap", make_overlap)
     runs = {}
     for name, rewards, overlap_rewards in (
         ("beside", {brightness: 1, ranked: 0.1}, True),

@@ -10,7 +10,8 @@ from tiny_runs import logged, trainer_for
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.rollout.credit import measure_values
 from diffusion_grpo.rollout.value_model import STATE_SIZE, ValueModel, ValueTargets
-from diffusion_grpo.training.setup import RunRewards, make_credit
+from diffusion_grpo.training.build import make_credit
+from diffusion_grpo.training.preflight import RunRewards
 
 GROUPS = {"num_generations": 4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}  # 4 prompts
 

@@ -10,7 +10,7 @@ from benchmarks.tiny_model.evaluate import draw, measure
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, tiny
 from diffusion_grpo.config.parse import parse_train_arguments
 from diffusion_grpo.tiny import COLORS, PATH, prompts, words
-from diffusion_grpo.training.start import prepare_args
+from diffusion_grpo.training.preflight import prepare_args
 
 
 @pytest.fixture(scope="module")

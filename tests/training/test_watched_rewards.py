@@ -14,7 +14,7 @@ from diffusion_grpo.report.page import write_report
 from diffusion_grpo.report.run_folder import ROLLOUTS
 from diffusion_grpo.rewards import RewardError, load_rewards, score
 from diffusion_grpo.rewards.models.base import ModelReward
-from diffusion_grpo.training.watched_rewards import CHEAP, load_watched_rewards
+from diffusion_grpo.training.preflight import CHEAP, load_watched_rewards
 from tests.rollout.test_diversity import Embeds, noise
 
 

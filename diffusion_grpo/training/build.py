@@ -1,8 +1,9 @@
-"""Make the objects that the trainer holds from the settings; packages below this one get values, not `args`."""
+"""Make the objects that the trainer holds from the settings, which are handed on whole."""
 
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +53,111 @@ from .checkpoints import Checkpointer
 from .evaluation import Evaluator
 from .evaluation_samples import EvaluationSettings
 from .learner import Learner
+from .preflight import RunRewards
 from .progress import UpdateProgress, replace_progress
-from .start import RunRewards
 from .trackers import patch_trackers
 from .update import PolicyUpdate
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Built:
+    """The objects of a run that the trainer calls."""
+
+    update: PolicyUpdate
+    replays: Replays
+    feed: RolloutFeed
+    evaluator: Evaluator
+    checkpointer: Checkpointer
+
+
+def build(
+    args: DiffusionGRPOConfig,
+    rewards: RunRewards,
+    learner: Learner,
+    policy: Policy,
+    inputs: PipelineInputs,
+    runtime: Runtime,
+    *,
+    model: nn.Module,
+    read_rows: Callable[[list[int]], Rows],
+    state: Callable[[], TrainerState],
+) -> Built:
+    """Make the objects that sample and score, those that train, and those that evaluate and save.
+
+    `read_rows` returns dataset rows by their indices, `state` the trainer's state.
+    """
+    backend, rate, recording = runtime.backend, find_sampling_rate(policy.pipe), learner.algorithm.recording
+    scorer = RewardScorer(
+        rewards.trained,
+        backend=backend,
+        monitor=runtime.monitor,
+        overlap=Overlap(args.overlap_rewards, lambda: policy.draws_globally, lambda: backend.passes_together),
+        fps=inputs.fps,
+        sampling_rate=rate,
+        state=state,
+        failures=Path(args.output_dir) / "failures",
+    )
+    replays = Replays(
+        policy,
+        learner.reference,
+        inputs,
+        backend,
+        args.rollout_call_size,
+        runtime.metrics.add if args.beta == 0 else None,
+        run=learner.run_passes,
+        recording=recording,
+        anchor=args.anchor,
+        old_policy=learner.old_policy,
+    )
+    generator = RolloutGenerator(
+        args,
+        policy,
+        inputs,
+        read_rows,
+        scorer=scorer,
+        credit=make_credit(args, rewards, learner.values, recording.ranks),
+        replays=replays,
+        writer=SampleWriter(args, inputs, rewards.names, backend.groups, rate),
+        runtime=runtime,
+    )
+    feed = RolloutFeed(
+        generator,
+        sizes=args.batch_sizes,
+        seed=args.seed,
+        backend=backend,
+        device=args.device,
+        trajectory_device=args.trajectory_device,
+    )
+    update = PolicyUpdate(
+        learner, policy, runtime, value_clip=args.value_clip, device=args.device, output_dir=args.output_dir
+    )
+    evaluator = Evaluator(
+        policy,
+        inputs,
+        scorer,
+        learner,
+        rewards,
+        runtime,
+        generator=generator,
+        feed=feed,
+        replays=replays,
+        settings=lambda: make_evaluation_settings(args, inputs.fps, rate),
+    )
+    checkpointer = Checkpointer(
+        model=model,
+        files=PolicyFiles(policy.pipe, policy.component),
+        weights=learner.weights,
+        average=learner.average,
+        old_policy=learner.old_policy,
+        reference=learner.reference if args.sync_ref_model else None,
+        values=learner.values,
+        feed=feed,
+        is_writer=args.should_save,
+        pushes_samples=args.push_samples,
+    )
+    return Built(update, replays, feed, evaluator, checkpointer)
 
 
 def make_credit(
@@ -114,6 +214,26 @@ def make_sampler(args: DiffusionGRPOConfig, num_rows: int, copies: int) -> Group
     )
 
 
+def check_calls(args: DiffusionGRPOConfig, policy: Policy, inputs: PipelineInputs, dataset: Dataset | None) -> None:
+    """Refuse single calls for a loss that compares the samples of a prompt; warn of guidance that is not trained."""
+    if args.recording.whole_groups and dataset is not None:
+        (row,) = inputs.rows(dataset, [0])
+        check_shared_calls(inputs, policy, row, args.loss_type)
+    columns = () if dataset is None else dataset.column_names
+    if not args.is_renoised or not args.should_log or "guidance_scale" in {*inputs.fixed, *columns}:
+        return
+    default = find_default_guidance(policy.pipe, policy.networks)
+    if default is not None:
+        logger.warning(
+            "loss_type='%s' trains the prediction without guidance, but samples are made with the pipeline's default, "
+            "guidance_scale=%g. Set guidance_scale=1.0 to sample without guidance, as DiffusionNFT and AWM do, or set "
+            "guidance_scale=%g to keep it.",
+            args.loss_type,
+            default,
+            default,
+        )
+
+
 def describe_model(
     policy: Policy,
     model: nn.Module,
@@ -161,153 +281,6 @@ def describe_call(inputs: PipelineInputs, data: Dataset | dict[str, Dataset] | N
 
 def _count_evaluation_steps(args: DiffusionGRPOConfig) -> int:
     return args.eval_num_inference_steps or args.num_inference_steps
-
-
-class RunBuilder:
-    """Builder of a run's objects, from its settings and the objects they share."""
-
-    def __init__(
-        self,
-        args: DiffusionGRPOConfig,
-        rewards: RunRewards,
-        learner: Learner,
-        *,
-        policy: Policy,
-        inputs: PipelineInputs,
-        runtime: Runtime,
-    ):
-        self._args, self._rewards, self._learner = args, rewards, learner
-        self._policy, self._inputs, self._runtime = policy, inputs, runtime
-        self._backend, self._monitor = runtime.backend, runtime.monitor
-        self._sampling_rate = find_sampling_rate(policy.pipe)
-
-    def check_shared_calls(self, dataset: Dataset | None) -> None:
-        """Refuse a pipeline that takes one sample per call if the loss compares the samples of a prompt."""
-        if self._args.recording.whole_groups and dataset is not None:
-            (row,) = self._inputs.rows(dataset, [0])
-            check_shared_calls(self._inputs, self._policy, row, self._args.loss_type)
-
-    def warn_of_guidance(self, dataset: Dataset | None) -> None:
-        """Warn if the rollout is guided by a default of the pipeline, and the loss trains without guidance."""
-        if not self._args.is_renoised or not self._args.should_log:
-            return
-        columns = () if dataset is None else dataset.column_names
-        if "guidance_scale" in self._inputs.fixed or "guidance_scale" in columns:
-            return
-        default = find_default_guidance(self._policy.pipe, self._policy.networks)
-        if default is not None:
-            logger.warning(
-                "loss_type='%s' trains the prediction without guidance, but samples are made with the pipeline's "
-                "default, guidance_scale=%g. Set guidance_scale=1.0 to sample without guidance, as DiffusionNFT and "
-                "AWM do, or set guidance_scale=%g to keep it.",
-                self._args.loss_type,
-                default,
-                default,
-            )
-
-    def make_update(self) -> PolicyUpdate:
-        """Make the object that trains on micro-batches."""
-        args, learner = self._args, self._learner
-        return PolicyUpdate(
-            learner,
-            self._policy,
-            self._runtime,
-            value_clip=args.value_clip,
-            device=args.device,
-            output_dir=args.output_dir,
-        )
-
-    def make_scorer(self, state: Callable[[], TrainerState]) -> RewardScorer:
-        """Make the object that calls the rewards; `state` returns the trainer's state."""
-        args, policy, backend = self._args, self._policy, self._backend
-        return RewardScorer(
-            self._rewards.trained,
-            backend=backend,
-            monitor=self._monitor,
-            overlap=Overlap(args.overlap_rewards, lambda: policy.draws_globally, lambda: backend.passes_together),
-            fps=self._inputs.fps,
-            sampling_rate=self._sampling_rate,
-            state=state,
-            failures=Path(args.output_dir) / "failures",
-        )
-
-    def make_replays(self) -> Replays:
-        """Make the object that replays recorded steps, in batches as large as those of the rollout."""
-        args, learner = self._args, self._learner
-        return Replays(
-            self._policy,
-            learner.reference,
-            self._inputs,
-            self._backend,
-            args.rollout_call_size,
-            self._runtime.metrics.add if args.beta == 0 else None,
-            run=learner.run_passes,
-            recording=learner.algorithm.recording,
-            anchor=args.anchor,
-            old_policy=learner.old_policy,
-        )
-
-    def make_generator(
-        self, scorer: RewardScorer, replays: Replays, read_rows: Callable[[list[int]], Rows]
-    ) -> RolloutGenerator:
-        """Make the generator of rollouts; `read_rows` returns dataset rows by their indices."""
-        args, rewards, ranks = self._args, self._rewards, self._learner.algorithm.recording.ranks
-        return RolloutGenerator(
-            args,
-            self._policy,
-            self._inputs,
-            read_rows,
-            scorer=scorer,
-            credit=make_credit(args, rewards, self._learner.values, ranks),
-            replays=replays,
-            writer=SampleWriter(args, self._inputs, rewards.names, self._backend.groups, self._sampling_rate),
-            runtime=self._runtime,
-        )
-
-    def make_feed(self, generator: RolloutGenerator) -> RolloutFeed:
-        """Make the feed of micro-batches."""
-        return RolloutFeed(
-            generator,
-            sizes=self._args.batch_sizes,
-            seed=self._args.seed,
-            backend=self._backend,
-            device=self._args.device,
-            trajectory_device=self._args.trajectory_device,
-        )
-
-    def make_evaluator(
-        self, scorer: RewardScorer, generator: RolloutGenerator, feed: RolloutFeed, replays: Replays
-    ) -> Evaluator:
-        """Make the evaluator of held-out prompts."""
-        args, rate = self._args, self._sampling_rate
-        return Evaluator(
-            self._policy,
-            self._inputs,
-            scorer,
-            self._learner,
-            self._rewards,
-            self._runtime,
-            generator=generator,
-            feed=feed,
-            replays=replays,
-            settings=lambda: make_evaluation_settings(args, self._inputs.fps, rate),
-        )
-
-    def make_checkpointer(self, model: nn.Module, feed: RolloutFeed) -> Checkpointer:
-        """Make the writer and reader of checkpoints of the trained `model`."""
-        args, learner = self._args, self._learner
-        return Checkpointer(
-            model=model,
-            files=PolicyFiles(self._policy.pipe, self._policy.component),
-            weights=learner.weights,
-            average=learner.average,
-            old_policy=learner.old_policy,
-            reference=learner.reference if args.sync_ref_model else None,
-            values=learner.values,
-            feed=feed,
-            is_writer=args.should_save,
-            pushes_samples=args.push_samples,
-        )
 
 
 def add_callbacks(

@@ -1,7 +1,8 @@
-"""Checks and decisions before a model is loaded."""
+"""Check the arguments of a trainer, and decide what follows from them, before the weights of a model are loaded."""
 
 import copy
 import dataclasses
+import importlib.util
 import inspect
 import logging
 import os
@@ -13,12 +14,11 @@ from datasets import Dataset
 from diffusers import DiffusionPipeline
 from peft import PeftConfig
 
-from ..config.checks import check_settings
-from ..config.early_checks import check_hub_access, check_model_name, check_resume_folder
-from ..config.optimizers import check_optimizer
+from ..config.files import check_hub_access, check_model_name, check_resume_folder
 from ..config.sampling import SamplingSettings
 from ..config.settings import DiffusionGRPOConfig, describe
 from ..config.update import UpdateSettings
+from ..config.validate import check_settings
 from ..data.columns import list_given, list_types
 from ..data.inputs import PipelineInputs, prepare_inputs
 from ..data.prompts import check_dataset, name_datasets
@@ -27,6 +27,7 @@ from ..distributed.backend import DistributedBackend
 from ..distributed.choose import make_backend
 from ..distributed.context_parallel import ContextGroups
 from ..distributed.deepspeed import set_learning_rate
+from ..distributed.refusals import BITSANDBYTES, TORCHAO
 from ..policy.prompt_calls import check_encode_prompt
 from ..report.record import describe_script, find_license, make_record
 from ..rewards import (
@@ -43,7 +44,6 @@ from ..tiny import default_settings
 from ..weights.lora import continues_lora
 from ..weights.public_names import strip_folders, strip_secrets
 from ..weights.quantization import QuantizedLoading, list_trained_methods
-from .lora_checks import check_peft_config
 from .model import (
     check_args,
     check_gradient_range,
@@ -53,17 +53,24 @@ from .model import (
     name_networks,
     plan_quantization,
 )
-from .model_index import check_guider, check_packages, check_scheduler, find_networks, pipeline_class
-from .pipeline_checks import check_given_parts
+from .model_checks import (
+    check_given_parts,
+    check_named_model,
+    check_peft_config,
+    check_trained_networks,
+    find_networks,
+    pipeline_class,
+)
 from .trackers import check_trackers
-from .trained_networks import check_trained_networks
-from .watched_rewards import load_watched_rewards
 
 logger = logging.getLogger(__name__)
 # settings that a trainer reads only when it is made
 READ_ONCE = {field.name for part in (SamplingSettings, UpdateSettings) for field in dataclasses.fields(part)}
 READ_ONCE |= {"per_device_train_batch_size", "gradient_accumulation_steps", "seed", "data_seed", "shuffle_dataset"}
 READ_ONCE -= {"num_generations_eval", "eval_num_inference_steps"}
+# cheap rewards, watched because a fall of one says that a trained reward may be being hacked
+CHEAP = {"images": ["brightness", "sharpness", "colorfulness", "jpeg_compressibility"]}
+CHEAP["videos"] = [*CHEAP["images"], "flicker", "motion"]
 LORA_LEARNING_RATE, FULL_LEARNING_RATE = 3e-4, 1e-5  # used if the settings give none
 
 
@@ -137,14 +144,12 @@ def check_run(
     check_accelerator_config(args.accelerator_config)
     backend = choose_backend(args)
     optimizer = getattr(args.optim, "value", args.optim)
-    check_optimizer(optimizer, torch.accelerator.is_available())
+    check_optimizer_package(optimizer)
     backend.check_optimizer(optimizer)
     check_block_swap(args, backend, is_full_training)
     datasets = name_datasets(train_dataset, eval_dataset)
     pipeline = pipeline_class(model, args)
-    check_packages(model, args)
-    check_scheduler(model, pipeline, args)
-    check_guider(model, pipeline, args)
+    check_named_model(model, pipeline, args)
     if pipeline is not None:
         check_trained_networks(find_networks(model, args), pipeline, args, backend)
     watched = check_watched(args, rewards.all, eval_dataset, pipeline)
@@ -207,7 +212,7 @@ def refuse_changed_settings(noted: dict[str, Any], args: DiffusionGRPOConfig) ->
 
 def prepare_training(args: DiffusionGRPOConfig, peft_config: PeftConfig | None) -> bool:
     """Check what is to be trained, and fill in the learning rate if the settings give none."""
-    check_peft_config(peft_config, args.needs_reference)
+    check_peft_config(peft_config)
     continues = continues_lora(args.lora_path, args.lora_adapter, peft_config)  # refuses a peft_config with a LoRA
     is_full_training = peft_config is None and not continues
     check_reentrant(args, is_full_training)
@@ -251,6 +256,13 @@ def check_datasets(
     asking = f"eval_strategy={args.eval_strategy.value!r}" if args.eval_strategy != "no" else "eval_on_start=True"
     if (args.eval_strategy != "no" or args.eval_on_start) and not eval_dataset:
         raise ValueError(f"{asking} has nothing to evaluate; pass an eval_dataset.")
+
+
+def load_watched_rewards(names: list[str] | None, kind: str | None, others: list[Reward]) -> list[Reward]:
+    """Load the rewards to watch, except those that are measured anyway."""
+    wanted = [each for name in names or [] for each in (CHEAP.get(kind, []) if name == "auto" else [name])]
+    measured = {reward.name for reward in others}
+    return [reward for reward in load_rewards(list(dict.fromkeys(wanted))) if reward.name not in measured]
 
 
 def check_watched(
@@ -300,6 +312,13 @@ def choose_backend(args: DiffusionGRPOConfig) -> DistributedBackend:
         fsdp_plugin_args=args.fsdp_plugin_args,
         fsdp_gather_for_generation=args.fsdp_gather_for_generation,
     )
+
+
+def check_optimizer_package(name: str) -> None:
+    """Refuse an optimizer whose package is missing, which transformers would notice once the model is loaded."""
+    package = "torchao" if name in TORCHAO else "bitsandbytes" if name in BITSANDBYTES else None
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise ImportError(f"optim={name!r} needs the package {package}: pip install {package}.")
 
 
 def check_block_swap(args: DiffusionGRPOConfig, backend: DistributedBackend, is_full_training: bool) -> None:

@@ -11,7 +11,7 @@ from tiny_runs import logged, trainer_for
 
 from diffusion_grpo.data.inputs import PipelineInputs
 from diffusion_grpo.rollout.sampling_plan import make_sampling_plan
-from diffusion_grpo.training.setup import describe_call
+from diffusion_grpo.training.build import describe_call
 
 
 def test_fewer_steps_wander_within_the_trained_ones():

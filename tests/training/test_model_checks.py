@@ -1,0 +1,272 @@
+"""What is known of a pipeline before its weights are loaded, and what cannot be trained as it is."""
+
+import json
+
+import diffusers
+import pytest
+import tiny_pipelines
+import torch
+import transformers
+from command_line import make_config
+from diffusers import GlmImagePipeline, WanPipeline
+from peft import IA3Config, LoraConfig
+from tiny_runs import brightness, trained_weights, trainer_for
+from transformers.utils import is_torchvision_available
+
+from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
+from diffusion_grpo.distributed.backend import DistributedBackend
+from diffusion_grpo.distributed.context_parallel import ContextGroups
+from diffusion_grpo.planning.weightless import build_weightless_pipeline
+from diffusion_grpo.policy.drivers import UnsupportedPipeline
+from diffusion_grpo.training.model import name_networks
+from diffusion_grpo.training.model_checks import (
+    check_given_parts,
+    check_packages,
+    check_peft_config,
+    check_processors,
+    check_trained_networks,
+    choose_networks,
+    find_networks,
+    pipeline_class,
+)
+
+CPU = torch.device("cpu")
+CHANGES = {
+    "fused": lambda pipe: pipe.transformer.fuse_qkv_projections(),
+    "compiled": lambda pipe: setattr(pipe, "transformer", torch.compile(pipe.transformer, backend="eager")),
+    "model offload": lambda pipe: pipe.enable_model_cpu_offload(device="cpu"),
+    "sequential offload": lambda pipe: pipe.enable_sequential_cpu_offload(device="cpu"),
+    "group offload": lambda pipe: pipe.enable_group_offload(onload_device=CPU, offload_type="leaf_level"),
+}
+MESSAGES = {"fused": "unfuse_qkv_projections", "compiled": "torch_compile=True"}  # and for the others:
+OFFLOADED = "set offload_frozen='cpu', or group_offload"
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_pipelines_that_cannot_be_trained_as_they_are(change, tmp_path):
+    pipe, _ = tiny_pipelines.build("sd3")
+    CHANGES[change](pipe)
+    with pytest.raises(ValueError, match=MESSAGES.get(change, OFFLOADED)):
+        trainer_for(tmp_path, model=pipe)
+
+
+@pytest.mark.parametrize("offload", ["model offload", "sequential offload"])
+def test_a_pipeline_without_its_hooks_is_trained(offload, tmp_path):
+    pipe, _ = tiny_pipelines.build("sd3")
+    CHANGES[offload](pipe)
+    pipe.remove_all_hooks()
+    trainer = trainer_for(tmp_path, model=pipe, max_steps=1)
+    before = trained_weights(trainer)
+    trainer.train()
+    assert any(not torch.equal(weight, before[name]) for name, weight in trained_weights(trainer).items())
+
+
+def test_what_an_earlier_run_left_is_no_obstacle(tmp_path):
+    pipe, _ = tiny_pipelines.build("sd3")
+    for run in ("first", "second"):
+        trainer_for(tmp_path / run, group_offload="block_level", offload_frozen="cpu", model=pipe)
+        pipe.unload_lora_weights()  # puts diffusers' hooks in the place of those for training
+    with pytest.raises(ValueError, match=OFFLOADED):
+        trainer_for(tmp_path / "third", model=pipe)
+
+
+@pytest.mark.parametrize("name", ["sd3", "sd15", "flux", "wan"])
+def test_fused_projections_are_seen_until_they_are_unfused(name):
+    """Also on the older layers, whose mark stays."""
+    pipe, _ = tiny_pipelines.build(name)
+    network = pipe.unet if name == "sd15" else pipe.transformer
+    network.fuse_qkv_projections()
+    args, names = make_config(), ["transformer", "unet"]
+    with pytest.raises(ValueError, match="fused"):
+        check_given_parts(pipe, args, names)
+    network.unfuse_qkv_projections()
+    check_given_parts(pipe, args, names)
+
+
+def test_frozen_parts_may_be_fused_and_compiled_and_given_ones_are_looked_at(tmp_path):
+    pipe, _ = tiny_pipelines.build("sd15")
+    pipe.vae.fuse_qkv_projections()
+    pipe.text_encoder = torch.compile(pipe.text_encoder, backend="eager")
+    args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True)
+    check_given_parts(pipe, args, name_networks(args))
+    pipe.unet.fuse_qkv_projections()
+    args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, model_init_kwargs={"unet": pipe.unet})
+    with pytest.raises(ValueError, match="unet has fused projections"):
+        check_given_parts("owner/name", args, name_networks(args))
+
+
+def test_group_offloading_on_disk_is_refused_beside_group_offload_too(tmp_path):
+    pipe, _ = tiny_pipelines.build("sd3")
+    offload = {"offload_type": "leaf_level", "offload_to_disk_path": str(tmp_path / "disk")}
+    pipe.transformer.enable_group_offload(onload_device=CPU, **offload)
+    with pytest.raises(ValueError, match=OFFLOADED):
+        trainer_for(tmp_path / "run", model=pipe, group_offload="block_level")
+
+
+# Processors that need torchvision
+
+
+def write_index(folder, **parts):
+    """A folder with nothing but the list of a pipeline's parts."""
+    folder.mkdir(exist_ok=True)
+    index = {"_class_name": "QwenImageEditPipeline", "_diffusers_version": diffusers.__version__, **parts}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    return str(folder)
+
+
+@pytest.mark.skipif(is_torchvision_available(), reason="torchvision is installed")
+@pytest.mark.parametrize("kind", ["Qwen2VLProcessor", "PixtralProcessor"])
+def test_a_processor_that_needs_torchvision_is_refused_before_weights_are_loaded(kind, tmp_path):
+    folder = write_index(tmp_path / "model", processor=["transformers", kind])
+    args = DiffusionGRPOConfig(str(tmp_path / "run"), use_cpu=True)
+    message = "pip install torchvision"
+    with pytest.raises(ImportError, match=message):
+        DiffusionGRPOTrainer(folder, brightness, args)
+    with pytest.raises(ImportError, match=message):
+        check_packages(folder, args)
+    with pytest.raises(ImportError, match=message):
+        build_weightless_pipeline(tmp_path / "model", args, is_full_training=False)
+
+
+@pytest.mark.parametrize("kind", ["Qwen2VLProcessor", "PixtralProcessor"])
+def test_a_processor_is_not_refused_where_torchvision_is_installed_or_it_is_given(kind, monkeypatch):
+    index = {"processor": ["transformers", kind]}
+    check_processors(index, given=["processor"])
+    for name in (kind, "AutoVideoProcessor"):
+        if "torchvision" in getattr(getattr(transformers, name), "_backends", ()):
+            monkeypatch.setattr(transformers, name, object)  # what transformers puts there without torchvision
+    check_processors(index)
+
+
+@pytest.mark.parametrize("kind", ["CLIPImageProcessor", "SiglipProcessor", "Gemma3Processor", "NoSuchProcessor"])
+def test_processors_that_do_without_torchvision_are_not_refused(kind):
+    other = {"_class_name": "A", "vae": ["diffusers", "AutoencoderKL"], "safety": [None, None], "flag": True}
+    check_processors(other | {"processor": ["transformers", kind]})
+
+
+# What model_index.json says
+
+
+def test_the_class_of_a_pipeline_is_known_before_its_weights_are_loaded(tmp_path):
+    pipe = tiny_pipelines.build("sd3")[0]
+    (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+    assert pipeline_class(pipe, make_config()) is type(pipe)
+    assert pipeline_class(str(tmp_path), make_config()) is diffusers.FluxPipeline
+    assert pipeline_class("tiny", make_config()) is diffusers.StableDiffusion3Pipeline
+    elsewhere = make_config(model_init_kwargs={"custom_pipeline": "mine"})
+    assert pipeline_class(str(tmp_path), elsewhere) is None
+
+
+@pytest.mark.parametrize("name", ["sd3", "sd15", "wan_experts", "glm_image"])
+def test_an_index_and_its_pipeline_train_the_same_networks(tmp_path, name):
+    pipe, _ = tiny_pipelines.build(name)
+    (tmp_path / "model_index.json").write_text(pipe.to_json_string())
+    args = make_config()
+    assert find_networks(str(tmp_path), args) == find_networks(pipe, args)
+
+
+def test_a_component_that_is_left_out_of_the_pipeline_is_not_trained(tmp_path):
+    index = {name: ["diffusers", "WanTransformer3DModel"] for name in ("transformer", "transformer_2")}
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline"} | index))
+    assert find_networks(str(tmp_path), make_config()) == ("transformer", "transformer_2")
+    assert find_networks(str(tmp_path), make_config(model_init_kwargs={"transformer_2": None})) == ("transformer",)
+
+
+@pytest.mark.parametrize(
+    ("index", "settings", "error", "message"),
+    [
+        (
+            {"_class_name": "GlmImagePipeline", "vision_language_encoder": ["transformers", "GlmImageForCausalLM"]},
+            {"train_component": "vision_language_encoder", "loss_type": "nft"},
+            ValueError,
+            "loss_type='nft' is for denoising steps",
+        ),
+        (
+            {"_class_name": "Ideogram4Pipeline", "transformer": ["diffusers", "Ideogram4Transformer2DModel"]},
+            {"loss_type": "nft"},
+            UnsupportedPipeline,
+            "guidance_schedule",
+        ),
+    ],
+)
+def test_a_named_model_is_refused_before_its_weights_are_read(tmp_path, index, settings, error, message):
+    """The folder has nothing but the index."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(error, match=message):
+        DiffusionGRPOTrainer(
+            str(folder), brightness, DiffusionGRPOConfig(str(tmp_path / "run"), use_cpu=True, **settings)
+        )
+
+
+# Networks that a run trains
+
+WAN = {"transformer": 0, "transformer_2": 0, "vae": 0}
+
+
+class Refusing(DistributedBackend):
+    """Notes what it is asked."""
+
+    def check_run(self, component, **run):
+        self.asked = component, run
+        raise ValueError("not with these processes")
+
+
+@pytest.mark.parametrize(
+    ("components", "train_component", "names"),
+    [
+        (WAN, None, ("transformer", "transformer_2")),
+        (WAN, "transformer_2", ("transformer_2",)),
+        (WAN, "transformer, transformer_2", ("transformer", "transformer_2")),
+        ({"transformer_2": 0, "vae": 0}, None, ("transformer_2",)),
+        ({"unet": 0, "text_encoder": 0}, None, ("unet",)),
+        ({"vae": 0}, None, ()),
+    ],
+)
+def test_the_names_are_those_that_the_loaded_pipeline_would_have(components, train_component, names):
+    assert choose_networks(components, train_component) == names
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "networks", "settings", "expected"),
+    [
+        (WanPipeline, ("transformer", "transformer_2"), {"step_selection": "sample"}, {"own_steps": True}),
+        (GlmImagePipeline, ("vision_language_encoder",), {}, {"draws_tokens": True}),
+        (GlmImagePipeline, ("transformer",), {}, {}),
+    ],
+)
+def test_the_processes_are_asked_about_them(pipeline, networks, settings, expected):
+    backend = Refusing(None, ContextGroups())
+    with pytest.raises(ValueError, match="not with these processes"):
+        check_trained_networks(networks, pipeline, make_config(**settings), backend)
+    run = {"processes": 1, "own_steps": False, "draws_tokens": False}
+    assert backend.asked == (networks, run | expected)
+
+
+# LoRAs that cannot be trained exactly, or loaded again
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (IA3Config(), "LoraConfig"),
+        ({"r": 4}, "LoraConfig"),
+        (LoraConfig(init_lora_weights="olora"), "init_lora_weights"),
+        (LoraConfig(bias="lora_only"), "bias"),
+        (LoraConfig(modules_to_save=["proj_out"]), "modules_to_save"),
+        (LoraConfig(trainable_token_indices=[3]), "trainable_token_indices"),
+        (LoraConfig(target_parameters=["proj"]), "target_parameters"),
+        (LoraConfig(lora_dropout=0.1), "lora_dropout"),
+    ],
+    ids=str,
+)
+def test_adapters_that_make_a_replay_differ_are_refused(config, name):
+    with pytest.raises(ValueError, match=name):
+        check_peft_config(config)
+
+
+def test_adapters_that_train_exactly():
+    check_peft_config(None)
+    for init in (True, False, "gaussian", "orthogonal"):
+        check_peft_config(LoraConfig(init_lora_weights=init))
