@@ -1,8 +1,7 @@
-"""Every setting does something: turned, it changes what it is for, and leaves alone what it must not touch.
+"""Every setting does something: turned, it changes what it is for.
 
-`SETTINGS` has an entry for each field of `DiffusionGRPOConfig` that this library adds, whose default it changes or
-that its code reads. Most are turned here, on a tiny pipeline that makes two updates; what one process on a CPU cannot
-show names the test that does.
+`SETTINGS` has an entry for each setting that this library adds. Most are turned here, on a tiny pipeline that makes
+one update or two; what one process on a CPU cannot show names the test that does.
 """
 
 import ast
@@ -26,10 +25,11 @@ from datasets import Dataset
 from peft import LoraConfig
 from tiny_runs import LORA, PROMPTS, brightness, first_frame_brightness, joined_trajectory, trainer_for
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.algorithms.losses import LossInputs, LossOutput, grpo
+from diffusion_grpo.config.fields import list_fields, own_fields, script_fields
 from diffusion_grpo.data import call_form
 from diffusion_grpo.data.calls import BATCHED, Form
 from diffusion_grpo.pipelines import FAMILIES
@@ -38,7 +38,6 @@ from diffusion_grpo.trainer import RatioError
 from diffusion_grpo.training.callbacks import ReportCallback
 
 HERE = Path(__file__).parents[1]
-PACKAGE = HERE.parent / "diffusion_grpo"
 
 
 # What is turned
@@ -50,23 +49,14 @@ class Turned:
 
     Attributes:
         value: the other one; `base` has the first, or it is the default.
-        changes: what differs then, of the names that `observe` gives.
-        stays: what does not.
+        changes: what differs then, of the names that `observe` gives. If all of them are `HARMLESS`, the weights after
+            an update do not.
         base: settings under which the setting has something to do.
     """
 
     value: Any
     changes: str
-    stays: str
     base: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class Refused:
-    """A value that is refused, with a sentence that `match` finds."""
-
-    value: Any
-    match: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,111 +130,74 @@ TOKENS = {"name": "painter", "epsilon": 0.2, "per_device_train_batch_size": 4, "
 PARTS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
 DRIFTING = PARTS | {"drift": True, "max_ratio_error": None, "rollout_batch_size": 4}  # the replay is not the rollout
 WATCHED = {"validation_prompts": ["a sign"], "validation_steps": 1}
-NO_NOISE = "seeds@1 initial_seeds@1"
 
-SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
+SETTINGS: dict[str, Turned | Elsewhere] = {
     # Samples
-    "num_generations": Turned(4, "prompts@1 advantages@1", "count@1 passes"),
-    "num_generations_eval": Turned(2, "evaluation", "samples@1 weights@2", EVALUATED),
-    "num_inference_steps": Turned(4, "steps@1 samples@1 passes", f"prompts@1 {NO_NOISE}"),
-    "eval_num_inference_steps": Turned(6, "evaluation passes", "samples@1 steps@1 weights@2", EVALUATED),
-    "sigmas": Turned(
-        [1.0, 0.6, 0.3],
-        "samples@1 path@1 gradient@1",
-        f"prompts@1 steps@1 {NO_NOISE} passes",
-        {"eval_num_inference_steps": 3},
-    ),
-    "guidance_scale": Turned(1.0, "samples@1 path@1 passes gradient@1 evaluation", f"prompts@1 {NO_NOISE}", EVALUATED),
-    "height": Turned(32, "sizes samples@1 evaluation", f"prompts@1 {NO_NOISE}", EVALUATED),
-    "width": Turned(32, "sizes samples@1 evaluation", f"prompts@1 {NO_NOISE}", EVALUATED),
-    "num_frames": Turned(9, "frames samples@1", f"prompts@1 {NO_NOISE}", VIDEO),
-    "fps": Turned(8.0, "fps", "samples@1 weights@1", VIDEO),
+    "num_generations": Turned(4, "prompts@1 advantages@1"),
+    "num_generations_eval": Turned(2, "evaluation", EVALUATED),
+    "num_inference_steps": Turned(4, "steps@1 samples@1 passes"),
+    "eval_num_inference_steps": Turned(6, "evaluation passes", EVALUATED),
+    "sigmas": Turned([1.0, 0.6, 0.3], "samples@1 path@1 gradient@1", {"eval_num_inference_steps": 3}),
+    "guidance_scale": Turned(1.0, "samples@1 path@1 passes gradient@1 evaluation", EVALUATED),
+    "height": Turned(32, "sizes samples@1 evaluation", EVALUATED),
+    "width": Turned(32, "sizes samples@1 evaluation", EVALUATED),
+    "num_frames": Turned(9, "frames samples@1", VIDEO),
+    "fps": Turned(8.0, "fps", VIDEO),
     "pipeline_kwargs": Turned(
-        {"max_sequence_length": 32, "negative_prompt": "grey"},
-        "samples@1 path@1 gradient@1 evaluation",
-        f"prompts@1 {NO_NOISE}",
-        EVALUATED,
+        {"max_sequence_length": 32, "negative_prompt": "grey"}, "samples@1 path@1 gradient@1 evaluation", EVALUATED
     ),
-    "scheduler_kwargs": Turned({"shift": 9.0}, "samples@1 path@1 evaluation", f"prompts@1 {NO_NOISE}", EVALUATED),
-    "rollout_batch_size": Turned(1, "passes", "samples@1 path@1 seeds@1 gradient@1"),
-    "samples_per_latent": Turned(2, "initial_seeds@1 samples@1 path@1 passes", "prompts@1 seeds@1 steps@1", BRANCHED),
-    "best_of_n": Turned(2, "prompts@1 made@1 samples@1", "count@1", {"num_generations": 4}),
-    "offload_trajectories": Turned(True, "kept_on", "samples@1 path@1 weights@2"),
+    "scheduler_kwargs": Turned({"shift": 9.0}, "samples@1 path@1 evaluation", EVALUATED),
+    "rollout_batch_size": Turned(1, "passes"),
+    "samples_per_latent": Turned(2, "initial_seeds@1 samples@1 path@1 passes", BRANCHED),
+    "best_of_n": Turned(2, "prompts@1 made@1 samples@1", {"num_generations": 4}),
+    "offload_trajectories": Turned(True, "kept_on"),
     # Process
-    "sde_type": Turned("cps", "samples@1 path@1 gradient@1", f"prompts@1 steps@1 {NO_NOISE}"),
-    "noise_level": Turned(0.2, "samples@1 path@1 gradient@1", f"prompts@1 steps@1 {NO_NOISE}"),
-    "trained_steps": Turned([1, 2], "steps@1 gradient@1", f"samples@1 {NO_NOISE}"),
-    "num_trained_steps": Turned(1, "steps@1 gradient@1", f"samples@1 {NO_NOISE}"),
-    "step_selection": Turned(
-        "prompt", "steps@1 gradient@1", f"samples@1 {NO_NOISE}", {"num_trained_steps": 1, "num_inference_steps": 6}
-    ),
-    "step_interval": Turned(
-        1, "steps@2 gradient@2", f"steps@1 gradient@1 samples@2 {NO_NOISE}", {"num_trained_steps": 1, **SLIDING}
-    ),
-    "noisy_steps": Turned("trained", "samples@1", f"steps@1 path@1 {NO_NOISE}", WINDOWED),
-    "log_prob_type": Turned("squared_error", "gradient@1", "samples@1 path@1 advantages@1", {"sde_type": "cps"}),
+    "sde_type": Turned("cps", "samples@1 path@1 gradient@1"),
+    "noise_level": Turned(0.2, "samples@1 path@1 gradient@1"),
+    "trained_steps": Turned([1, 2], "steps@1 gradient@1"),
+    "num_trained_steps": Turned(1, "steps@1 gradient@1"),
+    "step_selection": Turned("prompt", "steps@1 gradient@1", {"num_trained_steps": 1, "num_inference_steps": 6}),
+    "step_interval": Turned(1, "steps@2 gradient@2", {"num_trained_steps": 1, **SLIDING}),
+    "noisy_steps": Turned("trained", "samples@1", WINDOWED),
+    "log_prob_type": Turned("squared_error", "gradient@1", {"sde_type": "cps"}),
     # Tokens
-    "temperature": Turned(0.2, "samples@1 path@1", f"prompts@1 {NO_NOISE}", TOKENS),
-    "top_k": Turned(2, "samples@1 path@1", f"prompts@1 {NO_NOISE}", TOKENS),
-    "top_p": Turned(0.3, "samples@1 path@1", f"prompts@1 {NO_NOISE}", TOKENS),
+    "temperature": Turned(0.2, "samples@1 path@1", TOKENS),
+    "top_k": Turned(2, "samples@1 path@1", TOKENS),
+    "top_p": Turned(0.3, "samples@1 path@1", TOKENS),
     # Optimisation
-    "loss_type": Turned(
-        f"{__name__}.doubled", "gradient@1", "samples@1 advantages@1", {"trained_steps": "all", "noisy_steps": "all"}
-    ),
-    "loss_kwargs": Turned(
-        {"factor": 2.0}, "gradient@1", "samples@1 advantages@1", {"loss_type": f"{__name__}.multiplied"}
-    ),
-    "beta": Turned(1.0, "gradient@2 kl@2", "samples@1 advantages@1 gradient@1"),
-    "kl_reward": Turned(1e4, "advantages@2 kl/rollout@2", "samples@1 advantages@1 gradient@1"),
-    "epsilon": Turned(
-        10.0, "gradient@2 clip_ratio/low_mean@2", "gradient@1 weights@1 samples@1", AGAIN | {"epsilon_high": 1e-5}
-    ),
-    "epsilon_high": Turned(
-        10.0, "gradient@2 clip_ratio/high_mean@2", "gradient@1 weights@1 clip_ratio/low_mean@2", AGAIN
-    ),
-    "importance_sampling_level": Turned(
-        "sequence", "gradient@2 passes", "gradient@1 weights@1 samples@1", AGAIN | {"epsilon": 0.1}
-    ),
-    "num_iterations": Turned(2, "seeds@2 reward@2", "gradient@1 weights@1 samples@1"),
-    "steps_per_generation": Turned(4, "made@1 count@1", "logged"),
-    "scale_rewards": Turned("batch", "advantages@1 gradient@1", "samples@1 reward@1"),
-    "reward_baseline": Turned("batch", "advantages@1 gradient@1", "samples@1 reward@1"),
-    "num_batches_per_step": Turned(2, "advantages@1 gradient@1", "samples@1 reward@1", {"scale_rewards": "batch"}),
+    "loss_type": Turned(f"{__name__}.doubled", "gradient@1", {"trained_steps": "all", "noisy_steps": "all"}),
+    "loss_kwargs": Turned({"factor": 2.0}, "gradient@1", {"loss_type": f"{__name__}.multiplied"}),
+    "beta": Turned(1.0, "gradient@2 kl@2"),
+    "kl_reward": Turned(10000.0, "advantages@2 kl/rollout@2"),
+    "epsilon": Turned(10.0, "gradient@2 clip_ratio/low_mean@2", AGAIN | {"epsilon_high": 1e-05}),
+    "epsilon_high": Turned(10.0, "gradient@2 clip_ratio/high_mean@2", AGAIN),
+    "importance_sampling_level": Turned("sequence", "gradient@2 passes", AGAIN | {"epsilon": 0.1}),
+    "num_iterations": Turned(2, "seeds@2 reward@2"),
+    "steps_per_generation": Turned(4, "made@1 count@1"),
+    "scale_rewards": Turned("batch", "advantages@1 gradient@1"),
+    "reward_baseline": Turned("batch", "advantages@1 gradient@1"),
+    "num_batches_per_step": Turned(2, "advantages@1 gradient@1", {"scale_rewards": "batch"}),
     "reward_weights": Turned(
-        [1.0, -0.1],
-        "advantages@1 gradient@1 reward@1 eval_reward@2",
-        "samples@1 rewards/redness/mean@1",
-        EVALUATED | {"rewards": "two"},
+        [1.0, -0.1], "advantages@1 gradient@1 reward@1 eval_reward@2", EVALUATED | {"rewards": "two"}
     ),
-    "multi_objective_aggregation": Turned(
-        "normalize_then_sum", "advantages@1 gradient@1", "samples@1 reward@1", {"rewards": "two"}
-    ),
-    "advantage_fn": Turned(f"{__name__}.plainly", "advantages@1 gradient@1", "samples@1 reward@1"),
-    "advantage_clip": Turned(0.3, "advantages@1 gradient@1 frac_advantage_clipped@1", "samples@1"),
-    "reward_threshold": Turned(9.0, "advantages@1 gradient@1", "samples@1 reward@1"),
-    "drop_zero_advantages": Turned(True, "gradient@1", "samples@1 advantages@1", {"rewards": "half"}),
-    "step_weight": Turned("velocity", "gradient@1", "samples@1 path@1 advantages@1"),
-    "old_log_prob": Turned(
-        "rollout", "gradient@1 ratio/mean@1", "samples@1 path@1 advantages@1", DRIFTING | {"epsilon": 1e-7}
-    ),
-    "max_ratio_error": Turned(1e-6, "error", "samples@1", DRIFTING),
+    "multi_objective_aggregation": Turned("normalize_then_sum", "advantages@1 gradient@1", {"rewards": "two"}),
+    "advantage_fn": Turned(f"{__name__}.plainly", "advantages@1 gradient@1"),
+    "advantage_clip": Turned(0.3, "advantages@1 gradient@1 frac_advantage_clipped@1"),
+    "reward_threshold": Turned(9.0, "advantages@1 gradient@1"),
+    "drop_zero_advantages": Turned(True, "gradient@1", {"rewards": "half"}),
+    "step_weight": Turned("velocity", "gradient@1"),
+    "old_log_prob": Turned("rollout", "gradient@1 ratio/mean@1", DRIFTING | {"epsilon": 1e-07}),
+    "max_ratio_error": Turned(1e-06, "error", DRIFTING),
     # Value model
-    "advantage_estimator": Turned("gae", "advantages@1 gradient@1 values@1 value/loss@1", "samples@1"),
-    "value_learning_rate": Turned(0.1, "values@1 advantages@2", "advantages@1 gradient@1 weights@1 samples@1", GAE),
-    "value_clip": Turned(
-        1e-3,
-        "values@2 value/loss@2",
-        "values@1 weights@2",
-        GAE | {"num_iterations": 2},
-    ),
-    "gamma": Turned(0.5, "advantages@1 gradient@1", "samples@1 reward@1", GAE),
-    "gae_lambda": Turned(0.5, "advantages@1 gradient@1", "samples@1 reward@1", GAE),
+    "advantage_estimator": Turned("gae", "advantages@1 gradient@1 values@1 value/loss@1"),
+    "value_learning_rate": Turned(0.1, "values@1 advantages@2", GAE),
+    "value_clip": Turned(0.001, "values@2 value/loss@2", GAE | {"num_iterations": 2}),
+    "gamma": Turned(0.5, "advantages@1 gradient@1", GAE),
+    "gae_lambda": Turned(0.5, "advantages@1 gradient@1", GAE),
     # Reference and average
-    "sync_ref_model": Turned(
-        True, "reference@2 gradient@2", "gradient@1 samples@1", KEPT | {"ref_model_sync_steps": 1}
-    ),
-    "ref_model_mixup_alpha": Turned(0.1, "reference@1 reference@2", "gradient@1 weights@1", SYNCED),
-    "ref_model_sync_steps": Turned(2, "reference@1", "gradient@1 weights@1", SYNCED),
+    "sync_ref_model": Turned(True, "reference@2 gradient@2", KEPT | {"ref_model_sync_steps": 1}),
+    "ref_model_mixup_alpha": Turned(0.1, "reference@1 reference@2", SYNCED),
+    "ref_model_sync_steps": Turned(2, "reference@1", SYNCED),
     "report_to": Elsewhere("training/test_trackers.py::test_tensorboard_has_curves_and_frames"),
     "ds3_gather_for_generation": Elsewhere(
         "distributed/test_deepspeed.py::test_rows_may_differ_in_how_often_they_pass_the_network"
@@ -252,11 +205,9 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "fsdp_gather_for_generation": Elsewhere(
         "distributed/test_fsdp.py::test_whatever_is_set_two_processes_train_what_one_trains"
     ),
-    "offload_ref_model": Turned(True, "moved", "gradient@2 weights@2 kl@2", KEPT),
-    "ema_decay": Turned(
-        0.05, "average@2 evaluation", "weights@2 samples@2", AVERAGED | EVALUATED | {"learning_rate": 0.1}
-    ),
-    "ema_update_interval": Turned(2, "average@1 average@2", "weights@2 samples@2", AVERAGED),
+    "offload_ref_model": Turned(True, "moved", KEPT),
+    "ema_decay": Turned(0.05, "average@2 evaluation", AVERAGED | EVALUATED | {"learning_rate": 0.1}),
+    "ema_update_interval": Turned(2, "average@1 average@2", AVERAGED),
     # Model, data, log
     "offload_frozen": Elsewhere("training/test_offload.py::test_training_is_the_same_to_the_last_bit"),
     "offload_rewards": Elsewhere(
@@ -283,131 +234,71 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "keep_adapters": Elsewhere("weights/test_lora.py::test_other_adapters_stay_active_and_frozen"),
     "lora_adapter": Elsewhere("weights/test_lora.py::test_an_adapter_of_the_pipeline_is_trained_further"),
     "lora_path": Elsewhere("weights/test_lora.py::test_a_saved_lora_is_trained_further"),
-    "train_component": Turned(
-        "transformer_2", "trained", "prompts@1", VIDEO | {"name": "wan_experts", "trained_steps": [1, 2]}
-    ),
-    "model_init_kwargs": Turned({"torch_dtype": "bfloat16"}, "dtype", "prompts@1", {"name": "folder"}),
+    "train_component": Turned("transformer_2", "trained", VIDEO | {"name": "wan_experts", "trained_steps": [1, 2]}),
+    "model_init_kwargs": Turned({"torch_dtype": "bfloat16"}, "dtype", {"name": "folder"}),
     "load_in_4bit": Elsewhere("weights/test_quantization.py::test_the_short_form"),
     "load_in_8bit": Elsewhere("weights/test_quantization.py::test_the_short_form"),
     "bnb_4bit_quant_type": Elsewhere("weights/test_quantization.py::test_the_short_form"),
     "use_bnb_nested_quant": Elsewhere("weights/test_quantization.py::test_the_short_form"),
     "bnb_4bit_quant_storage": Elsewhere("weights/test_quantization.py::test_the_short_form"),
-    "quantization": Turned({"transformer": "torchao"}, "samples@1 gradient@1", "prompts@1 passes", {"name": "folder"}),
-    "selective_checkpointing": Turned(
-        0.5, "block_calls", "gradient@2 weights@2 passes", {"gradient_checkpointing": True}
-    ),
+    "quantization": Turned({"transformer": "torchao"}, "samples@1 gradient@1", {"name": "folder"}),
+    "selective_checkpointing": Turned(0.5, "block_calls", {"gradient_checkpointing": True}),
     "prompt_column": Elsewhere("data/test_prompts.py::test_the_column_of_prompts_is_chosen"),
-    "shuffle_dataset": Turned(False, "prompts@1 samples@1", NO_NOISE),
-    "log_completions": Turned(False, "files", "weights@2 samples@2"),
-    "num_completions_to_log": Turned(1, "files", "weights@2 evaluation", EVALUATED),
-    "log_samples_steps": Turned(1, "files", "weights@2 samples@2"),
+    "shuffle_dataset": Turned(False, "prompts@1 samples@1"),
+    "log_completions": Turned(False, "files"),
+    "num_completions_to_log": Turned(1, "files", EVALUATED),
+    "log_samples_steps": Turned(1, "files"),
     "push_samples": Elsewhere("weights/test_files.py::test_push_to_hub_uploads_the_weights_and_the_card"),
-    "save_samples_steps": Turned(2, "files", "weights@2 samples@2"),
-    "validation_prompts": Turned(["a sign", "a lamp"], "files passes", "weights@2 samples@2"),
-    "validation_steps": Turned(2, "files passes", "weights@2 samples@2", WATCHED),
-    "overlap_rewards": Turned(False, "scored_beside", "weights@2 samples@2 reward@1"),
-    "watch_rewards": Turned(
-        ["sharpness"], "eval_watch/sharpness/mean@2", "weights@2 evaluation eval_reward@2", EVALUATED
-    ),
-    # TrainingArguments with other defaults
-    "learning_rate": Turned(0.02, "weights@1 learning_rate@1", "samples@1 gradient@1"),
-    "lr_scheduler_type": Turned("linear", "weights@2 learning_rate@2", "weights@1 gradient@2"),
-    "weight_decay": Turned(0.5, "weights@1", "samples@1 gradient@1"),
-    "per_device_train_batch_size": Turned(2, "made@1 passes", "logged"),
-    "gradient_accumulation_steps": Turned(
-        4, "gradient@1 weights@1", "made@1 steps@1", PARTS | {"steps_per_generation": 4}
-    ),
+    "save_samples_steps": Turned(2, "files"),
+    "validation_prompts": Turned(["a sign", "a lamp"], "files passes"),
+    "validation_steps": Turned(2, "files passes", WATCHED),
+    "overlap_rewards": Turned(False, "scored_beside"),
+    "watch_rewards": Turned(["sharpness"], "eval_watch/sharpness/mean@2", EVALUATED),
+    # TrainingArguments that this library treats in its own way
+    "per_device_train_batch_size": Turned(2, "made@1 passes"),
+    "gradient_accumulation_steps": Turned(4, "gradient@1 weights@1", PARTS | {"steps_per_generation": 4}),
     "activation_checkpointing": Turned(
-        True,
-        "block_calls",
-        "gradient@2 weights@2 passes",
-        {"gradient_checkpointing": None, "activation_checkpointing": False},
+        True, "block_calls", {"gradient_checkpointing": None, "activation_checkpointing": False}
     ),
-    "bf16": Turned(True, "precision mixed", f"prompts@1 steps@1 {NO_NOISE}"),
-    "logging_steps": Turned(2, "logged", "weights@2"),
-    "logging_strategy": Turned("no", "logged", "weights@2"),
-    "save_steps": Turned(2, "files", "weights@2", SAVED),
-    "ddp_find_unused_parameters": Turned(True, "finds_unused", "weights@2 broadcasts"),
-    "ddp_broadcast_buffers": Turned(True, "broadcasts", "weights@2 finds_unused"),
-    "dataloader_pin_memory": Turned(True, "pinned", "weights@1 samples@1", {"use_cpu": False}),
-    "remove_unused_columns": Refused(True, "must stay False"),
-    # TrainingArguments that this library's code reads
+    "bf16": Turned(True, "precision mixed"),
     "activation_checkpointing_kwargs": Turned(
-        {"use_reentrant": True},
-        "block_calls_with_gradient",
-        "gradient@1 weights@2",
-        FULL | {"gradient_checkpointing": True},
+        {"use_reentrant": True}, "block_calls_with_gradient", FULL | {"gradient_checkpointing": True}
     ),
     "auto_find_batch_size": Elsewhere(
         "training/test_out_of_memory.py::test_the_size_that_fits_is_found_and_trains_what_it_would_have_trained"
     ),
-    "torch_empty_cache_steps": Elsewhere("training/test_callbacks.py::test_the_cache_is_emptied_as_often_as_asked"),
-    "data_seed": Turned(7, "prompts@1 samples@1", NO_NOISE),
-    "ddp_backend": Elsewhere("config/test_settings.py::test_the_backend_for_the_cpu_is_set_before_the_processes_meet"),
-    "ddp_timeout": Elsewhere("distributed/test_failure.py::test_silence_is_death_and_any_sign_is_life"),
-    "deepspeed": Elsewhere("distributed/test_deepspeed.py::test_a_lora_with_zero3_trains_as_one_process_does"),
-    "accelerator_config": Refused({"split_batches": True}, "split_batches=True would redistribute"),
-    "eval_strategy": Turned("steps", "evaluation files", "weights@2 samples@2", {"eval_steps": 2}),
-    "log_level": Elsewhere("training/test_start.py::test_debug_lines_have_a_mark_of_their_own"),
-    "disable_tqdm": Elsewhere("training/test_progress.py::test_a_terminal_shows_a_bar_and_the_lines"),
-    "fp16": Refused(True, "needs a GPU"),
-    "fsdp": Elsewhere("distributed/test_fsdp.py::test_settings_ask_as_a_launcher_does"),
-    "fsdp_config": Elsewhere("distributed/test_sharding.py::test_fsdp_in_the_settings_goes_before_the_launchers"),
-    "gradient_checkpointing": Turned(True, "block_calls", "gradient@2 weights@2 passes"),
-    "hub_always_push": Elsewhere("weights/test_files.py::test_settings_of_the_hub_reach_it"),
-    "hub_model_id": Elsewhere("weights/test_files.py::test_push_to_hub_uploads_the_weights_and_the_card"),
-    "hub_revision": Elsewhere("weights/test_files.py::test_settings_of_the_hub_reach_it"),
-    "hub_strategy": Elsewhere("weights/test_files.py::test_settings_of_the_hub_reach_it"),
-    "hub_token": Elsewhere("weights/test_files.py::test_settings_of_the_hub_reach_it"),
-    "ignore_data_skip": Refused(True, "wrong prompts"),
-    "greater_is_better": Turned(False, "best", "weights@2", SAVED | EVALUATED | WATCHED_BEST),
-    "load_best_model_at_end": Turned(
-        True, "weights", "weights@2", SAVED | EVALUATED | {"eval_steps": 1, "rewards": "fading"}
-    ),
-    "lr_scheduler_kwargs": Turned(
-        {"lr_end": 0.005, "power": 1}, "weights@2 learning_rate@2", "weights@1", {"lr_scheduler_type": "polynomial"}
-    ),
+    "data_seed": Turned(7, "prompts@1 samples@1"),
+    "load_best_model_at_end": Turned(True, "weights", SAVED | EVALUATED | {"eval_steps": 1, "rewards": "fading"}),
     "metric_for_best_model": Turned(
-        "eval_watch/sharpness/mean",
-        "best",
-        "weights@2",
-        SAVED | EVALUATED | WATCHED_BEST | {"watch_rewards": ["sharpness"]},
+        "eval_watch/sharpness/mean", "best", SAVED | EVALUATED | WATCHED_BEST | {"watch_rewards": ["sharpness"]}
     ),
-    "optim": Turned("sgd", "weights@1", "samples@1 gradient@1"),
-    "output_dir": Elsewhere("training/test_start.py::test_defaults_name_the_output_after_the_model"),
-    "per_device_eval_batch_size": Turned(1, "passes", "evaluation weights@2", EVALUATED),
-    "push_to_hub": Elsewhere("weights/test_files.py::test_push_to_hub_uploads_the_weights_and_the_card"),
-    "resume_from_checkpoint": Elsewhere("training/test_resume.py::test_sigkill_and_resume"),
-    "overwrite_output_dir": Elsewhere("training/test_base.py::test_a_run_replaces_the_one_in_its_folder_if_asked_for"),
-    "resume_without_optimizer": Elsewhere(
-        "run/test_manifest.py::test_state_that_is_not_there_is_refused_unless_asked_for"
-    ),
+    "optim": Turned("sgd", "weights@1"),
+    "per_device_eval_batch_size": Turned(1, "passes", EVALUATED),
     "save_on_each_node": Elsewhere(
         "distributed/test_processes.py::test_machines_without_a_shared_disk_save_what_each_needs"
     ),
-    "save_only_model": Turned(True, "files", "weights@2", SAVED),
-    "save_strategy": Turned("steps", "files", "weights@2", {"save_steps": 1}),
-    "save_total_limit": Turned(1, "files", "weights@2", SAVED),
-    "seed": Turned(5, "prompts@1 seeds@1 initial_seeds@1 samples@1", "steps@1 sizes"),
-    "torch_compile": Turned(True, "compiled", "samples@1 weights@2"),
-    "torch_compile_backend": Turned("aot_eager", "compiled", "samples@1 weights@2", {"torch_compile": True}),
-    "torch_compile_mode": Turned(
-        "max-autotune-no-cudagraphs", "compiled", "samples@1 weights@2", {"torch_compile": True}
-    ),
-    "use_cpu": Turned(True, "pinned", "weights@1 samples@1", {"use_cpu": False, "dataloader_pin_memory": True}),
-    # Others of TrainingArguments that recipes are written with
-    "eval_on_start": Turned(True, "evaluation files", "weights@2 samples@2", EVALUATED),
-    "eval_steps": Turned(1, "evaluation files", "weights@2 samples@2", EVALUATED),
-    "max_grad_norm": Turned(1e-9, "gradient@1", "samples@1 loss@1"),
-    "max_steps": Turned(1, "logged", "weights@1 samples@1"),
-    "num_train_epochs": Turned(2, "logged", "weights@2 samples@2", {"max_steps": -1, "num_train_epochs": 1}),
-    "warmup_steps": Turned(2, "weights@1 learning_rate@1", "samples@1 gradient@1"),
+    "save_only_model": Turned(True, "files", SAVED),
+    "seed": Turned(5, "prompts@1 seeds@1 initial_seeds@1 samples@1"),
+    "torch_compile": Turned(True, "compiled"),
+    "eval_on_start": Turned(True, "evaluation files", EVALUATED),
+    "eval_steps": Turned(1, "evaluation files", EVALUATED),
+    "max_grad_norm": Turned(1e-09, "gradient@1"),
 }
 
 
 # What is observed
 
-OF_A_RUN = ("passes", "block_calls", "evaluation", "files", "logged", "scored_beside", "weights", "best", "moved")
+HARMLESS = {
+    "passes",
+    "block_calls",
+    "block_calls_with_gradient",
+    "evaluation",
+    "files",
+    "scored_beside",
+    "best",
+    "moved",
+}
+HARMLESS |= {"kept_on", "compiled", "fps"}
 
 
 class Notes(TrainerCallback):
@@ -615,22 +506,16 @@ def observed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", [name for name, entry in SETTINGS.items() if isinstance(entry, Turned)])
-def test_a_setting_changes_what_it_is_for_and_nothing_else(observed, name):
+def test_a_setting_changes_what_it_is_for(observed, name):
     entry = SETTINGS[name]
-    is_brief = not any(key.endswith("@2") or key in OF_A_RUN for key in (entry.changes + " " + entry.stays).split())
-    turned = entry.base | ({"max_steps": 1} if is_brief else {}) | {name: entry.value}
-    before, after = observed(entry.base), observed(turned)
+    is_brief = all(key.endswith("@1") for key in entry.changes.split())
+    before = observed(entry.base)
+    after = observed(entry.base | ({"max_steps": 1} if is_brief else {}) | {name: entry.value})
     for key in entry.changes.split():
         assert key in before or key in after
         assert key not in before or key not in after or not is_same(before[key], after[key]), f"{key} is as before"
-    for key in entry.stays.split():
-        assert is_same(before[key], after[key]), f"{key} differs"
-
-
-@pytest.mark.parametrize("name", [name for name, entry in SETTINGS.items() if isinstance(entry, Refused)])
-def test_a_setting_that_cannot_be_used_is_refused(tmp_path, name):
-    with pytest.raises(ValueError, match=SETTINGS[name].match):
-        trainer_for(tmp_path, **{name: SETTINGS[name].value})
+    if HARMLESS.issuperset(entry.changes.split()):
+        assert is_same(before["weights@1"], after["weights@1"])
 
 
 @pytest.mark.parametrize("name", [name for name, entry in SETTINGS.items() if isinstance(entry, Elsewhere)])
@@ -644,14 +529,7 @@ def test_the_test_that_turns_a_setting_elsewhere_is_there(name):
 
 def test_every_setting_has_an_entry():
     """A new field needs a line in the table above."""
-    inherited = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
-    fields = {field.name: field.default for field in dataclasses.fields(DiffusionGRPOConfig) if field.init}
-    own = {name for name, default in fields.items() if name not in inherited or default != inherited[name]}
-    code = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
-    config = "".join(path.read_text() for path in (PACKAGE / "config").glob("*.py"))
-    read = set(re.findall(r"\bargs\.(\w+)", code)) | set(re.findall(r"\bself\.(\w+)", config))
-    assert (own | read & set(inherited)) - set(SETTINGS) == set()
-    assert set(SETTINGS) - set(fields) == set()
+    assert own_fields().keys() - script_fields().keys() <= SETTINGS.keys() <= list_fields(DiffusionGRPOConfig).keys()
 
 
 def test_a_run_is_seen_alike_twice(observed, tmp_path):
