@@ -10,8 +10,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config.files import check_model_name
-from .inputs import Refusal, call_or_refuse, hide_loading_bars, load_checked
+from .inputs import Refusal, call_or_refuse, hide_loading_bars
 
 if TYPE_CHECKING:
     from transformers import TrainerState
@@ -140,38 +139,30 @@ def start_processes(processes: "LaunchArguments", arguments: argparse.Namespace,
 def build_trainer(
     script: "ScriptArguments", lora: "LoraArguments", config: "DiffusionGRPOConfig"
 ) -> "DiffusionGRPOTrainer":
-    """Build the trainer. Check the folder, prompts and rewards before the model is loaded."""
-    from ..rewards import check_columns, load_rewards
+    """Load the prompts and build the trainer, which checks everything before its model is loaded."""
+    from ..data.prompts import load_prompts
+    from ..trainer import DiffusionGRPOTrainer
 
     if not config.resume_from_checkpoint and not config.overwrite_output_dir:
         from ..training.checkpoints import refuse_used_folder
 
         call_or_refuse(refuse_used_folder, Path(config.output_dir))
-    prompts = config.prompt_column
-    train_dataset = call_or_refuse(load_checked, script.dataset, script.dataset_train_split, "dataset", prompts)
-    eval_dataset = None
+    column, eval_dataset = config.prompt_column, None
+    train_dataset = call_or_refuse(load_prompts, script.dataset, script.dataset_train_split, column)
     if script.eval_dataset is not None:
-        split = script.dataset_test_split
-        eval_dataset = call_or_refuse(load_checked, script.eval_dataset, split, "eval_dataset", prompts)
+        eval_dataset = call_or_refuse(load_prompts, script.eval_dataset, script.dataset_test_split, column)
         if script.eval_max_prompts is not None:
             eval_dataset = eval_dataset.select(range(min(script.eval_max_prompts, len(eval_dataset))))
-    reward_funcs = call_or_refuse(load_rewards, script.reward_funcs)
-    eval_reward_funcs = call_or_refuse(load_rewards, script.eval_reward_funcs, "eval_reward_funcs")
-    call_or_refuse(check_columns, reward_funcs, train_dataset.column_names, "dataset")
-    call_or_refuse(check_model_name, script.model)
-
-    from ..trainer import DiffusionGRPOTrainer
-
     hide_loading_bars(script.model)
     return call_or_refuse(
         DiffusionGRPOTrainer,
         model=script.model,
-        reward_funcs=reward_funcs,
+        reward_funcs=script.reward_funcs,
         args=config,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         peft_config=call_or_refuse(lora.peft_config, config.lora_path),
-        eval_reward_funcs=eval_reward_funcs,
+        eval_reward_funcs=script.eval_reward_funcs,
     )
 
 

@@ -157,10 +157,7 @@ def check_run(
         check_encode_prompt(pipeline)
     quantized = plan_quantization(model, args, is_full_training)
     if isinstance(model, DiffusionPipeline) and args.model_init_kwargs:
-        raise ValueError(
-            f"model_init_kwargs={args.model_init_kwargs!r} has no effect on a pipeline that is loaded already; pass "
-            "these arguments to its from_pretrained, or pass the model's id."
-        )
+        raise ValueError("model_init_kwargs load a model by its name, and a pipeline was given; leave them out.")
     backend.check_quantization(list_trained_methods(model, args.train_component, quantized))
     inputs = None if pipeline is None else prepare_inputs(pipeline, args, datasets, rewards.all + watched)
     record = describe_run(model, args, peft_config, rewards)
@@ -253,9 +250,10 @@ def check_datasets(
         raise ValueError(
             f"eval_reward_funcs={rewards.evaluated[0].name} has no prompts to be measured on; pass an eval_dataset."
         )
-    asking = f"eval_strategy={args.eval_strategy.value!r}" if args.eval_strategy != "no" else "eval_on_start=True"
     if (args.eval_strategy != "no" or args.eval_on_start) and not eval_dataset:
-        raise ValueError(f"{asking} has nothing to evaluate; pass an eval_dataset.")
+        raise ValueError(
+            "eval_strategy or eval_on_start is set, and there is nothing to evaluate; pass an eval_dataset."
+        )
 
 
 def load_watched_rewards(names: list[str] | None, kind: str | None, others: list[Reward]) -> list[Reward]:

@@ -81,7 +81,7 @@ def test_flags_are_checked_like_keys(config_file, no_model, capsys):
 
 def test_a_folder_that_holds_a_run_is_refused_before_prompts_are_loaded(config_file, capsys, tmp_path, monkeypatch):
     (tmp_path / "run" / "checkpoint-5").mkdir(parents=True)
-    monkeypatch.setattr("diffusion_grpo.cli.train.load_checked", None)
+    monkeypatch.setattr("diffusion_grpo.data.prompts.load_prompts", None)
     assert "checkpoint-5" in refusal(capsys, "train", config_file())
 
 

@@ -85,9 +85,9 @@ def test_a_group_counts_as_one_process(monkeypatch):
     assert groups == ContextGroups(size=2, processes=4, process=3)
     assert (groups.count, groups.index, groups.is_first) == (2, 1, False)
     assert groups.first_of_each(gathered).flatten().tolist() == [0, 1, 4, 5]
-    with pytest.raises(ValueError, match="context_parallel_size=3 does not divide the number of processes, 4"):
+    with pytest.raises(ValueError, match="context_parallel_size=3"):
         DiffusionGRPOConfig("out", context_parallel_size=3, **own)
-    with pytest.raises(ValueError, match="context_parallel_type='rings' is unknown.*Did you mean 'ring'"):
+    with pytest.raises(ValueError, match="context_parallel_type.*'ring'"):
         DiffusionGRPOConfig("out", context_parallel_type="rings", **own)
 
 

@@ -115,7 +115,7 @@ def test_settings_of_denoising_steps_are_refused(painter, tmp_path):
 
 
 def test_a_loss_on_means_is_refused(painter, tmp_path):
-    with pytest.raises(ValueError, match="dppo' compares means of denoising steps, which tokens lack"):
+    with pytest.raises(ValueError, match="dppo' is for denoising steps"):
         trainer_of(make_painter(), tmp_path, loss_type="diffusion_grpo.losses.dppo", loss_kwargs={"threshold": 0.1})
 
 

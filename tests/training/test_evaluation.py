@@ -285,7 +285,7 @@ def test_datasets_with_names_have_metrics_of_their_own(names, tmp_path):
 
 def test_an_evaluation_at_the_start_needs_prompts(tmp_path):
     args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, eval_on_start=True)
-    with pytest.raises(ValueError, match="eval_on_start=True has nothing to evaluate; pass an eval_dataset"):
+    with pytest.raises(ValueError, match="eval_on_start"):
         DiffusionGRPOTrainer("no/such", brightness, args, train_dataset=Dataset.from_dict({"prompt": ["a"]}))
 
 

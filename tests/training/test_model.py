@@ -222,7 +222,7 @@ def test_checkpointing_is_switched_off_where_a_training_before_had_it_on(tmp_pat
 
 
 def test_arguments_for_loading_are_refused_for_a_pipeline_that_is_loaded(tmp_path):
-    with pytest.raises(ValueError, match="model_init_kwargs=.*has no effect on a pipeline that is loaded already"):
+    with pytest.raises(ValueError, match="model_init_kwargs"):
         trainer_for(tmp_path, model_init_kwargs={"torch_dtype": "bfloat16"})
 
 
