@@ -17,7 +17,7 @@ from transformers import SchedulerType, TrainingArguments
 
 from ..algorithms.advantage_fn import load_advantage_fn
 from ..algorithms.choose import check_loss_kwargs, check_run_settings
-from .defaults import Sizes
+from .defaults import DICTIONARIES, Sizes
 from .fields import check_fields
 from .files import expand_home, read_text
 from .names import explain_unknown
@@ -72,14 +72,7 @@ class DiffusionGRPOConfig(
         TypeError: ...
     """
 
-    _VALID_DICT_FIELDS: ClassVar[list[str]] = [
-        *TrainingArguments._VALID_DICT_FIELDS,
-        "pipeline_kwargs",
-        "scheduler_kwargs",
-        "model_init_kwargs",
-        "loss_kwargs",
-        "quantization",
-    ]
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TrainingArguments._VALID_DICT_FIELDS, *DICTIONARIES]
 
     # TrainingArguments with other defaults or descriptions
     max_steps: int = field(

@@ -118,9 +118,10 @@ def check_processors(index: Mapping[str, Any], given: Collection[str] = ()) -> N
 def _needs_torchvision(name: str) -> bool:
     """Return whether a class of transformers, or a class that it is composed of, is a placeholder for torchvision."""
     kind = getattr(transformers, name, None)
+    if "torchvision" in getattr(kind, "_backends", ()):
+        return True
     parts = kind.get_attributes() if hasattr(kind, "get_attributes") else []
-    kinds = [kind, *([transformers.AutoVideoProcessor] if "video_processor" in parts else [])]
-    return any("torchvision" in getattr(each, "_backends", ()) for each in kinds)
+    return "video_processor" in parts and "torchvision" in getattr(transformers.AutoVideoProcessor, "_backends", ())
 
 
 def _check_named_scheduler(model: str, args: DiffusionGRPOConfig) -> None:

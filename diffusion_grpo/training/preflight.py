@@ -174,9 +174,9 @@ def prepare_args(model: str | DiffusionPipeline, args: DiffusionGRPOConfig | Non
     args.output_dir = os.path.abspath(args.output_dir)  # a reward may change the working directory
     if args.prompt_embeds_dir is not None:
         args.prompt_embeds_dir = os.path.abspath(os.path.expanduser(args.prompt_embeds_dir))
-    check_settings(args)  # they may have been changed since they were created
     if model == "tiny":
         args.fill(default_settings({name: getattr(args, name) for name in args.given}))
+    check_settings(args)  # they may have been changed since they were created
     return args
 
 
