@@ -69,7 +69,7 @@ class Setting:
         return f"one of {', '.join(self.choices)}" if self.choices else " or ".join(kinds)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=16)
 def list_fields(*classes: type) -> dict[str, Setting]:
     """Return the fields of dataclasses by name; `dataclasses.MISSING` is the default of those that have none."""
     bases = [base for cls in classes for base in reversed(cls.__mro__)]

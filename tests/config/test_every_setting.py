@@ -280,7 +280,7 @@ SETTINGS: dict[str, Turned | Elsewhere] = {
     "save_only_model": Turned(True, "files", SAVED),
     "seed": Turned(5, "prompts@1 seeds@1 initial_seeds@1 samples@1"),
     "torch_compile": Turned(True, "compiled"),
-    "eval_on_start": Turned(True, "evaluation files", EVALUATED),
+    "eval_on_start": Turned(False, "evaluation files", EVALUATED),
     "eval_steps": Turned(1, "evaluation files", EVALUATED),
     "max_grad_norm": Turned(1e-09, "gradient@1"),
 }
