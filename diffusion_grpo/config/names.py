@@ -105,20 +105,12 @@ LONGEST = 150  # bytes; a file name has at most 255 and holds more than this nam
 
 def check_name(name: Any, what: str, remedy: str) -> None:
     """Refuse a name that cannot be part of a file name and of a metric."""
-    wrong = None
-    if not isinstance(name, str):
-        wrong = f"is of type {type(name).__name__}"
-    elif not name.strip(". "):
-        wrong = "consists only of dots and spaces" if name else "is empty"
-    elif "/" in name or "\\" in name:
-        wrong = f"must not contain {'/' if '/' in name else chr(92)!r}"
-    elif not name.isprintable():
-        wrong = "contains a line break or another unprintable character"
-    elif len(name.encode()) > LONGEST:
-        wrong = f"takes {len(name.encode())} bytes, more than {LONGEST}"
-    if wrong is not None:
-        shown = repr(name) if len(repr(name)) <= 60 else f"{repr(name)[:60]}..."
-        raise ValueError(f"{what} {shown} {wrong}, but it is used in file names and metrics; {remedy}.")
+    is_usable = isinstance(name, str) and name.strip(". ") and name.isprintable() and not {"/", "\\"} & {*name}
+    if not is_usable or len(name.encode()) > LONGEST:
+        raise ValueError(
+            f"{what} {repr(name)[:60]} is used in file names and metrics, so it must be a short text without slashes "
+            f"and line breaks; {remedy}."
+        )
 
 
 def suggest(name: object, known: Iterable[str]) -> str:
