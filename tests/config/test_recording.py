@@ -124,34 +124,30 @@ RECORDED = {
 }
 
 
-@pytest.mark.parametrize("name", RENOISED)
 @pytest.mark.parametrize("setting", RECORDED)
-def test_settings_of_recorded_steps_are_refused(name, setting):
+def test_settings_of_recorded_steps_are_refused(setting):
     assert RECORDED[setting] != getattr(DiffusionGRPOConfig, setting)
     config(loss_type="grpo", **{setting: RECORDED[setting]})
-    with pytest.raises(ValueError, match=f"{setting}=.* is for recorded steps, but loss_type='{name}' trains on fini"):
-        config(loss_type=name, **{setting: RECORDED[setting]})
+    for name in RENOISED:
+        with pytest.raises(ValueError, match=f"{setting}=.*loss_type='{name}'"):
+            config(loss_type=name, **{setting: RECORDED[setting]})
 
 
 REFUSED = [
-    (
-        {"trained_steps": [0, 4]},
-        r"trained_steps=\[0, 4\] must be .* 1 <= start < stop <= 10 .*step 0 cannot",
-    ),
-    ({"trained_steps": [1, 11]}, "1 <= start < stop <= 10"),
-    ({"trained_steps": [3, 3]}, "1 <= start < stop <= 10"),
-    ({"trained_steps": [1, 3], "num_trained_steps": 3}, "num_trained_steps=3 is more than the 2 steps"),
-    ({"samples_per_latent": "group"}, "samples_per_latent='group' makes samples identical.*leave it out"),
-    ({"multi_objective_aggregation": "loss_per_reward"}, "works on recorded steps only.*normalize_then_sum"),
-    ({"loss_kwargs": {"decay": 1.0}}, "has no setting 'decay'"),
+    ("trained_steps", {"trained_steps": [0, 4]}),
+    ("trained_steps", {"trained_steps": [1, 11]}),
+    ("num_trained_steps", {"trained_steps": [1, 3], "num_trained_steps": 3}),
+    ("samples_per_latent", {"samples_per_latent": "group"}),
+    ("normalize_then_sum", {"multi_objective_aggregation": "loss_per_reward"}),
+    ("loss_kwargs", {"loss_kwargs": {"decay": 1.0}}),
 ]
 
 
-@pytest.mark.parametrize("name", RENOISED)
-@pytest.mark.parametrize(("settings", "message"), REFUSED)
-def test_what_does_not_fit_is_refused(name, settings, message):
-    with pytest.raises(ValueError, match=message):
-        config(loss_type=name, **settings)
+@pytest.mark.parametrize(("setting", "settings"), REFUSED, ids=str)
+def test_what_does_not_fit_is_refused(setting, settings):
+    for name in RENOISED:
+        with pytest.raises(ValueError, match=setting):
+            config(loss_type=name, **settings)
 
 
 def test_the_last_step_may_be_trained():
@@ -161,20 +157,17 @@ def test_the_last_step_may_be_trained():
 
 @pytest.mark.parametrize("name", WHOLE_GROUPS)
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "advice"),
     [
-        ({"per_device_train_batch_size": 8}, "the 16 samples .* per_device_train_batch_size=8 .*of num_generations"),
-        (
-            {"per_device_train_batch_size": 24},
-            "=24 must be a .* num_generations; set it to 32, or best_of_n=2 to train on",
-        ),
-        ({"num_generations": 1, "reward_baseline": "batch"}, "num_generations must be at least 2"),
-        ({"per_device_train_batch_size": 3, "best_of_n": 2}, "the 2 samples .*multiple of best_of_n; set it to 4[.]"),
+        ({"per_device_train_batch_size": 8}, "num_generations"),
+        ({"per_device_train_batch_size": 24}, "set it to 32, or best_of_n=2"),
+        ({"num_generations": 1, "reward_baseline": "batch"}, "num_generations"),
+        ({"per_device_train_batch_size": 3, "best_of_n": 2}, "best_of_n; set it to 4[.]"),
     ],
 )
-def test_groups_that_are_compared_must_be_whole(name, settings, message):
+def test_groups_that_are_compared_must_be_whole(name, settings, advice):
     settings = {"num_generations": 16, "gradient_accumulation_steps": 2, **settings}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=advice):
         config(loss_type=name, **settings)
     wider = settings | {"per_device_train_batch_size": 32, "num_generations": 16}
     assert config(loss_type=name, **wider).needs_reference
@@ -189,15 +182,11 @@ def test_groups_that_are_compared_must_be_whole(name, settings, message):
         ("num_trained_steps", {"num_trained_steps": 2}),
         ("noisy_steps", {"noisy_steps": "all"}),
         ("sigmas", {"sigmas": [1.0, 0.5], "num_inference_steps": 2, "eval_num_inference_steps": 2}),
+        ("loss_type", {"loss_type": "nft"}),
+        ("loss_type", {"loss_type": f"{__name__}.BestOnly"}),
+        ("loss_type", {"loss_type": "diffusion_grpo.losses.dppo"}),
     ],
 )
 def test_tokens_have_no_denoising_steps(setting, others):
-    with pytest.raises(ValueError, match=f"{setting}=.* is for denoising steps, but a language model draws tokens"):
+    with pytest.raises(ValueError, match=f"{setting}=.* is for denoising steps"):
         check_token_settings(config(**others))
-
-
-@pytest.mark.parametrize("name", [*RENOISED, f"{__name__}.BestOnly"])
-def test_tokens_are_not_noised(name):
-    args = config(loss_type=name)
-    with pytest.raises(ValueError, match=f"loss_type='{name}' is for denoising steps; set loss_type='grpo' to"):
-        check_token_settings(args)
