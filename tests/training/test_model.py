@@ -51,7 +51,7 @@ def test_scheduler_kwargs_move_the_sigmas_and_stay_with_the_pipeline(tmp_path):
     assert tiny_pipelines.build("sd3")[0].scheduler.config.shift != 5.0
     trainer.train()
     assert max(logged(trainer, "ratio/max_error")) == 0.0
-    with pytest.raises(ValueError, match="FlowMatchEulerDiscreteScheduler has no setting shfit; it has .*shift"):
+    with pytest.raises(ValueError, match="shfit"):
         trainer_for(tmp_path / "b", scheduler_kwargs={"shfit": 5.0})
 
 
