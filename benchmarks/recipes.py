@@ -118,8 +118,8 @@ def show_results(path: Path) -> None:
         print(format_table(rows, costs, list(RECIPES)))
         return
     save_plot(PLOT, rows, costs)
-    for page in PAGES:
-        page.write_text(write_tables(page.read_text(encoding="utf-8"), rows, costs), encoding="utf-8")
+    page = PAGES[0]  # the others quote numbers of it
+    page.write_text(write_tables(page.read_text(encoding="utf-8"), rows, costs), encoding="utf-8")
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
