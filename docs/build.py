@@ -30,28 +30,10 @@ settings of the command line and of LoRA, from one YAML file and from flags (`--
 To set a value to `None`, write `null`. Settings that TRL has too have the same names. Settings that contradict each
 other are refused before a model is loaded.
 
-## Start here
-
+A first run sets `model`, `reward_funcs`, `dataset`, `eval_dataset`, `output_dir`, `use_peft`, `learning_rate`,
+`max_steps`, `num_generations`, `per_device_train_batch_size`, `gradient_accumulation_steps`, `num_inference_steps`,
+`guidance_scale`, `loss_type` and `beta`; the rest has defaults that work.
 """
-
-# what a first run sets; the rest has defaults that work
-FIRST_SETTINGS = [
-    "model",
-    "reward_funcs",
-    "dataset",
-    "eval_dataset",
-    "output_dir",
-    "use_peft",
-    "learning_rate",
-    "max_steps",
-    "num_generations",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "num_inference_steps",
-    "guidance_scale",
-    "loss_type",
-    "beta",
-]
 
 CLI_HEAD = """# Command line
 
@@ -94,7 +76,7 @@ its default and help text.
 
 def format_config_page() -> str:
     """Return the text of docs/config.md."""
-    parts = [HEAD.rstrip() + "\n", format_table(find_first_settings())]
+    parts = [HEAD]
     parts += ["## The run (command line only)\n", format_table(dataclasses.fields(ScriptArguments))]
     parts += ["## LoRA (command line only)\n", format_table(dataclasses.fields(LoraArguments))]
     parts += ["From Python, pass a `peft.LoraConfig` to the trainer as `peft_config` instead.\n"]
@@ -104,15 +86,6 @@ def format_config_page() -> str:
         parts += [f"## {title}\n", format_table([settings[name] for name in names])]
     parts.append(TAIL)
     return "\n".join(parts)
-
-
-def find_first_settings() -> list[dataclasses.Field]:
-    """Return the fields that a first run sets."""
-    every = [
-        field for table in (ScriptArguments, LoraArguments, DiffusionGRPOConfig) for field in dataclasses.fields(table)
-    ]
-    settings = {field.name: field for field in every}
-    return [settings[name] for name in FIRST_SETTINGS]
 
 
 def format_cli_page() -> str:
