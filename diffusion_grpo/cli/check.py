@@ -14,12 +14,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", help="Hub id or folder of a diffusers pipeline, or `tiny`")
     command.add_argument("--prompt", default="a photo of a cat", help="prompt to sample; default: %(default)s")
     sample_settings.add_call_options(command)
-    command.add_argument(
-        "--sde_type", default="auto", help="stochastic process of the denoising steps; default: %(default)s"
-    )
-    command.add_argument(
-        "--noise_level", type=float, default=None, help="noise level of the process; default: the process's own"
-    )
+    command.add_argument("--sde_type", default="auto", help="SDE of the denoising steps; default: %(default)s")
+    command.add_argument("--noise_level", type=float, default=None, help="noise level of the SDE; default: its own")
     command.set_defaults(run=run)
 
 

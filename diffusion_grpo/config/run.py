@@ -14,24 +14,23 @@ class RunSettings:
     offload_frozen: Literal["cpu"] | None = field(
         default=None,
         metadata={
-            "help": "Where to keep frozen components. cpu: text encoders, image encoders and the VAE stay in CPU "
-            "memory; each is moved to the accelerator only while it is used, and never while the trained network runs."
+            "help": "cpu: keep text encoders, image encoders and the VAE in CPU memory, and move each to the "
+            "accelerator only while it is used."
         },
     )
     offload_rewards: Literal["cpu"] | None = field(
         default=None,
         metadata={
-            "help": "Where to keep the networks of rewards. cpu: all of them stay in CPU memory except while they "
-            "score, as `offload: true` does for a single reward. They then score after each rollout, not during it."
+            "help": "cpu: keep the networks of all rewards in CPU memory except while they score, after each rollout "
+            "(`offload: true` for a single reward)."
         },
     )
     group_offload: Literal["block_level", "leaf_level"] | None = field(
         default=None,
         metadata={
             "help": "Keep the trained network's frozen weights in CPU memory, and move them to the accelerator only "
-            "while they are used, in rollouts, replays and the backward pass. block_level moves whole blocks; "
-            "leaf_level moves single layers, which takes the least memory and the most transfers. Works only when a "
-            "LoRA is trained; see docs/memory.md."
+            "while they are used: whole blocks (block_level), or single layers (leaf_level), which takes the least "
+            "memory and the most transfers. Only for a LoRA; see docs/memory.md."
         },
     )
     group_offload_blocks: Count = field(
@@ -41,16 +40,15 @@ class RunSettings:
         default=False,
         metadata={
             "help": "With group_offload, fetch the next block while the current one computes. This takes page-locked "
-            "CPU memory for all frozen weights of the network, and accelerator memory for one more block. Blocks are "
-            "then not copied back to CPU memory."
+            "CPU memory for all frozen weights of the network, and accelerator memory for one more block."
         },
     )
     cache_prompt_embeds: Literal["off", "memory", "disk"] = field(
         default="off",
         metadata={
-            "help": "Encode all prompts of the run (train, eval and validation) and the negative prompt once, before "
-            "the run begins, and then free the text encoders. memory keeps the embeddings for this run only; disk "
-            "also keeps them for later runs, which then do not load the text encoders at all. off caches nothing."
+            "help": "Encode all prompts of the run once, before it begins, and then free the text encoders. memory "
+            "keeps the embeddings for this run only; disk also for later runs, which then do not load the text "
+            "encoders at all."
         },
     )
     prompt_embeds_dir: str | None = field(
@@ -64,7 +62,7 @@ class RunSettings:
         default=1,
         metadata={
             "help": "Number of processes that share the sequence of each sample, for videos too long for one process. "
-            "Must divide the number of processes. For samples and batches, each such group counts as one process."
+            "Must divide the number of processes. Each such group counts as one process."
         },
     )
     context_parallel_type: Literal["ulysses", "ring"] = field(
@@ -82,9 +80,8 @@ class RunSettings:
     lora_path: str | None = field(
         default=None,
         metadata={
-            "help": "Existing LoRA to train further, instead of a new one: the folder of a run, a checkpoint or a "
-            "PEFT adapter, a file, or a Hub id. It keeps its rank and layers. The reference is the model with this "
-            "LoRA as it was loaded."
+            "help": "Existing LoRA to train further, with its rank and layers: the folder of a run, a checkpoint or a "
+            "PEFT adapter, a file, or a Hub id. The reference is the model with this LoRA as it was loaded."
         },
     )
     lora_adapter: str | None = field(
@@ -148,8 +145,7 @@ class RunSettings:
         default=False,
         metadata={
             "help": "Also push samples, evaluations, the report and tensorboard's events (which contain the host "
-            "name) to the Hub. By default only the weights, the model card, its images, run.json and train.yaml are "
-            "pushed."
+            "name) to the Hub."
         },
     )
     validation_prompts: list[str] | None = field(
@@ -168,31 +164,28 @@ class RunSettings:
     overlap_rewards: bool = field(
         default=True,
         metadata={
-            "help": "Score the samples of a prompt while those of the next prompts are generated. Set False if a "
-            "reward model and the rollout do not fit into memory together. With either value, a "
-            "reward is called several times per rollout, each time with whole groups. A reward that compares all "
-            "samples of a rollout must be marked `batchwise`."
+            "help": "Score the samples of a prompt while those of the next prompts are generated "
+            "(docs/rewards/own.md)."
         },
     )
     watch_rewards: list[str] | None = field(
         default_factory=lambda: ["auto"],
         metadata={
-            "help": "Additional rewards that are measured in evaluations, to show what gets worse during training. "
-            "Give names, or auto for cheap rewards that fit the kind of samples; null for none."
+            "help": "Rewards that evaluations measure only to show what gets worse during training: names, or auto "
+            "for cheap ones that fit the kind of samples; null for none."
         },
     )
     overwrite_output_dir: bool = field(
         default=False,
         metadata={
-            "help": "Start anew in an output_dir that holds a run, whose checkpoints, samples and log are deleted. By "
-            "default such a folder is refused. No effect on a run that is resumed."
+            "help": "Start anew in an output_dir that holds a run, whose checkpoints, samples and log are deleted. No "
+            "effect on a run that is resumed."
         },
     )
     resume_without_optimizer: bool = field(
         default=False,
         metadata={
-            "help": "Allow resuming from a checkpoint without optimizer or schedule state (written with "
-            "save_only_model). The optimizer then starts afresh, and the learning rate continues from the "
-            "checkpoint's update."
+            "help": "Allow resuming from a checkpoint without optimizer or schedule state (save_only_model). The "
+            "optimizer then starts afresh, the learning rate continues."
         },
     )

@@ -30,10 +30,8 @@ class SamplingSettings:
         default=None,
         metadata={
             "help": "Noise levels of the denoising steps in a training rollout, before the scheduler's shift: "
-            "num_inference_steps numbers that start at 1.0 and decrease. Keep the trained steps as short as in "
-            "evaluations, and make the others longer: for SD3, [1.0, 0.8, 0.53, 0.27] keeps the first of six steps "
-            "and then takes three longer ones. Evaluations keep the pipeline's own spacing. Works with flow matching "
-            "only, and only if the pipeline's call accepts sigmas."
+            "num_inference_steps numbers that start at 1.0 and decrease (docs/algorithms/noise.md). For flow "
+            "matching, and pipelines whose call accepts sigmas."
         },
     )
     guidance_scale: float | None = field(
@@ -47,8 +45,8 @@ class SamplingSettings:
     fps: Positive | None = field(
         default=None,
         metadata={
-            "help": "Frame rate of videos, in frames per second. It is passed to the rewards, and saved videos play "
-            "at this rate. By default the rate in the pipeline's call if it has one (LTX), otherwise 16."
+            "help": "Frame rate of videos, for the rewards and the saved files. By default the rate in the pipeline's "
+            "call if it has one (LTX), otherwise 16."
         },
     )
     pipeline_kwargs: dict[str, Any] | str | None = field(
@@ -89,11 +87,9 @@ class SamplingSettings:
     samples_per_latent: int | str | None = field(
         default=None,
         metadata={
-            "help": "Number of samples that share one initial latent: a divisor of num_generations, or group for all "
-            "samples of a prompt. Such samples are identical until noise is first drawn, so the network calls up to "
-            "that point are made only once for all of them. Within a micro-batch, they also share the forward and "
-            "backward pass of the first noisy step. By default group, but 1 with advantage_estimator gae and for "
-            "losses on re-noised samples. TempFlow-GRPO: 6, with num_generations 24."
+            "help": "Number of samples that share one initial latent, and the network calls until noise is drawn "
+            "(docs/algorithms/noise.md): a divisor of num_generations, or group for all samples of a prompt. By "
+            "default group, but 1 with advantage_estimator gae and for losses on re-noised samples."
         },
     )
     best_of_n: int | None = field(
@@ -107,13 +103,13 @@ class SamplingSettings:
         default=False, metadata={"help": "Keep recorded latents in CPU memory until they are replayed."}
     )
 
-    # Process
+    # SDE
     sde_type: str = field(
         default="auto",
         metadata={
             "help": (
-                "Stochastic process of the denoising steps: flow_sde, dance_sde, wan_sde, cps, precise, ddim or "
-                "ancestral. auto selects flow_sde for flow matching, ancestral for EDM and ddim otherwise."
+                "SDE of the denoising steps: flow_sde, dance_sde, wan_sde, cps, precise, ddim or ancestral. auto "
+                "selects flow_sde for flow matching, ancestral for EDM and ddim otherwise."
             )
         },
     )
@@ -121,7 +117,7 @@ class SamplingSettings:
         default=None,
         metadata={
             "help": (
-                "Noise level of the process. By default 0.7 for flow_sde, 0.3 for dance_sde, 0.8 for cps, 1.5 for "
+                "Noise level of the SDE. By default 0.7 for flow_sde, 0.3 for dance_sde, 0.8 for cps, 1.5 for "
                 "precise and 1.0 for the others."
             )
         },
@@ -129,9 +125,9 @@ class SamplingSettings:
     trained_steps: list[int] | str | None = field(
         default=None,
         metadata={
-            "help": "The denoising steps that may be trained: a range [start, stop), or all (but the last, which has "
-            "no noise, or but the first for losses on re-noised samples). By default the first half of the steps, but "
-            "all with advantage_estimator gae and for losses on re-noised samples."
+            "help": "The denoising steps that may be trained: a range [start, stop), or all (but the last, or but the "
+            "first for losses on re-noised samples). By default the first half of the steps, but all with "
+            "advantage_estimator gae and for losses on re-noised samples."
         },
     )
     num_trained_steps: Count | None = field(
@@ -145,10 +141,9 @@ class SamplingSettings:
         default="rollout",
         metadata={
             "help": "How num_trained_steps are selected from trained_steps. rollout: consecutive steps, drawn for "
-            "each rollout (Flow-GRPO-Fast). prompt: consecutive steps, drawn for each prompt of a rollout "
-            "(Flash-GRPO). sliding: consecutive steps, one step further every step_interval updates, from the start "
-            "of trained_steps to its end and then from the start again (MixGRPO). sample: steps drawn one by one for "
-            "each sample (DanceGRPO)."
+            "each rollout. prompt: the same, drawn for each prompt. sliding: consecutive steps, one step further "
+            "every step_interval updates, from the start of trained_steps to its end and then again. sample: steps "
+            "drawn one by one for each sample."
         },
     )
     step_interval: Count = field(
@@ -158,17 +153,15 @@ class SamplingSettings:
         default="trained",
         metadata={
             "help": "The denoising steps that draw noise. trained: those that are trained, or may be with "
-            "step_selection sample (Flow-GRPO-Fast, MixGRPO). all: all but the last. all_and_last: the last too, as "
-            "in Flow-GRPO's base scripts for SD3 and FLUX; this noise remains in the finished sample, and the step is "
-            "never trained. cps, precise and ancestral have no noise in the last step."
+            "step_selection sample. all: all but the last. all_and_last: the last too, which is never trained; this "
+            "noise remains in the finished sample. cps, precise and ancestral have no noise in the last step."
         },
     )
     log_prob_type: Literal["gaussian", "squared_error"] = field(
         default="gaussian",
         metadata={
-            "help": "How the log-probability of a step is computed: gaussian, or squared_error. squared_error is "
-            "minus the mean squared distance to the step's mean, without the division by 2 std^2 and the constants, "
-            "as in Flow-GRPO's code for cps. It works with cps only."
+            "help": "How the log-probability of a step is computed: gaussian, or squared_error, minus the mean "
+            "squared distance to the step's mean (Flow-GRPO's code for cps; works with cps only)."
         },
     )
 

@@ -107,7 +107,7 @@ class DiffusionGRPOConfig(
         default=True,
         metadata={
             "help": "Recompute activations in the backward pass, which takes less memory and more time. "
-            "gradient_checkpointing, the name in TRL, is accepted too."
+            "gradient_checkpointing is another name."
         },
     )
     bf16: bool | None = field(
@@ -132,24 +132,15 @@ class DiffusionGRPOConfig(
     )
     ddp_find_unused_parameters: bool | None = field(
         default=False,
-        metadata={
-            "help": "Let DDP search for unused parameters. Off by default, because a policy uses all of its "
-            "parameters."
-        },
+        metadata={"help": "Let DDP search for unused parameters, of which a policy has none."},
     )
     ddp_broadcast_buffers: bool | None = field(
         default=False,
-        metadata={
-            "help": "Let DDP broadcast buffers in each update. Off by default, because position tables are large and "
-            "never change."
-        },
+        metadata={"help": "Let DDP broadcast buffers in each update."},
     )
     dataloader_pin_memory: bool = field(
         default=False,
-        metadata={
-            "help": "Pin batches in memory. Off by default, because a batch contains only prompts and there is "
-            "nothing to gain."
-        },
+        metadata={"help": "Pin batches in memory; they contain only prompts."},
     )
     hub_token: str | None = field(
         default=None,

@@ -14,10 +14,9 @@ class UpdateSettings:
     loss_type: str = field(
         default="grpo",
         metadata={
-            "help": "Algorithm to train with. grpo, grpo_guard and dppo train on the recorded steps of a rollout. nft "
-            "(DiffusionNFT), awm (advantage-weighted matching), dgpo and dpo (online) train on re-noised samples, "
-            "that is, finished samples to which noise is added again. The dotted path of a loss function or of an "
-            "algorithm's class is accepted too."
+            "help": "Algorithm to train with: grpo, grpo_guard and dppo on the recorded steps of a rollout; nft, awm, "
+            "dgpo and dpo on re-noised samples, that is, finished samples to which noise is added again; or the "
+            "dotted path of a loss function or of an algorithm's class."
         },
     )
     loss_kwargs: dict[str, Any] | str | None = field(
@@ -37,26 +36,23 @@ class UpdateSettings:
     step_weight: str = field(
         default="none",
         metadata={
-            "help": "Weight of the policy term of each step. none: all steps have weight 1. noise: 2.25 times the "
-            "step's std (TempFlow-GRPO). velocity: std / |J|, divided by its mean over the steps, so that all steps "
-            "count alike (Flash-GRPO). guard: std / |J|. J is the derivative of the step's mean with respect to the "
-            "prediction. The KL is not weighted."
+            "help": "Weight of the policy term of each step: none, noise (TempFlow-GRPO), velocity (Flash-GRPO) or "
+            "guard (GRPO-Guard); docs/algorithms/grpo.md has the formulas."
         },
     )
     kl_reward: NotNegative = field(
         default=0.0,
         metadata={
             "help": "Weight of a penalty that is subtracted from each sample's reward: the KL divergence to the "
-            "reference, averaged over the sample's trained steps (Flow-GRPO's kl_reward). This takes two more forward "
-            "passes per step."
+            "reference, averaged over the sample's trained steps. This takes two more forward passes per step."
         },
     )
     epsilon: NotNegative = field(
         default=1e-4,
         metadata={
-            "help": "Lower end of the clip range: the ratio is clipped to at least 1 - epsilon. The default is for "
-            "denoising steps; for tokens (a language model in train_component) use about 0.2. grpo_guard and dppo "
-            "have limits of their own in loss_kwargs."
+            "help": "Lower end of the clip range: the ratio is clipped to at least 1 - epsilon. For tokens (a "
+            "language model in train_component) use about 0.2. grpo_guard and dppo have limits of their own in "
+            "loss_kwargs."
         },
     )
     epsilon_high: NotNegative | None = field(
@@ -70,9 +66,8 @@ class UpdateSettings:
         default="token",
         metadata={
             "help": "Level at which ratios are computed. token: each denoising step or token has its own ratio. "
-            "sequence: all steps or tokens of a sample share the geometric mean of their ratios (GSPO, "
-            "https://huggingface.co/papers/2507.18071). sequence takes one more forward pass per step if a rollout is "
-            "trained on more than once."
+            "sequence: all of a sample share the geometric mean of their ratios (GSPO), which takes one more forward "
+            "pass per step if a rollout is trained on more than once."
         },
     )
     num_iterations: Count = field(default=1, metadata={"help": "Number of times each rollout is trained on."})
@@ -101,8 +96,8 @@ class UpdateSettings:
         default=1,
         metadata={
             "help": "Number of batches in one rollout. Batch statistics (scale_rewards, reward_baseline, the scale of "
-            "gae) are computed for each batch separately, and an update takes samples of as few batches as its size "
-            "allows. Must divide the number of prompts in a rollout."
+            "gae) are computed for each batch separately, and updates mix as few batches as possible. Must divide the "
+            "number of prompts in a rollout."
         },
     )
     reward_weights: list[float] | None = field(
@@ -117,19 +112,16 @@ class UpdateSettings:
     ] = field(
         default="sum_then_normalize",
         metadata={
-            "help": "How several rewards are combined. sum_then_normalize, normalize_then_sum (GDPO), "
-            "min_then_normalize and product_then_normalize give one advantage per sample. loss_per_reward gives each "
-            "reward an advantage of its own and sums the clipped losses (DanceGRPO's VQ and MQ)."
+            "help": "How several rewards are combined: sum_then_normalize, normalize_then_sum (GDPO), "
+            "min_then_normalize or product_then_normalize. loss_per_reward sums the clipped losses of each reward's "
+            "own advantage (docs/rewards/hacking.md)."
         },
     )
     advantage_fn: str | None = field(
         default=None,
         metadata={
             "help": "Dotted path of a function that computes the advantages in place of scale_rewards, "
-            "reward_baseline and multi_objective_aggregation. It is called as my_advantages(rewards, groups, *, "
-            "weights, batches) and returns one advantage per sample. rewards has the shape (samples, functions), with "
-            "NaN where a function did not score a sample. groups and batches hold the index of each sample's group "
-            "and batch, and weights holds one weight per function."
+            "reward_baseline and multi_objective_aggregation (docs/algorithms/own.md)."
         },
     )
     advantage_clip: Positive | None = field(
@@ -146,28 +138,24 @@ class UpdateSettings:
     drop_zero_advantages: bool = field(
         default=False,
         metadata={
-            "help": "Ignore samples whose advantage is 0: the loss is averaged over the other samples only, and the "
-            "ignored ones have no KL term (as in Flow-GRPO's code). By default they count as samples with a policy "
-            "loss of 0."
+            "help": "Average the loss over samples whose advantage is not 0 only (as in Flow-GRPO's code). By default "
+            "the others count too, with a policy loss of 0."
         },
     )
     old_log_prob: Literal["auto", "rollout", "replay"] = field(
         default="auto",
         metadata={
-            "help": "Where the denominator of the ratio comes from. rollout: from the rollout itself. replay: from a "
-            "replay before the first update, in the batches that are trained, so that the first ratio is 1 by "
-            "construction. auto: replay if a rollout serves only one update (the replay then costs nothing) or if "
-            "loss_type is grpo_guard or dppo, otherwise rollout. The difference between rollout and replay is always "
-            "measured and checked."
+            "help": "What the ratio compares with. rollout: the log-probabilities of the rollout. replay: those of a "
+            "replay before the first update, in the batches that are trained. auto: replay if a rollout serves only "
+            "one update or if loss_type is grpo_guard or dppo, otherwise rollout (docs/how_it_works.md)."
         },
     )
     max_ratio_error: Positive | None = field(
         default=1e-4,
         metadata={
             "help": "Stop the run if a replay right after the rollout gives a ratio that differs from 1 by more than "
-            "this value. In bf16 and fp16, the run only warns once if rounding explains the difference. For losses on "
-            "re-noised samples, the limit applies to the difference between the first predictions, relative to their "
-            "size. With null the run never stops."
+            "this, or on re-noised samples a prediction that differs by more, relative to its size. In bf16 and fp16, "
+            "the run only warns if rounding explains the difference. null: never stop."
         },
     )
 
@@ -184,8 +172,8 @@ class UpdateSettings:
     value_clip: Positive | None = field(
         default=0.2,
         metadata={
-            "help": "Limit on how far a value may move in the updates on one rollout (PPO's clipped value loss), in "
-            "standard deviations of the first rollout's rewards; null for no limit."
+            "help": "Limit on how far a value may move in the updates on one rollout, in standard deviations of the "
+            "first rollout's rewards; null for no limit."
         },
     )
     gamma: Fraction = field(
@@ -210,16 +198,15 @@ class UpdateSettings:
     ds3_gather_for_generation: bool = field(
         default=True,
         metadata={
-            "help": "Under DeepSpeed ZeRO-3, gather the whole network once per rollout and once per part of an "
-            "evaluation, which is fast but takes the memory of the whole network. With false it is gathered layer by "
-            "layer."
+            "help": "Under DeepSpeed ZeRO-3, gather the whole network once per rollout and per part of an evaluation, "
+            "which is fast but takes memory for it. With false it is gathered layer by layer."
         },
     )
     fsdp_gather_for_generation: bool = field(
         default=False,
         metadata={
-            "help": "Under FSDP2, gather each block once per rollout or part of an evaluation and keep it, which is "
-            "fast but takes the memory of the whole network; by default a block is gathered for each of its calls."
+            "help": "Under FSDP2, gather each block once per rollout and per part of an evaluation, which is fast but "
+            "takes memory for the whole network; by default a block is gathered for each of its calls."
         },
     )
     offload_ref_model: bool = field(
@@ -228,14 +215,14 @@ class UpdateSettings:
     ema_decay: Annotated[float, Range(0, 1, is_open=True)] | None = field(
         default=None,
         metadata={
-            "help": "Decay of a moving average of the policy. The average is evaluated, saved and pushed in place of "
-            "the policy, which is saved in the subfolder `policy`. By default there is no average."
+            "help": "Decay of a moving average of the policy, which is evaluated, saved and pushed in place of the "
+            "policy (saved in the subfolder `policy`). By default there is none."
         },
     )
     ema_update_interval: Count = field(
         default=8,
         metadata={
-            "help": "Number of updates of the policy between two updates of the moving average, which also moves "
-            "after the last update of a run."
+            "help": "Number of updates between two moves of the average, which also moves after the last update of a "
+            "run."
         },
     )

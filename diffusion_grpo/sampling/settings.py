@@ -166,7 +166,7 @@ def add_sample_options(command: argparse.ArgumentParser) -> None:
             "YAML file's"
         ),
     )
-    command.add_argument("--sde_type", help="stochastic process of the noise; default: auto, or the YAML file's")
+    command.add_argument("--sde_type", help="SDE of the noise; default: auto, or the YAML file's")
     command.add_argument("--batch_size", type=int, help="samples per pipeline call; default: 4, or the YAML file's")
     command.add_argument("--fps", type=float, help="frames per second of videos; default: the pipeline's, or 16")
     command.add_argument(
