@@ -16,7 +16,6 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
 from diffusion_grpo import tiny
-from diffusion_grpo.report.page import measure_gain
 from diffusion_grpo.report.run_folder import Run, read_run
 from diffusion_grpo.training.trackers import TITLE_HEIGHT
 
@@ -46,8 +45,14 @@ def table(runs: dict[int, Run]) -> list[str]:
     lines += ["| seed | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
     for seed, run in runs.items():
         shares = [measure_gain(run, name) for name in names]
-        lines.append(f"| {seed} | " + " | ".join("–" if x is None else f"{100 * x:.0f} %" for x in shares) + " |")
+        lines.append(f"| {seed} | " + " | ".join(f"{100 * share:.0f} %" for share in shares) + " |")
     return lines
+
+
+def measure_gain(run: Run, name: str) -> float:
+    """Return the gain of a reward that ends at 1, as a share of what was missing."""
+    (before, _), (after, _) = run.held_out(name, 0), run.held_out(name, -1)
+    return (after - before) / (1 - before)
 
 
 def row(seed: int, name: str, cells: list[tuple[float | None, float | None]], ends: list[str]) -> str:
