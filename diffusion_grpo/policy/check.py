@@ -35,14 +35,14 @@ class ReplayReport:
         reason: why the pipeline cannot be trained, in one sentence; None if it can.
 
     Examples:
-        >>> from diffusers import LCMScheduler
-        >>> own, pipe.scheduler = pipe.scheduler, LCMScheduler()
+        >>> from diffusers import FlowMapEulerDiscreteScheduler
+        >>> own, pipe.scheduler = pipe.scheduler, FlowMapEulerDiscreteScheduler()
         >>> report = check_pipeline(pipe, inputs)
         >>> pipe.scheduler = own
         >>> report.trains
         False
-        >>> report.reason[:38]
-        'LCMScheduler is a consistency sampler:'
+        >>> report.reason[:49]
+        'FlowMapEulerDiscreteScheduler is a flow-map sampl'
     """
 
     pipeline: str

@@ -33,6 +33,7 @@ from diffusers import (
 )
 from torch import Tensor
 
+from .consistency import CONSISTENCY_STEPS
 from .sde import SDES, check_log_prob, sdes_of
 from .stochastic_steps import (
     EDM_SCHEDULERS,
@@ -66,12 +67,7 @@ _VARIANCE_PRESERVING = (
     *_FLOW_CAPABLE,
 )
 _DDIM_BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2")
-_CONSISTENCY = "is a consistency sampler: its steps jump to the clean sample and add all of the next noise anew"
 _REFUSED = {  # part of a scheduler's name -> why it cannot be scored
-    "LCM": _CONSISTENCY,
-    "TCD": _CONSISTENCY,
-    "CMStochastic": _CONSISTENCY,
-    "SCM": _CONSISTENCY,
     "FlowMap": "is a flow-map sampler: its network predicts the jump between two given times, not a velocity",
     "Amused": "draws discrete tokens, which have no Gaussian density",
     "VQDiffusion": "draws discrete tokens, which have no Gaussian density",
@@ -88,6 +84,9 @@ def _is_flow(scheduler: SchedulerMixin) -> bool:
 
 def _kind(scheduler: SchedulerMixin) -> tuple[type[StochasticScheduler], type] | None:
     """Return the mixin and the diffusers class for a scheduler; None if there are none."""
+    for base, kind in CONSISTENCY_STEPS.items():
+        if isinstance(scheduler, base):
+            return kind, type(scheduler)
     if isinstance(scheduler, FlowMatchEulerDiscreteScheduler) and scheduler.config.get("sigma_max", 1.0) > 1:
         return SigmaSteps, type(scheduler)  # Cosmos 2 converts its network's output to that of EDM
     if _is_flow(scheduler):
@@ -140,6 +139,7 @@ _DRAWS_NOISE = (
     CogVideoXDPMScheduler,
     CosineDPMSolverMultistepScheduler,
     UnCLIPScheduler,
+    *CONSISTENCY_STEPS,
 )
 
 
@@ -183,7 +183,7 @@ def stochastic_scheduler(
     Args:
         scheduler: the pipeline's own scheduler; it is not modified.
         sde_type: a key of `SDES`, or "auto" for the first that fits: `flow_sde` for flow matching, `ancestral` for
-            EDM, `ddim` otherwise.
+            EDM, `consistency` and `tcd` for consistency samplers, `ddim` otherwise.
         log_prob_type: "gaussian", or "squared_error" for Flow-GRPO's form of the log-probability under `cps`.
 
     Raises:

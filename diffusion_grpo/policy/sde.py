@@ -54,7 +54,13 @@ def squared_error(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     return (error * moves).sum(1) / moves.sum(1)
 
 
-NOISE_UP_TO_1 = ("cps", "ddim", "ancestral")  # SDEs whose level is a share of the noise in the latent
+NOISE_UP_TO_1 = (
+    "cps",
+    "ddim",
+    "ancestral",
+    "consistency",
+    "tcd",
+)  # SDEs whose level is a share of the noise in the latent
 LOG_PROBS = {"gaussian": log_density, "squared_error": squared_error}
 
 
@@ -288,7 +294,47 @@ def ancestral(clean: Tensor, sample: Tensor, sigma: Tensor, sigma_next: Tensor, 
     return clean + torch.sqrt((sigma_next**2 - std**2).clamp(min=0)) * ((sample - clean) / sigma), std
 
 
-Coordinates = Literal["flow", "variance_preserving", "sigma"]
+def consistency(clean: Tensor, shared: Tensor, signal: Tensor, deviation: Tensor, *, noise_level: float) -> MeanStd:
+    """Noise a predicted clean sample again, as consistency samplers do (https://huggingface.co/papers/2404.03673).
+
+    Args:
+        clean: the denoised sample, (batch, ...).
+        shared: (batch, ...) noise that is equal for all samples of an initial latent.
+        signal, deviation: factors of clean sample and noise in the next latent.
+        noise_level: in [0, 1], the share of the noise's deviation that each sample draws by itself; 1 is the sampler's
+            own step.
+
+    Examples:
+        >>> clean, shared = torch.ones(1, 4), torch.zeros(1, 4)
+        >>> mean, std = consistency(clean, shared, torch.tensor(0.8), torch.tensor(0.6), noise_level=1.0)
+        >>> round(float(mean[0, 0]), 1), round(float(std), 1)
+        (0.8, 0.6)
+    """
+    kept = math.sqrt(1 - noise_level**2)
+    return signal * clean + kept * deviation * shared, noise_level * deviation
+
+
+def tcd(clean: Tensor, noise: Tensor, alpha_next: Tensor, alpha_between: Tensor, *, noise_level: float) -> MeanStd:
+    """Jump to a lower noise level and add noise up to the next (https://huggingface.co/papers/2402.19159).
+
+    Args:
+        clean, noise: the clean sample and the noise that the network predicts, (batch, ...).
+        alpha_next: cumulative alpha after the step.
+        alpha_between: cumulative alpha of the level jumped to, at (1 - noise_level) of the next timestep.
+        noise_level: gamma in [0, 1]; 0 is DDIM without noise, 1 a consistency step.
+
+    Examples:
+        >>> clean, noise = torch.ones(1, 4), torch.zeros(1, 4)
+        >>> mean, std = tcd(clean, noise, torch.tensor(0.64), torch.tensor(1.0), noise_level=1.0)
+        >>> round(float(mean[0, 0]), 1), round(float(std), 1)
+        (0.8, 0.6)
+    """
+    between = alpha_between.sqrt() * clean + (1 - alpha_between).sqrt() * noise
+    share = alpha_next / alpha_between
+    return share.sqrt() * between, torch.sqrt((1 - share).clamp(min=0))
+
+
+Coordinates = Literal["flow", "variance_preserving", "sigma", "consistency", "trajectory"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,6 +353,7 @@ class SDE:
               sample, alpha_cumprod and alpha_cumprod_next; keywords are `prediction_type` and `clip`.
             * "sigma": data + sigma * noise. Positional arguments are the predicted clean sample, sample, sigma and
               sigma_next.
+            * "consistency", "trajectory": of consistency samplers; see [`consistency`] and [`tcd`].
         noise_level: the usual noise level, the default of the setting `noise_level`.
 
     Examples:
@@ -342,6 +389,8 @@ SDES = {
     "precise": SDE("precise", precise, "flow", 1.5),
     "ddim": SDE("ddim", ddim, "variance_preserving", 1.0),
     "ancestral": SDE("ancestral", ancestral, "sigma", 1.0),
+    "consistency": SDE("consistency", consistency, "consistency", 1.0),
+    "tcd": SDE("tcd", tcd, "trajectory", 0.3),
 }
 
 

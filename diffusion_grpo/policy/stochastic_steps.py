@@ -34,11 +34,11 @@ class UnsupportedScheduler(ValueError):
     """The pipeline's scheduler does not take Gaussian steps that this library knows how to score.
 
     Examples:
-        >>> from diffusers import LCMScheduler
+        >>> from diffusers import FlowMapEulerDiscreteScheduler
         >>> from diffusion_grpo.policy.schedulers import stochastic_scheduler
-        >>> stochastic_scheduler(LCMScheduler())
+        >>> stochastic_scheduler(FlowMapEulerDiscreteScheduler())
         Traceback (most recent call last):
-        UnsupportedScheduler: LCMScheduler is a consistency sampler ...
+        UnsupportedScheduler: FlowMapEulerDiscreteScheduler is a flow-map sampler ...
     """
 
 

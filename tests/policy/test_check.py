@@ -8,7 +8,7 @@ import pytest
 import tiny_pipelines
 import torch
 from datasets import Dataset
-from diffusers import AmusedScheduler, LCMScheduler
+from diffusers import AmusedScheduler, FlowMapEulerDiscreteScheduler
 from tiny_runs import PROMPTS, SETTINGS, brightness
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, check_pipeline
@@ -116,8 +116,8 @@ def test_a_network_that_is_random_does_not_train():
     assert not report.trains and "ratio is off" in report.reason
 
 
-def consistency(pipe):
-    pipe.scheduler = LCMScheduler()
+def flow_map(pipe):
+    pipe.scheduler = FlowMapEulerDiscreteScheduler()
 
 
 def discrete(pipe):
@@ -138,7 +138,7 @@ def without_network(pipe):
 
 
 REFUSALS = {
-    consistency: "LCMScheduler is a consistency sampler",
+    flow_map: "FlowMapEulerDiscreteScheduler is a flow-map sampler",
     discrete: "AmusedScheduler draws discrete tokens",
     inverting: "EditingPipeline starts from what its method invert",
     without_scheduler: "has no scheduler",

@@ -14,8 +14,8 @@ from diffusers import (
     EDMEulerScheduler,
     EulerAncestralDiscreteScheduler,
     EulerDiscreteScheduler,
+    FlowMapEulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
-    LCMScheduler,
     PNDMScheduler,
     UniPCMultistepScheduler,
 )
@@ -125,8 +125,8 @@ def test_both_forms_of_output():
 
 
 def test_what_cannot_be_scored_is_refused_with_what_can():
-    with pytest.raises(UnsupportedScheduler, match="LCMScheduler is a consistency sampler"):
-        stochastic_scheduler(LCMScheduler())
+    with pytest.raises(UnsupportedScheduler, match="FlowMapEulerDiscreteScheduler is a flow-map sampler"):
+        stochastic_scheduler(FlowMapEulerDiscreteScheduler())
     with pytest.raises(ValueError, match="cps.*does not fit DDIMScheduler.*ddim"):
         stochastic_scheduler(DDIMScheduler(), "cps")
     with pytest.raises(ValueError, match=f"one of {', '.join(SDES)}"):

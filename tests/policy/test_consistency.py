@@ -1,0 +1,96 @@
+"""Steps of consistency samplers are those of diffusers, and can be trained."""
+
+import pytest
+import tiny_pipelines
+import torch
+from diffusers import CMStochasticIterativeScheduler, FlowMatchLCMScheduler, LCMScheduler, TCDScheduler
+from diffusers.schedulers import SCMScheduler
+
+from diffusion_grpo.policy.check import check_pipeline
+from diffusion_grpo.policy.drivers import Driver
+from diffusion_grpo.policy.rollout import rollout
+from diffusion_grpo.policy.schedulers import stochastic_scheduler
+from diffusion_grpo.policy.sde import consistency, tcd
+
+SHAPE = (2, 4, 3, 5)
+SCHEDULERS = {
+    "lcm": (LCMScheduler(), 1.0),
+    "lcm, v": (LCMScheduler(prediction_type="v_prediction", clip_sample=True), 1.0),
+    "tcd": (TCDScheduler(), 0.3),
+    "tcd, v": (TCDScheduler(prediction_type="v_prediction"), 0.8),
+    "scm": (SCMScheduler(), 1.0),
+    "flow": (FlowMatchLCMScheduler(shift=3.0), 1.0),
+    "edm": (CMStochasticIterativeScheduler(), 1.0),
+}
+
+
+def prepared(scheduler):
+    options = {"intermediate_timesteps": None} if isinstance(scheduler, SCMScheduler) else {}
+    scheduler.set_timesteps(4, **options)
+    return scheduler
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_step_with_its_noise_is_that_of_diffusers(name):
+    theirs, level = SCHEDULERS[name]
+    theirs, mine = prepared(theirs), prepared(stochastic_scheduler(theirs))
+    sample, times = torch.randn(SHAPE, dtype=torch.float64).float(), theirs.timesteps[:4]
+    for index, timestep in enumerate(times):
+        prediction = torch.randn(SHAPE)
+        for scheduler in (theirs, mine):
+            scheduler.scale_model_input(sample, timestep) if hasattr(scheduler, "scale_model_input") else None
+        options = {"eta": level} if name.startswith("tcd") else {}
+        expected = theirs.step(prediction, timestep, sample, generator=torch.manual_seed(index), **options).prev_sample
+        mine._locate(timestep)
+        mean, std = mine.distribution(prediction, timestep, sample, level)
+        noise = torch.randn(SHAPE, generator=torch.manual_seed(index))
+        torch.testing.assert_close(mean + std * noise, expected, rtol=2e-5, atol=2e-5)
+        assert (std > 0) == (index < 3)
+        assert mine.sde.noise_level == (0.3 if name.startswith("tcd") else 1.0)
+        mine.index += 1
+        sample = expected
+
+
+def test_steps_without_noise_of_their_own_have_the_noise_of_their_latent():
+    scheduler = prepared(stochastic_scheduler(LCMScheduler()))
+    timestep = scheduler.timesteps[0]
+    scheduler._locate(timestep)
+    sample, prediction = torch.randn(1, 4, 3, 5).expand(3, -1, -1, -1), torch.zeros(3, 4, 3, 5)
+    scheduler.driver = Driver(torch.tensor([7, 8, 7]), 3, 0.0)
+    first, second, third = scheduler.deterministic(prediction, timestep, sample)
+    assert torch.equal(first, third) and not torch.allclose(first, second, atol=0.1)
+    clean = scheduler.denoise(prediction, timestep, sample).clean
+    signal, deviation = scheduler.next_level(sample)
+    noise = (torch.stack([first, second]) - signal * clean[:2]) / deviation
+    assert abs(noise.mean()) < 0.4 and 0.7 < noise.std() < 1.3
+    half, std = scheduler.distribution(prediction, timestep, sample, 0.6)
+    torch.testing.assert_close(half[0], (signal * clean + 0.8 * deviation * noise[0])[0], rtol=1e-5, atol=1e-5)
+    assert std == 0.6 * deviation  # the variances of both add up to that of the level
+
+
+def test_formulas_in_float64():
+    clean, noise = torch.randn(2, *SHAPE, dtype=torch.float64)
+    mean, std = consistency(clean, noise, torch.tensor(0.8).double(), torch.tensor(0.6).double(), noise_level=0.5)
+    torch.testing.assert_close(mean, 0.8 * clean + 0.6 * 0.75**0.5 * noise)
+    assert std.item() == pytest.approx(0.3)
+    after, between = torch.tensor([0.5, 0.8], dtype=torch.float64)
+    mean, std = tcd(clean, noise, after, between, noise_level=0.4)
+    torch.testing.assert_close(mean, 0.5**0.5 * clean + (0.5 * 0.2 / 0.8) ** 0.5 * noise)
+    assert std.item() == pytest.approx((1 - 0.5 / 0.8) ** 0.5)
+
+
+@pytest.mark.parametrize("scheduler", [LCMScheduler, TCDScheduler])
+def test_sd15_with_a_consistency_sampler_replays_exactly(scheduler):
+    pipe, inputs = tiny_pipelines.build("sd15")
+    pipe.scheduler = scheduler.from_config(pipe.scheduler.config)
+    report = check_pipeline(pipe, inputs)
+    assert report.trains and report.max_ratio_error == 0.0
+
+
+def test_samples_of_one_latent_are_alike_up_to_their_own_noise():
+    pipe, inputs = tiny_pipelines.build("sd15")
+    pipe.scheduler = LCMScheduler.from_config(pipe.scheduler.config)
+    inputs = inputs | {"prompt": ["a red cat"] * 2}
+    call = {"seeds": [0, 1], "initial_seeds": [5, 5], "num_inference_steps": 4}
+    _, trajectory = rollout(pipe, inputs, steps=[[2], [2]], noise_steps=[2], **call)
+    assert torch.equal(*trajectory.latents) and not torch.allclose(*trajectory.next_latents, atol=0.01)
