@@ -93,7 +93,10 @@ def build(cls: type) -> tuple[DiffusionPipeline, dict[str, Any]]:
                 fill_blanks(component)
                 shorten_head(component)
     pipe.set_progress_bar_config(disable=True)
-    return pipe, {key: value for key, value in inputs.items() if key not in SET_BY_CHECK}
+    inputs = {key: value for key, value in inputs.items() if key not in SET_BY_CHECK}
+    if "intermediate_timesteps" in inspect.signature(type(pipe).__call__).parameters:
+        inputs["intermediate_timesteps"] = None  # Sana-Sprint's default allows for two steps only
+    return pipe, inputs
 
 
 @torch.no_grad()

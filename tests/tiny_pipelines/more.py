@@ -19,10 +19,14 @@ from diffusers import (
     IFPipeline,
     KandinskyV22Pipeline,
     KandinskyV22PriorPipeline,
+    LatentConsistencyModelPipeline,
+    LCMScheduler,
     LTXPipeline,
     LTXVideoTransformer3DModel,
     MotionAdapter,
     PriorTransformer,
+    SanaSprintPipeline,
+    SanaTransformer2DModel,
     StableCascadePriorPipeline,
     StableVideoDiffusionPipeline,
     UnCLIPScheduler,
@@ -35,6 +39,7 @@ from diffusers import (
     WanVACETransformer3DModel,
 )
 from diffusers.models.unets import StableCascadeUNet
+from diffusers.schedulers import SCMScheduler
 from transformers import (
     CLIPImageProcessor,
     CLIPTextModelWithProjection,
@@ -316,6 +321,26 @@ def sd3_heun() -> Case:
     return pipe, inputs
 
 
+def lcm() -> Case:
+    """A latent consistency model: its steps jump to the clean sample, guidance is an input of the network."""
+    pipe, _ = basic.sd15()
+    parts = pipe.components | {
+        "unet": basic.unet(cross_attention_dim=WIDTH, time_cond_proj_dim=8),
+        "scheduler": LCMScheduler(**basic.SD_BETAS),
+    }
+    pipe = LatentConsistencyModelPipeline(**parts, requires_safety_checker=False)
+    return pipe, {"height": 16, "width": 16, "guidance_scale": 8.5}
+
+
+def sana_sprint() -> Case:
+    """Sana-Sprint: continuous-time consistency in angles."""
+    pipe, inputs = basic.sana()
+    config = {"guidance_embeds": True, "qk_norm": "rms_norm_across_heads"}
+    transformer = SanaTransformer2DModel.from_config(pipe.transformer.config, **config)
+    pipe = SanaSprintPipeline(pipe.tokenizer, pipe.text_encoder, pipe.vae, transformer, SCMScheduler())
+    return pipe, inputs | {"intermediate_timesteps": None}  # for more than two steps
+
+
 PIPELINES: dict[str, Callable[[], tuple[DiffusionPipeline, dict]]] = {
     "deepfloyd": deepfloyd,
     "ddim_pixels": ddim_pixels,
@@ -328,6 +353,8 @@ PIPELINES: dict[str, Callable[[], tuple[DiffusionPipeline, dict]]] = {
     "wan_experts": wan_experts,
     "wan_image": wan_image,
     "wan_vace": wan_vace,
+    "lcm": lcm,
+    "sana_sprint": sana_sprint,
     "animatediff": animatediff,
     "sd15_heun": sd15_heun,
     "sd3_heun": sd3_heun,
