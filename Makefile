@@ -39,7 +39,7 @@ test: setup ## run the tests (ARGS="-k losses" selects some)
 
 # The lower bounds of setup.cfg but torch's: its old builds bring gigabytes of CUDA.
 OLDEST := tests/test_trainer.py tests/cli/test_train.py tests/config/test_settings.py tests/policy/test_check.py
-OLDEST += tests/run/test_adapters.py tests/training/test_resume.py tests/training/test_update.py
+OLDEST += tests/weights/test_lora.py tests/training/test_resume.py tests/training/test_update.py
 
 $(VENV)-oldest/.installed: setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)-oldest

@@ -108,8 +108,8 @@ class SamplingSettings:
         default="auto",
         metadata={
             "help": (
-                "SDE of the denoising steps: flow_sde, dance_sde, wan_sde, cps, precise, ddim or ancestral. auto "
-                "selects flow_sde for flow matching, ancestral for EDM and ddim otherwise."
+                "SDE of the denoising steps: flow_sde, dance_sde, wan_sde, cps, precise, ddim, ancestral, consistency "
+                "or tcd. auto selects the usual one for the pipeline's scheduler."
             )
         },
     )
