@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import importlib.util
-import inspect
 import logging
 import os
 import sys
@@ -39,7 +38,6 @@ from ..rewards import (
     load_rewards,
     reward_weights,
 )
-from ..rewards.contract import is_marked
 from ..tiny import default_settings
 from ..weights.lora import continues_lora
 from ..weights.public_names import strip_folders, strip_secrets
@@ -152,7 +150,7 @@ def check_run(
     check_named_model(model, pipeline, args)
     if pipeline is not None:
         check_trained_networks(find_networks(model, args), pipeline, args, backend)
-    watched = check_watched(args, rewards.all, eval_dataset, pipeline)
+    watched = check_watched(args, rewards.all, eval_dataset)
     if args.cache_prompt_embeds != "off" and pipeline is not None:
         check_encode_prompt(pipeline)
     quantized = plan_quantization(model, args, is_full_training)
@@ -264,28 +262,14 @@ def load_watched_rewards(names: list[str] | None, kind: str | None, others: list
 
 
 def check_watched(
-    args: DiffusionGRPOConfig,
-    others: list[Reward],
-    eval_dataset: Dataset | dict[str, Dataset] | None,
-    pipeline: type[DiffusionPipeline] | None,
+    args: DiffusionGRPOConfig, others: list[Reward], eval_dataset: Dataset | dict[str, Dataset] | None
 ) -> list[Reward]:
     """Refuse `watch_rewards` that evaluations could not call, and return the rewards that it names."""
     watched = load_watched_rewards(args.watch_rewards, None, others)
     check_needs(watched)
     for name, dataset in name_datasets(None, eval_dataset):
         check_columns(watched, list_given(dataset), name, list_types(dataset))
-    for reward in watched if pipeline is not None else []:
-        takes_images = "images" in reward.parameters or is_marked(reward.function, "takes_tensors")
-        if "videos" in reward.parameters and not takes_images and not _makes_videos(pipeline):
-            raise ValueError(
-                f"watch_rewards: {reward.name!r} scores videos, but {pipeline.__name__} makes none; take it out."
-            )
     return watched
-
-
-def _makes_videos(pipeline: type[DiffusionPipeline]) -> bool:
-    """Return whether a pipeline may make videos, i.e. whether its parameters mention videos or frames."""
-    return any("video" in name or "frame" in name for name in inspect.signature(pipeline.__call__).parameters)
 
 
 def make_groups(args: DiffusionGRPOConfig) -> ContextGroups:

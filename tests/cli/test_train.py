@@ -16,6 +16,7 @@ from transformers import TrainerState
 
 from diffusion_grpo import cli
 from diffusion_grpo.cli.train import find_baseline_argument, finish_run, measure_baselines
+from diffusion_grpo.config import parse
 from diffusion_grpo.config.parse import parse_train_arguments
 from diffusion_grpo.training.checkpoints import lock_folder
 
@@ -70,6 +71,13 @@ def test_files_that_are_no_settings_are_refused(tmp_path, no_model, capsys):
         (tmp_path / "config.yaml").write_text(content)
         assert expected in refusal(capsys, "train", str(tmp_path / "config.yaml"))
     assert "`model`, `dataset`, `reward_funcs`" in refusal(capsys, "train")
+
+
+def test_the_file_is_read_once(config_file, no_model, capsys, monkeypatch):
+    read, read_yaml = [], parse.read_yaml
+    monkeypatch.setattr(parse, "read_yaml", lambda file: read.append(file) or read_yaml(file))
+    refusal(capsys, "train", config_file(model="./no/such/folder"))
+    assert len(read) == 1
 
 
 def test_flags_are_checked_like_keys(config_file, no_model, capsys):

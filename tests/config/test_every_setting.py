@@ -254,6 +254,10 @@ SETTINGS: dict[str, Turned | Elsewhere] = {
     "validation_steps": Turned(2, "files passes", WATCHED),
     "overlap_rewards": Turned(False, "scored_beside"),
     "watch_rewards": Turned(["sharpness"], "eval_watch/sharpness/mean@2", EVALUATED),
+    "overwrite_output_dir": Elsewhere("training/test_base.py::test_a_run_replaces_the_one_in_its_folder_if_asked_for"),
+    "resume_without_optimizer": Elsewhere(
+        "training/test_damage.py::test_state_that_is_not_there_is_refused_unless_asked_for"
+    ),
     # TrainingArguments that this library treats in its own way
     "per_device_train_batch_size": Turned(2, "made@1 passes"),
     "gradient_accumulation_steps": Turned(4, "gradient@1 weights@1", PARTS | {"steps_per_generation": 4}),
@@ -280,7 +284,7 @@ SETTINGS: dict[str, Turned | Elsewhere] = {
     "save_only_model": Turned(True, "files", SAVED),
     "seed": Turned(5, "prompts@1 seeds@1 initial_seeds@1 samples@1"),
     "torch_compile": Turned(True, "compiled"),
-    "eval_on_start": Turned(False, "evaluation files", EVALUATED),
+    "eval_on_start": Turned(True, "evaluation files", EVALUATED),
     "eval_steps": Turned(1, "evaluation files", EVALUATED),
     "max_grad_norm": Turned(1e-09, "gradient@1"),
 }

@@ -112,7 +112,7 @@ def test_the_images_that_samples_were_made_from_are_shown_beside_them(tmp_path):
             assert shown.getpixel((5, 5)) == source.getpixel((5, 5))[:3]
     rollout = pyarrow.parquet.read_table(tmp_path / "samples" / "step-000000.parquet").to_pylist()
     kept = [row for row in rollout if row["image"]]
-    assert kept and all((tmp_path / "samples" / row["input"]).is_file() for row in kept)
+    assert kept and all((tmp_path / row["input"]).is_file() for row in kept)
     assert {row["input"] for row in kept} == {row["image"].replace(".png", "-input.png") for row in kept}
     card = (tmp_path / "README.md").read_text()
     assert "| make it darker | ![input](images/0-input.png) | ![before training]" in card
