@@ -18,10 +18,10 @@ from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.data.inputs import PipelineInputs
 from diffusion_grpo.distributed.failure import ProcessGroupMonitor
 from diffusion_grpo.policy.denoising import DenoisingPolicy
-from diffusion_grpo.policy.prompt_store import MemoryShelf, PromptStore
+from diffusion_grpo.policy.prompt_cache import KeptResults
 from diffusion_grpo.policy.token import make_policy
+from diffusion_grpo.training.lazy_modules import list_text_encoders
 from diffusion_grpo.training.prompt_embeds import PromptEmbeds
-from diffusion_grpo.training.text_encoders import TextEncoders, list_text_encoders
 
 ALONE = types.SimpleNamespace(num_processes=1)  # of an accelerator, all that is asked for
 
@@ -52,28 +52,17 @@ def single(calls):
     return [(number, json.dumps(ids)) for number, ids in calls if ids is not None and len(ids) == 1]
 
 
-def case(name, folder):
+def case(name, folder, **settings):
     """A policy of a tiny pipeline, its inputs, and settings of its calls, for one sample each."""
     pipe, given = tiny_pipelines.build(name)
     given = {key: value[0] if isinstance(value, list) else value for key, value in given.items() if key != "prompt"}
-    args = DiffusionGRPOConfig(str(folder), **SETTINGS, pipeline_kwargs=given)
+    args = DiffusionGRPOConfig(str(folder), **SETTINGS | settings, pipeline_kwargs=given)
     return make_policy(pipe), PipelineInputs(pipe, args)
 
 
-def embeds(policy, inputs, folder, shelf=None, vary=lambda arguments: [arguments], reload=None):
+def embeds(policy, inputs):
     """What encodes the prompts of such a case ahead, in a single process."""
-    encoders = TextEncoders(policy.pipe, reload, folder, torch.device("cpu"))
-    return PromptEmbeds(
-        policy=policy,
-        inputs=inputs,
-        encoders=encoders,
-        store=PromptStore(MemoryShelf() if shelf is None else shelf, encoders.watch),
-        monitor=ProcessGroupMonitor(ALONE, 1.0, ()),
-        process=0,
-        processes=1,
-        num_inference_steps=4,
-        vary=vary,
-    )
+    return PromptEmbeds(policy, inputs, KeptResults(), ProcessGroupMonitor(ALONE, 1.0, ()))
 
 
 def run(folder, settings, source=None):
@@ -114,12 +103,12 @@ def fail(folder, settings, where):
         return real(self, inputs, *args)
 
     def put(self, key, result, text):
-        if rank == 1 and not text:  # what comes from the other process
+        if rank == 1 and not text and not key.startswith("layout"):  # what comes from the other process
             raise OSError("no space left on device")
         return kept(self, key, result, text)
 
-    DenoisingPolicy.encode_prompts, kept = encode, MemoryShelf.put
+    DenoisingPolicy.encode_prompts, kept = encode, KeptResults.put
     if where == "exchange":
-        MemoryShelf.put = put
+        KeptResults.put = put
     trainer = built(folder, settings | {"cache_prompt_embeds": "memory"}, latent_mean)
     trainer.evaluate(Dataset.from_dict({"prompt": ["another", "and a third", "one more", "the last"]}))

@@ -21,7 +21,7 @@ from ..distributed.collectives import broadcast_bytes, gather_json
 from ..media.serialize import pack_samples, unpack_samples
 from ..policy.base import UntrainedStepError
 from ..policy.rollout import DenoisingPolicy, Policy, UnsupportedPipeline, rollout, sample_seed
-from .calls import BATCHED, LISTED, SINGLE, Form
+from .calls import BATCHED, LISTED, SINGLE, Form, Unfit, call_in_some_form
 from .columns import RowError
 from .inputs import PipelineInputs
 
@@ -59,7 +59,7 @@ def learn_forms(
         except (UnsupportedPipeline, UntrainedStepError, torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except Exception as error:  # any error of the pipeline, or of its network
-            if any(_find_refusal(inputs, policy, row, name, 1) is None for name in (BATCHED, SINGLE, LISTED)):
+            if _find_refusal(inputs, policy, row) is None:
                 raise  # the network failed
             prompt = f" (prompt {row['prompt']!r})" if isinstance(row.get("prompt"), str) else ""
             raise RowError(
@@ -196,23 +196,26 @@ def check_sources(
     if prompts and frozenset(sources) not in kinds:
         kinds[frozenset(sources)] = "validation_prompts", {"prompt": prompts[0]}
     for absent, (place, row) in kinds.items():
-        refusal = _find_refusal(inputs, policy, row, BATCHED, 1)
-        if refusal is None or any(_find_refusal(inputs, policy, row, form, 1) is None for form in (SINGLE, LISTED)):
-            continue
-        raise ValueError(
-            f"{place}: {inputs.pipeline.__name__} fails without {' and '.join(sorted(absent))}, with "
-            f"{type(refusal).__name__}: {' '.join(str(refusal).split())}"
-        )
+        if (refusal := _find_refusal(inputs, policy, row)) is not None:
+            raise ValueError(
+                f"{place}: {inputs.pipeline.__name__} fails without {' and '.join(sorted(absent))}, with "
+                f"{type(refusal).__name__}: {' '.join(str(refusal).split())}"
+            )
 
 
 def check_shared_calls(inputs: PipelineInputs, policy: Policy, row: dict[str, Any], loss_type: str) -> None:
     """Refuse a pipeline that takes one sample per call, if this shows before its network runs."""
-    if (reason := _find_refusal(inputs, policy, row, BATCHED, 2)) is None:
+    try:
+        _, form = call_in_some_form(
+            lambda form: _reach_network(inputs, policy, row, form, 2 if form == BATCHED else 1)
+        )
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception:  # the first rollout reports what is wrong
         return
-    if all(_find_refusal(inputs, policy, row, form, 1) is not None for form in (SINGLE, LISTED)):
-        return  # the first rollout reports what is wrong
-    inputs.forms[inputs.find_given(row)] = Form(SINGLE, " ".join(str(reason).split()).rstrip("."))
-    refuse_single(inputs, [row], loss_type)
+    if form.name != BATCHED:
+        inputs.forms[inputs.find_given(row)] = form
+        refuse_single(inputs, [row], loss_type)
 
 
 def refuse_single(inputs: PipelineInputs, rows: list[dict[str, Any]], loss_type: str) -> None:
@@ -226,21 +229,25 @@ def refuse_single(inputs: PipelineInputs, rows: list[dict[str, Any]], loss_type:
         )
 
 
-def _find_refusal(
-    inputs: PipelineInputs, policy: Policy, row: dict[str, Any], form: str, count: int
-) -> Exception | None:
-    """Return the error with which the pipeline refuses copies of a row before its network runs; None if none."""
+def _find_refusal(inputs: PipelineInputs, policy: Policy, row: dict[str, Any]) -> Exception | None:
+    """Return the error with which the pipeline refuses a row in every form before its network runs; None if none."""
+    try:
+        call_in_some_form(lambda form: _reach_network(inputs, policy, row, form, 1))
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as error:
+        return error
+    return None
+
+
+def _reach_network(inputs: PipelineInputs, policy: Policy, row: dict[str, Any], form: str, count: int) -> None:
+    """Call the pipeline with copies of a row, up to its network."""
     drew = policy.draws_globally
     try:
         policy.reach_network(inputs.arguments([row] * count, form), inputs.args.num_inference_steps, count)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # whatever goes wrong inside the pipeline is an answer to the question
-        return error
     finally:
         policy.prompts.clear()
         policy.draws_globally = drew  # a rollout may leave out what drew here
-    return None
 
 
 def _describe_steps(steps: Collection[int]) -> str:
@@ -283,21 +290,7 @@ def find_form(
 
     `settings` are arguments of `rollout`. If the pipeline takes the row in no form, its error is raised.
     """
-    probe = _Probe(policy, row, arguments, count, settings)
-    refusals: list[str | Exception] = []
-    for form in (BATCHED, SINGLE, LISTED):
-        try:
-            reason = probe.why_not(form)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # any error of the pipeline counts as an answer
-            reason = error
-        else:
-            reason = reason or probe.what_is_lost()
-        if reason is None:
-            return Form(form, " ".join(str(refusals[0]).split()).rstrip(".") if refusals else None)
-        refusals.append(reason)
-    raise next(reason for reason in refusals if isinstance(reason, Exception))
+    return call_in_some_form(_Probe(policy, row, arguments, count, settings).check)[1]
 
 
 class _Probe:
@@ -310,32 +303,29 @@ class _Probe:
         self.steps = settings.pop("steps")
         self.settings = settings
         # prompts that are encoded one by one and kept cannot affect each other, and there are no other texts to try
-        tried = {k: v for k, v in row.items() if not (policy.prompts.keeps_prompts and "prompt" in k)}
+        tried = {k: v for k, v in row.items() if not (policy.prompts.kept is not None and "prompt" in k)}
         self.changed = {name: other for name, value in tried.items() if (other := _change(value)) is not None}
-        self.idle: list[str] = []  # inputs without effect on the last sample of a batch
 
-    def why_not(self, form: str) -> str | None:
-        """Return why samples cannot be given in this form; None if they can."""
-        self.idle, plain = [], self.latents(form)
-        for name in self.changed if form == BATCHED else ():
+    def check(self, form: str) -> None:
+        """Raise an error if samples cannot be given in this form."""
+        plain, idle = self.latents(form), []
+        if form != BATCHED:
+            return
+        for name in self.changed:
             moved = (self.latents(form, name) - plain).abs().amax(1)
             last, others = moved[-1], moved[:-1].max() if self.count > 1 else 0.0
             if not _is_text(self.row[name]) and others > LEAST_SHARE * last:
-                return f"in a batch, '{name}' of one sample changes other samples"
+                raise Unfit(f"in a batch, '{name}' of one sample changes other samples")
             if last == 0 and self.count > 1:
-                self.idle.append(name)
-        return None
-
-    def what_is_lost(self) -> str | None:
-        """Describe an input that is ignored in a batch but not for a single sample; return None if there is none."""
-        lost = next((name for name in self.idle if self.matters_alone(name)), None)
-        return lost and f"in a batch, '{lost}' of the last sample is not used"
+                idle.append(name)
+        if lost := next(filter(self.matters_alone, idle), None):
+            raise Unfit(f"in a batch, '{lost}' of the last sample is not used")
 
     def matters_alone(self, name: str) -> bool:
         """Return whether an input affects a single sample, in a form that the pipeline takes."""
         try:
             form, plain = SINGLE, self.latents(SINGLE)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except Exception:  # the pipeline does not take this form
             form, plain = LISTED, self.latents(LISTED)

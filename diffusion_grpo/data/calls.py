@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from PIL import Image
 from .embeddings import find_replaced_texts
 
 BATCHED, SINGLE, LISTED = "batched", "single", "listed"
+Result = TypeVar("Result")
 NUMBERS_OF_SAMPLES = ("class_labels",)  # one per sample, like prompts; other numbers are one per call
 
 
@@ -19,7 +20,29 @@ class Form:
     """The form in which the inputs of a call are given."""
 
     name: str
-    reason: str | None = None
+    reason: str | None = None  # why not all samples of a call are given at once
+
+
+class Unfit(Exception):
+    """A form in which a pipeline can be called, but with other samples than those meant."""
+
+
+def call_in_some_form(call: Callable[[str], Result]) -> tuple[Result, Form]:
+    """Make a call of a pipeline in the first form that it takes, and return its result and the form.
+
+    If it takes none, its first error is raised.
+    """
+    refusals: list[Exception] = []
+    for form in (BATCHED, SINGLE, LISTED):
+        try:
+            result = call(form)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except Exception as error:  # any error of the pipeline is an answer
+            refusals.append(error)
+        else:
+            return result, Form(form, " ".join(str(refusals[0]).split()).rstrip(".") if refusals else None)
+    raise next(error for error in refusals if not isinstance(error, Unfit))
 
 
 def build_arguments(rows: list[dict[str, Any]], accepted: set[str], is_bare: bool = False) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from ..algorithms.base import Algorithm
 from ..algorithms.choose import load_algorithm
 from ..config.settings import DiffusionGRPOConfig
 from ..distributed.sharding import Sharding
+from ..training.lazy_modules import list_text_encoders
 from ..training.memory import count_bytes
-from ..training.text_encoders import list_text_encoders
 from .batches import Batches
 from .measure import DECODING, DENOISING, ENCODING, UPDATE, Measurement
 

@@ -16,7 +16,6 @@ from .drivers import UnsupportedPipeline
 from .language_model import Drawn, draw
 from .network_gate import NetworkAccess, NetworkGates, replace_attribute
 from .prompt_cache import PromptCache
-from .prompt_store import PromptStore
 from .token_process import Sampling, TokenDistribution, TokenTrajectory
 from .trajectory import RolloutRequest, StepDistribution, Trajectory, make_generators
 
@@ -59,7 +58,7 @@ class Policy(ABC):
         self.access = access or NetworkAccess()
         self.sampling = self._make_sampling(sampling or {})
         self.gates = NetworkGates(lambda: self.networks, self.access, self.family.network_call)
-        self.prompts: PromptCache | PromptStore = PromptCache()
+        self.prompts = PromptCache()
         self.draws_globally = False
 
     @property

@@ -286,30 +286,30 @@ class DenoisingPolicy(Policy):
             self.pipe(**arguments)
         return {name: driver.passing.get(number, set()) for number, name in enumerate(self.component)}
 
-    def encode_prompts(self, inputs: dict[str, Any], num_inference_steps: int, calls: int | None = None) -> int:
-        """Call the pipeline up to its first network, so that its prompts are encoded and kept.
+    def encode_prompts(
+        self, inputs: dict[str, Any], num_inference_steps: int, calls: int | None = None
+    ) -> list[list[str]]:
+        """Encode and keep the prompts of a call of the pipeline, which ends before its first network.
 
+        Returns the keys of what is kept for each call of `encode_prompt`; after `calls` of them it ends too.
         Errors after prompts have been encoded are ignored: the rollout, which has other batches, will report them.
         """
-        pipe, made = self.pipe, 0
+        encode, keys = self.pipe.encode_prompt, []
+
+        def keep(*args: Any, **kwargs: Any) -> Any:
+            keys.append(self.prompts.keep(encode, *args, **kwargs))
+            return _stop() if len(keys) == calls else self.prompts.call(encode, *args, **kwargs)
+
         seeds = torch.zeros(1, dtype=torch.int64)
-
-        def count(*args: Any, **kwargs: Any) -> Any:
-            nonlocal made
-            result, made = answer(*args, **kwargs), made + 1
-            return _stop() if made == calls else result
-
-        with self._until_network(seeds):
-            answer = pipe.encode_prompt
-            with replace_attribute(pipe, "encode_prompt", count):
-                try:
-                    pipe(**self.call_arguments(inputs, num_inference_steps, seeds))
-                except (StepScored, UnsupportedPipeline, torch.OutOfMemoryError):
+        with self._until_network(seeds), replace_attribute(self.pipe, "encode_prompt", keep):
+            try:
+                self.pipe(**self.call_arguments(inputs, num_inference_steps, seeds))
+            except (StepScored, UnsupportedPipeline, torch.OutOfMemoryError):
+                raise
+            except Exception:
+                if not keys:
                     raise
-                except Exception:
-                    if not made:
-                        raise
-        return made
+        return keys
 
     def reach_network(self, inputs: dict[str, Any], num_inference_steps: int, count: int) -> None:
         """Call the pipeline up to its first network, to see whether it raises an error before."""

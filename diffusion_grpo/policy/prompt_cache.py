@@ -1,43 +1,58 @@
-"""A cache of prompt embeddings: each distinct prompt is encoded once, and never again in replay.
+"""A cache of prompt embeddings: each distinct prompt is encoded once per rollout, or once for all (`KeptResults`).
 
-If a call of the pipeline's `encode_prompt` has one prompt per sample, its rows are kept by prompt, so that other
-batches with these prompts can use them. The results of other calls are kept whole. There is no code for single
-families: arguments are compared by value, tensors by content.
+Each prompt is encoded alone, so that the last bits of its embeddings do not depend on the prompts beside it: they are
+the same in a rollout, its replay, another process and a resumed run. There is no code for single families. How results
+of single prompts are joined is learned from one call with two.
 """
 
 import contextlib
 import hashlib
 import inspect
+import json
 import logging
-from collections.abc import Callable, Iterator
+import os
+import re
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .drivers import UnsupportedPipeline
 from .network_gate import replace_attribute
 
-Prompts = tuple[str, ...]  # texts of one sample: `prompt`, and others that the pipeline takes
+CONDITIONS = ("image", "images", "image_embeds", "query_embeds", "lyrics", "text_images")
+COPIES = re.compile(r"num_\w+_per_prompt")  # num_images_per_prompt and the like
+TEXT = re.compile(r"(negative_)?prompts?(_\d+)?")
+SHARED, ROWS = "shared", "rows"  # values of a layout: the same for all samples; a list with one item per sample
+Layout = int | str | list | dict  # for a tensor, the axis of the samples; for a list or dict, the layouts of its items
 
 
 class PromptCache:
-    """Remembers results of a pipeline's `encode_prompt` between calls of the pipeline."""
+    """Remembers what a pipeline's `encode_prompt`, or another encoder of prompts, returns for each prompt.
 
-    keeps_prompts = False
+    Args:
+        kept: results that outlast a rollout; None to forget all of them with `clear`.
+    """
 
-    def __init__(self):
+    def __init__(self, kept: "KeptResults | None" = None):
         say_cuts_once()
-        self.calls: dict[Any, Any] = {}  # results of whole calls, by all arguments
-        # by the arguments that are not prompts, then by the prompts of an encoder call
-        self.encoded: dict[Any, dict[tuple[Prompts, ...], Any]] = {}
-        # by the arguments that are not prompts; False for HiDream, whose first axis is layers
-        self.is_by_sample: dict[Any, bool] = {}
+        self.kept = kept
+        self.encoded = 0  # number of results that were added to `kept`
+        self._results: dict[str, Any] = {}  # of the current rollout
+        self._layouts: dict[str, Layout | None] = {}  # by the kind of call; None if results cannot be joined
 
     def clear(self) -> None:
-        """Forget all results: the next rollout has other prompts."""
-        self.calls.clear()
-        self.encoded.clear()
+        """Forget the results that are not kept: the next rollout has other prompts."""
+        self._results.clear()
 
     @contextlib.contextmanager
     def serve(self, pipe: DiffusionPipeline) -> Iterator[None]:
@@ -46,93 +61,358 @@ class PromptCache:
         if encode is None:
             yield
             return
-        with replace_attribute(pipe, "encode_prompt", lambda *args, **kwargs: self._encode(encode, args, kwargs)):
+        with replace_attribute(pipe, "encode_prompt", lambda *args, **kwargs: self.call(encode, *args, **kwargs)):
             yield
 
-    def _encode(self, encode: Callable, args: tuple, kwargs: dict) -> Any:
-        arguments = inspect.signature(encode).bind(*args, **kwargs).arguments
-        names = _find_prompts(arguments)
-        if names is not None:
-            found = self._encode_prompts(encode, arguments, names)
-            if found is not None:
-                return found
-        key = _make_key(arguments)
-        if key not in self.calls:
-            self.calls[key] = _call(encode, arguments)
-        return self.calls[key]
+    def call(self, encode: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Return what an encoder returns for these arguments, encoding only the prompts that are not known."""
+        try:
+            call = EncoderCall(encode, args, kwargs)
+        except TypeError:  # arguments that cannot be compared
+            return encode(*args, **kwargs)
+        result = self._call_by_sample(call) if call.names else None
+        return self._remember(call.key(), call.run) if result is None else result
 
-    def _encode_prompts(self, encode: Callable, arguments: dict[str, Any], names: list[str]) -> Any:
-        """Encode each distinct prompt alone and return the embeddings; None if they are not one row per sample.
+    def keep(self, encode: Callable, *args: Any, **kwargs: Any) -> list[str]:
+        """Encode and keep what is missing for a call, and return the keys in `kept` of its results."""
+        call = EncoderCall(encode, args, kwargs)
+        if self.kept is None or not call.names:
+            return []
+        keys = [call.key(row) for row in range(call.count)]
+        for row, key in enumerate(keys):
+            if key not in self.kept:
+                self._read_or_encode(call, row)
+        self._find_layout(call)
+        return [*keys, f"layout-{call.kind}"]
 
-        Together with other prompts, the last bits would differ between batches, processes and resumed runs. Only if
-        the encoder pads prompts to the longest one of a call are the prompts of a call encoded together.
-        """
-        wanted = list(zip(*(arguments[name] for name in names), strict=True))
-        key = _make_key({name: value for name, value in arguments.items() if name not in names})
-        parts = self.encoded.setdefault(key, {})
-
-        def encode_once(rows: tuple[Prompts, ...]) -> Any:
-            if rows not in parts:
-                columns = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
-                parts[rows] = _call(encode, arguments | columns)
-            return parts[rows]
-
-        if key not in self.is_by_sample and len(wanted) > 1:
-            # tested once with a repeated prompt; with different ones, shapes could be equal by chance
-            first, count = wanted[0], len(wanted)
-            repeated = {name: [text] * count for name, text in zip(names, first, strict=True)}
-            joined = _join([_take_rows(encode_once((first,)), 1, [0])] * count)
-            self.is_by_sample[key] = _shapes(joined) == _shapes(_call(encode, arguments | repeated))
-        if not self.is_by_sample.get(key, True):
+    def _call_by_sample(self, call: "EncoderCall") -> Any:
+        """Return the joined results of single prompts; None if they cannot be joined."""
+        keys = [call.key(row) for row in range(call.count)]
+        parts = [self._remember(key, lambda row=row: self._read_or_encode(call, row)) for row, key in enumerate(keys)]
+        if call.count == 1:
+            return parts[0]
+        layout = self._find_layout(call)
+        if layout is None:
             return None
         try:
-            return _join([_take_rows(encode_once((row,)), 1, [0]) for row in wanted])
-        except _DoNotFit:
-            distinct = tuple(sorted(set(wanted)))
-            return _take_rows(encode_once(distinct), len(distinct), [distinct.index(row) for row in wanted])
+            return _join(parts, layout)
+        except CannotJoin:  # a call pads to its longest prompt, so its prompts are encoded together
+            rows = {key: row for row, key in enumerate(keys)}
+            order = sorted(rows)
+            together = self._remember(" ".join(order), lambda: call.run([rows[key] for key in order]))
+            return _take(together, layout, [order.index(key) for key in keys])
+
+    def _remember(self, key: str, make: Callable[[], Any]) -> Any:
+        if key not in self._results:
+            self._results[key] = make()
+        return pytree.tree_map(lambda leaf: leaf, self._results[key])  # copies lists, since a pipeline may change them
+
+    def _read_or_encode(self, call: "EncoderCall", row: int) -> Any:
+        if self.kept is None:
+            return call.run([row])
+        key = call.key(row)
+        result = self.kept.get(key)
+        if result is None:
+            result = call.run([row])
+            self.kept.put(key, result, call.texts(row))
+            self.encoded += 1
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(call.device), result)
+
+    def _find_layout(self, call: "EncoderCall") -> Layout | None:
+        """Find the layout of results for several prompts, once per kind of call, by encoding one prompt twice."""
+        if call.kind not in self._layouts:
+            key = f"layout-{call.kind}"
+            kept = None if self.kept is None else self.kept.get(key)
+            layout = kept["layout"] if kept else self._measure_layout(call)
+            if self.kept is not None and not kept:
+                self.kept.put(key, {"layout": layout}, {})
+            self._layouts[call.kind] = layout
+        return self._layouts[call.kind]
+
+    def _measure_layout(self, call: "EncoderCall") -> Layout | None:
+        try:
+            return find_layout(self._remember(call.key(0), lambda: self._read_or_encode(call, 0)), call.run([0, 0]))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # of an encoder that takes one prompt per call, or of results that cannot be joined
+            return None
 
 
-def _call(encode: Callable, arguments: dict[str, Any]) -> Any:
-    """Call the encoder with copies of lists, since Z-Image writes its chat template into the given list."""
-    with torch.no_grad():
-        return encode(**{name: list(value) if isinstance(value, list) else value for name, value in arguments.items()})
+class EncoderCall:
+    """A call of an encoder of prompts, which is read as one call per sample.
+
+    Texts belong to one sample each, and numbers and strings are settings of the call. If there is anything else, or
+    if nothing says how many samples there are, `names` is empty, and the call can only be made as a whole.
+
+    Raises:
+        TypeError: an argument cannot be compared with others.
+    """
+
+    def __init__(self, encode: Callable, args: tuple, kwargs: dict[str, Any]):
+        self._encode, self._bound = encode, inspect.signature(encode).bind(*args, **kwargs)
+        self.arguments = self._bound.arguments
+        counts = {len(v) for k, v in self.arguments.items() if "prompt" in k and _is_texts(v)} or {1}
+        self.count = min(counts)
+        self.names = tuple(name for name, value in self.arguments.items() if self._is_per_sample(name, value))
+        settings = {k: v for k, v in self.arguments.items() if k not in self.names and v is not None and k != "device"}
+        copies = [value for name, value in settings.items() if COPIES.fullmatch(name) and value != 1]
+        lists = {name: value for name, value in settings.items() if isinstance(value, list)}
+        others = [k for k, v in lists.items() if "prompt" in k or _is_texts(v) and len(v) == self.count > 1]
+        if copies or others or len(counts) > 1 or not all(map(_is_setting, settings.values())):
+            self.names, settings = (), {k: v for k, v in self.arguments.items() if k != "device"}
+        elif settings.get("batch_size") == self.count:
+            settings["batch_size"] = 1
+        self._settings = json.dumps([getattr(encode, "__name__", ""), settings], default=_describe, sort_keys=True)
+
+    @property
+    def device(self) -> torch.device | str:
+        """The device on which the encoder puts its results."""
+        pipe = getattr(self._encode, "__self__", None)
+        return self.arguments.get("device") or getattr(pipe, "_execution_device", "cpu")
+
+    @property
+    def kind(self) -> str:
+        """Key of the kind of call: results of one kind have the same layout."""
+        return _hash(json.dumps([self._settings, self.names]))
+
+    def key(self, row: int | None = None) -> str:
+        """Return the key of one sample's part of the call, or of the call as a whole."""
+        return _hash(self._settings if row is None else json.dumps([self._settings, self.texts(row)], sort_keys=True))
+
+    def texts(self, row: int) -> dict[str, str]:
+        """Return the texts of one sample."""
+        values = {name: self.arguments[name] for name in self.names}
+        return {name: value if isinstance(value, str) else value[row] for name, value in values.items()}
+
+    def run(self, rows: Sequence[int] | None = None) -> Any:
+        """Call the encoder for some of the samples, by default for all."""
+        # with copies of lists, since Z-Image writes its chat template into the given one
+        chosen = {name: list(value) if isinstance(value, list) else value for name, value in self.arguments.items()}
+        if rows is not None:
+            for name in self.names:
+                value = self.arguments[name]
+                is_one = isinstance(value, str) and len(rows) == 1
+                chosen[name] = value if is_one else [self.texts(row)[name] for row in rows]
+            if chosen.get("batch_size") is not None:
+                chosen["batch_size"] = len(rows)
+        bound = inspect.BoundArguments(self._bound.signature, chosen)
+        with torch.no_grad():
+            return self._encode(*bound.args, **bound.kwargs)
+
+    def _is_per_sample(self, name: str, value: Any) -> bool:
+        """Return whether an argument has one text per sample; a single text counts for every sample."""
+        if isinstance(value, str):
+            return TEXT.fullmatch(name) is not None
+        return "prompt" in name and _is_texts(value)
 
 
-def _shapes(result: Any) -> Any:
-    if torch.is_tensor(result):
-        return result.shape
-    return [_shapes(item) for item in result] if isinstance(result, (tuple, list)) else type(result)
+def check_encode_prompt(pipeline: type[DiffusionPipeline]) -> None:
+    """Refuse a class of pipelines whose prompts cannot be encoded ahead of its calls."""
+    encode = getattr(pipeline, "encode_prompt", None)
+    if encode is None:
+        raise UnsupportedPipeline(
+            f"cache_prompt_embeds: {pipeline.__name__} has no method encode_prompt, so its prompts cannot be encoded "
+            "ahead; leave cache_prompt_embeds out."
+        )
+    others = [name for name in inspect.signature(encode).parameters if name in CONDITIONS]
+    if others:
+        raise UnsupportedPipeline(
+            f"cache_prompt_embeds: encode_prompt of {pipeline.__name__} takes {others[0]!r} in addition to the "
+            "prompt, so its result differs from sample to sample; leave cache_prompt_embeds out."
+        )
 
 
-def _find_prompts(arguments: dict[str, Any]) -> list[str] | None:
-    """Return the arguments that hold one prompt per sample; None if the call has other arguments per sample."""
-    prompts = arguments.get("prompt")
-    if not _is_list_of(str, prompts) or not prompts:
-        return None
-    if any(arguments.get(name, 1) != 1 for name in ("num_images_per_prompt", "num_videos_per_prompt")):
-        return None
-    names = [name for name, value in arguments.items() if _is_list_of(str, value) and "prompt" in name]
-    others = [value for name, value in arguments.items() if name not in names]
-    if any(len(arguments[name]) != len(prompts) for name in names):
-        return None
-    # settings, such as Sana's instruction or FLUX.2's layers, but nothing that may depend on the samples
-    if not all(_is_setting(value) for value in others) or any(_has_length(value, len(prompts)) for value in others):
-        return None
-    return names
+class KeptResults:
+    """Results of encoders in CPU memory or, with a folder, in files that later runs can read.
+
+    Tensors are kept by their content, so that equal ones, such as those of the negative prompt, are there once. A form
+    in JSON names the tensors of a result. What is damaged counts as missing.
+    """
+
+    def __init__(self, folder: Path | None = None):
+        self._forms: dict[str, Any] | _Files = {}
+        self._tensors: dict[str, Any] | _Files = {}
+        if folder is not None:
+            self._forms = _Files(folder / "prompts", "json", _read_json, _write_json)
+            self._tensors = _Files(folder / "tensors", "safetensors", load_file, save_file)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._forms
+
+    def get(self, key: str) -> Any:
+        """Return a result with its tensors on the CPU; None if there is none that can be read."""
+        try:
+            form = self._forms[key]
+            leaves = [self._tensors[x["name"]]["tensor"] if isinstance(x, dict) else x for x in form["leaves"]]
+            return pytree.tree_unflatten(leaves, pytree.treespec_loads(form["structure"]))
+        except (KeyError, TypeError):
+            return None
+
+    def put(self, key: str, result: Any, texts: dict[str, str]) -> None:
+        """Keep a result; `texts` tell a reader of the files what it is."""
+        leaves, structure = pytree.tree_flatten(result)
+        for place, leaf in enumerate(leaves):
+            if torch.is_tensor(leaf):
+                leaves[place] = {"name": hash_tensor(leaf), "shape": list(leaf.shape)}
+                if leaves[place]["name"] not in self._tensors:
+                    self._tensors[leaves[place]["name"]] = {"tensor": leaf.detach().cpu().contiguous()}
+        self._forms[key] = {"texts": texts, "leaves": leaves, "structure": pytree.treespec_dumps(structure)}
+
+    def shapes(self, key: str) -> str:
+        """Return the shapes of a result's tensors, as text to compare; their content is not read."""
+        try:
+            return str([leaf["shape"] for leaf in self._forms[key]["leaves"] if isinstance(leaf, dict)])
+        except (KeyError, TypeError):
+            return ""
+
+
+class _Files:
+    """Files of a folder, which several processes and runs may share: each is written aside and moved into place."""
+
+    def __init__(self, folder: Path, ending: str, read: Callable[[Path], Any], write: Callable[[Any, Path], Any]):
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._ending, self._read, self._write = folder, ending, read, write
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}.{self._ending}"
+
+    def __contains__(self, name: str) -> bool:
+        return self._path(name).is_file()
+
+    def __getitem__(self, name: str) -> Any:
+        path = self._path(name)
+        try:
+            return self._read(path)
+        except (FileNotFoundError, ValueError, SafetensorError) as error:
+            path.unlink(missing_ok=True)  # a damaged one is written anew
+            raise KeyError(name) from error
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        path = self._path(name)
+        aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+        try:
+            self._write(value, aside)
+            os.replace(aside, path)
+        finally:
+            aside.unlink(missing_ok=True)
+
+
+def _read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _write_json(value: Any, path: Path) -> None:
+    path.write_text(json.dumps(value, indent=1, ensure_ascii=False), encoding="utf-8")
+
+
+class CannotJoin(ValueError):
+    """Results for single prompts that cannot be put together for one call."""
+
+
+def find_layout(one: Any, two: Any) -> Layout:
+    """Find the layout of results for several samples from results for one sample and for two equal ones."""
+    if torch.is_tensor(one) and torch.is_tensor(two):
+        if one.shape == two.shape:
+            return SHARED
+        axes = [axis for axis, sizes in enumerate(zip(one.shape, two.shape)) if sizes[0] != sizes[1]]
+        if one.ndim == two.ndim and len(axes) == 1 and (one.shape[axes[0]], two.shape[axes[0]]) == (1, 2):
+            return axes[0]
+    elif isinstance(one, dict) and isinstance(two, dict) and one.keys() == two.keys():
+        return {name: find_layout(one[name], two[name]) for name in one}
+    elif isinstance(one, (list, tuple)) and type(one) is type(two):
+        if isinstance(one, list) and (len(one), len(two)) == (1, 2):
+            return ROWS
+        if len(one) == len(two):
+            return [find_layout(*pair) for pair in zip(one, two, strict=True)]
+    elif type(one) is type(two) and one == two:
+        return SHARED
+    raise CannotJoin
+
+
+def _join(results: list[Any], layout: Layout) -> Any:
+    """Join results for single samples into the result of one call."""
+    first = results[0]
+    if layout == SHARED:
+        if not all(_is_equal(first, other) for other in results):
+            raise CannotJoin
+        return first
+    if layout == ROWS:
+        return [item for result in results for item in result]
+    if isinstance(layout, dict):
+        return {name: _join([result[name] for result in results], part) for name, part in layout.items()}
+    if isinstance(layout, list):
+        return type(first)(_join(list(items), part) for items, part in zip(zip(*results), layout, strict=True))
+    if any(result.shape != first.shape for result in results):
+        raise CannotJoin
+    return torch.cat(results, dim=layout)
+
+
+def _take(result: Any, layout: Layout, rows: list[int]) -> Any:
+    """Return the result of a call with these of its samples, in this order."""
+    if layout == SHARED:
+        return result
+    if layout == ROWS:
+        return [result[row] for row in rows]
+    if isinstance(layout, dict):
+        return {name: _take(result[name], part, rows) for name, part in layout.items()}
+    if isinstance(layout, list):
+        return type(result)(_take(item, part, rows) for item, part in zip(result, layout, strict=True))
+    return result.index_select(layout, torch.tensor(rows, device=result.device))
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    return one.shape == other.shape and torch.equal(one, other) if torch.is_tensor(one) else one == other
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 0 and all(isinstance(item, str) for item in value)
+
+
+def _is_setting(value: Any) -> bool:
+    """Return whether a value consists of numbers and strings only."""
+    if isinstance(value, (dict, list, tuple)):
+        return all(map(_is_setting, value.values() if isinstance(value, dict) else value))
+    return value is None or isinstance(value, (str, int, float, bool, torch.dtype, torch.device))
+
+
+def _describe(value: Any) -> str:
+    """Describe what JSON lacks, so that equal values have equal descriptions."""
+    if torch.is_tensor(value):
+        return hash_tensor(value)
+    if isinstance(value, Image.Image):
+        return f"{value.size} {value.mode} {hashlib.sha256(value.tobytes()).hexdigest()}"
+    if isinstance(value, (torch.dtype, torch.device)):
+        return str(value)
+    raise TypeError(type(value))
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def hash_tensor(tensor: Tensor) -> str:
+    """Return a hash of the dtype, shape and content of a tensor, which does not depend on its device."""
+    if is_traceable_wrapper_subclass(tensor):  # consists of other tensors, like the weights of torchao and quanto
+        names, _ = tensor.__tensor_flatten__()
+        content = "".join(hash_tensor(getattr(tensor, name)) for name in names).encode()
+    else:
+        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + content).hexdigest()
 
 
 class _CutsOnce(logging.Filter):
-    """Drops diffusers' message that prompts are cut for CLIP if all of them were named before."""
+    """Drops a message of diffusers that a prompt is cut for CLIP if it was there before."""
 
     def __init__(self) -> None:
         super().__init__()
         self.said: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        _, is_cut, texts = record.getMessage().partition("was truncated because CLIP can only handle")
-        new = {text.strip("[]'\"") for text in texts.partition(": ")[2].split("', '")} - self.said
-        self.said |= new if is_cut else set()
-        return not is_cut or bool(new)
+        text = record.getMessage()
+        is_known = text in self.said
+        if "was truncated because CLIP can only handle" in text:
+            self.said.add(text)
+        return not is_known
 
 
 def say_cuts_once() -> None:
@@ -140,74 +420,3 @@ def say_cuts_once() -> None:
     for handler in logging.getLogger("diffusers").handlers:
         if not any(isinstance(each, _CutsOnce) for each in handler.filters):
             handler.addFilter(_CutsOnce())
-
-
-class _DoNotFit(Exception):
-    """Embeddings have different shapes, because each call pads to its longest prompt."""
-
-
-def _join(results: list[Any]) -> Any:
-    """Join results for single samples into one for the batch."""
-    first = results[0]
-    if torch.is_tensor(first):
-        if any(result.shape != first.shape for result in results):
-            raise _DoNotFit
-        by_sample = first.ndim > 0 and len(first) == 1
-        if not by_sample and not all(torch.equal(result, first) for result in results):
-            raise _DoNotFit
-        return torch.cat(results) if by_sample else first
-    if isinstance(first, list) and len(first) == 1:
-        return [item for result in results for item in result]
-    if isinstance(first, (tuple, list)):
-        return type(first)(_join(list(items)) for items in zip(*results, strict=True))
-    if any(result != first for result in results):
-        raise _DoNotFit
-    return first
-
-
-def _is_list_of(kind: type, value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
-
-
-def _has_length(value: Any, count: int) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) == count
-
-
-def _is_setting(value: Any) -> bool:
-    """Return whether a value consists of numbers and strings, also in lists and dicts: the same for every sample."""
-    if isinstance(value, dict):
-        return all(_is_setting(item) for item in value.values())
-    if isinstance(value, (list, tuple)):
-        return all(_is_setting(item) for item in value)
-    return _is_plain(value)
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (str, int, float, bool, torch.device, torch.dtype))
-
-
-def _take_rows(result: Any, count: int, index: list[int]) -> Any:
-    """Return the rows `index` of a result for `count` prompts."""
-    if torch.is_tensor(result):
-        return result[torch.tensor(index, device=result.device)] if result.ndim and len(result) == count else result
-    if isinstance(result, (tuple, list)):
-        if isinstance(result, list) and len(result) == count:
-            return [result[i] for i in index]
-        return type(result)(_take_rows(item, count, index) for item in result)
-    return result
-
-
-def _make_key(value: Any) -> Any:
-    """Return a hashable key that is equal for equal values."""
-    if _is_plain(value):
-        return value
-    if torch.is_tensor(value):
-        data = value.detach().contiguous().view(torch.uint8) if value.ndim else value.detach()
-        return ("tensor", value.shape, value.dtype, hashlib.sha256(data.cpu().numpy().tobytes()).hexdigest())
-    if isinstance(value, Image.Image):
-        return ("image", value.size, value.mode, hashlib.sha256(value.tobytes()).hexdigest())
-    if isinstance(value, dict):
-        return tuple((name, _make_key(item)) for name, item in value.items())
-    if isinstance(value, (list, tuple)):
-        return tuple(_make_key(item) for item in value)
-    return object()  # equal to nothing, so that values that cannot be compared are encoded again

@@ -14,7 +14,7 @@ from ..distributed.failure import ProcessGroupMonitor
 from ..policy.base import Policy, list_filters
 from ..policy.token import make_policy
 from ..rollout.scoring import takes_only_latents
-from .model import load_pipeline, prepare_model, stand_in_for_encoders
+from .model import load_pipeline, make_lazy_encoders, prepare_model
 from .preflight import CheckedRun, RunRewards
 from .prompt_embeds import PromptEmbeds, make_prompt_embeds
 
@@ -34,7 +34,7 @@ class LoadedPolicy:
 def load_policy(given: CheckedRun, peft_config: PeftConfig | None, monitor: ProcessGroupMonitor) -> LoadedPolicy:
     """Load the pipeline of a run as a policy; with `cache_prompt_embeds`, also encode this process's prompts."""
     args, backend = given.args, given.backend
-    encoders = stand_in_for_encoders(given.model, args)
+    encoders = make_lazy_encoders(given.model, args)
     pipe = load_pipeline(given.model, args, given.is_full_training, backend, given.quantized, encoders)
     set_seed(args.seed)  # a LoRA starts from random weights
     component, model = prepare_model(pipe, args, peft_config, backend)

@@ -29,6 +29,7 @@ from ..weights.quantization import QuantizedLoading, check_given_pipeline, check
 from .block_swap import BlockSwap
 from .compiling import compile_blocks
 from .decoding import set_decoding
+from .lazy_modules import LazyModule, is_part_of_encoding, make_lazy_modules, restore_encoders
 from .model_checks import (
     change_scheduler,
     check_peft_config,
@@ -39,7 +40,6 @@ from .model_checks import (
     name_source,
     read_index,
 )
-from .text_encoders import StandIn, is_part_of_encoding, make_stand_ins, wake_encoders
 
 
 def check_model(model: Any) -> None:
@@ -120,7 +120,7 @@ def load_pipeline(
     their files until they are sharded.
     """
     if isinstance(model, DiffusionPipeline):
-        wake_encoders(model)
+        restore_encoders(model)
         return set_up_pipeline(model, args)
     return set_up_pipeline(_load_parts(model, args, is_full_training, backend, quantized, parts or {}), args)
 
@@ -167,20 +167,20 @@ def loads_encoders_late(model: str | DiffusionPipeline, args: DiffusionGRPOConfi
     They are not if a LoRA is loaded first, which may have layers in them, or if `model_init_kwargs` gives an encoder
     or tokenizer as an object: it is in memory already, and only its contents can identify it.
     """
+    given = args.model_init_kwargs or {}
     if not isinstance(model, str) or args.cache_prompt_embeds == "off" or args.lora_path is not None:
         return False
-    given = {name: part for name, part in (args.model_init_kwargs or {}).items() if is_part_of_encoding(name)}
-    return all(part is None or isinstance(part, str) for part in given.values())
+    parts = [part for name, part in given.items() if is_part_of_encoding(name)]
+    return "custom_pipeline" not in given and all(part is None or isinstance(part, str) for part in parts)
 
 
-def stand_in_for_encoders(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) -> dict[str, StandIn]:
-    """Return stand-ins for a named model's text encoders until they are needed; none if the encoders are loaded."""
-    given = args.model_init_kwargs or {}
-    if not loads_encoders_late(model, args) or "custom_pipeline" in given:
+def make_lazy_encoders(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) -> dict[str, LazyModule]:
+    """Return lazy modules for a named model's text encoders; none if the encoders are loaded at once."""
+    if not loads_encoders_late(model, args):
         return {}
     dtype = choose_dtype(args, is_full_training=False)
-    found = make_stand_ins(name_source(model), dtype, **hub_kwargs(args))
-    return {name: part for name, part in found.items() if name not in given}
+    made = make_lazy_modules(name_source(model), dtype, **hub_kwargs(args))
+    return {name: part for name, part in made.items() if name not in (args.model_init_kwargs or {})}
 
 
 def load_encoder(

@@ -27,7 +27,7 @@ from ..distributed.choose import make_backend
 from ..distributed.context_parallel import ContextGroups
 from ..distributed.deepspeed import set_learning_rate
 from ..distributed.refusals import BITSANDBYTES, TORCHAO
-from ..policy.prompt_calls import check_encode_prompt
+from ..policy.prompt_cache import check_encode_prompt
 from ..report.record import describe_script, find_license, make_record
 from ..rewards import (
     Reward,

@@ -6,21 +6,27 @@ is called, up to the first call of its network, so that every prompt is encoded 
 
 import contextlib
 import functools
+import hashlib
 import logging
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
+import transformers
 from accelerate import Accelerator
 from datasets import Dataset
 from diffusers import DiffusionPipeline
+from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.constants import HF_HOME
 from torch import nn
 from tqdm import tqdm
 
-from ..config.settings import DiffusionGRPOConfig
-from ..data.calls import BATCHED, LISTED, SINGLE
+from .. import tiny
+from ..config.settings import DiffusionGRPOConfig, describe
+from ..data.calls import Form, call_in_some_form
 from ..data.distinct import Key, describe_text, find_distinct
 from ..data.inputs import PipelineInputs
 from ..distributed.collectives import broadcast_bytes, gather_json
@@ -29,16 +35,16 @@ from ..media.serialize import pack_samples, unpack_samples
 from ..policy.base import Policy
 from ..policy.denoising import DenoisingPolicy
 from ..policy.drivers import UnsupportedPipeline
-from ..policy.prompt_calls import check_encode_prompt
-from ..policy.prompt_store import DiskShelf, MemoryShelf, PromptStore
+from ..policy.prompt_cache import KeptResults, PromptCache, check_encode_prompt, hash_tensor
 from ..policy.quantized import find_quantization
 from ..policy.unguided import switch_guidance_off
+from .lazy_modules import find_lazy_modules, free_encoders, is_part_of_encoding, is_plain, list_text_encoders
 from .model import load_encoder, loads_encoders_late
 from .preflight import CheckedRun
-from .text_encoders import TextEncoders, identify_encoders, is_plain
 
 logger = logging.getLogger(__name__)
 
+QUANTIZED = ("quantization", "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant")
 Read = Callable[[], dict[str, Any]]
 SILENT = 5.0  # seconds before a progress bar appears
 PACKET = 64  # prompts sent to other processes at a time
@@ -48,30 +54,15 @@ class PromptEmbeds:
     """Encoder of prompts ahead of their use."""
 
     def __init__(
-        self,
-        *,
-        policy: DenoisingPolicy,
-        inputs: PipelineInputs,
-        encoders: TextEncoders,
-        store: PromptStore,
-        monitor: ProcessGroupMonitor,
-        process: int,
-        processes: int,
-        num_inference_steps: int,
-        vary: Callable[[dict[str, Any]], list[dict[str, Any]]],
-        shows_progress: bool = False,
+        self, policy: DenoisingPolicy, inputs: PipelineInputs, kept: KeptResults, monitor: ProcessGroupMonitor
     ):
-        self.encoders, self.store, self._monitor = encoders, store, monitor
-        self._policy, self._inputs, self._vary = policy, inputs, vary
-        self._shows_progress = shows_progress
-        self._process, self._processes, self._steps = process, processes, num_inference_steps
-        self._forms: dict[Any, str] = {}  # form in which the pipeline takes a kind of row
+        self._policy, self._inputs, self._monitor, self._kept = policy, inputs, monitor, kept
+        self._forms: dict[Any, Form] = {}  # form in which the pipeline takes a kind of row
         self._counts: dict[Any, int] = {}  # number of calls of encode_prompt for a kind of row
-        self._found: list[tuple[Key, list[str]]] = []  # in this process's share: texts of a row, and its keys
+        self._keys: list[tuple[Key, list[str]]] = []  # in this process's share: texts of a row, and its keys
         self._shapes: dict[Key, set[str]] = {}
-        self._total = 0
         self._done: dict[tuple[int, str], Dataset] = {}  # datasets encoded already, by id and overrides
-        policy.prompts = store
+        policy.prompts = PromptCache(kept)
         inputs.describe_prompt = self.describe_shapes
 
     def describe_shapes(self, row: dict[str, Any]) -> Any:
@@ -92,104 +83,85 @@ class PromptEmbeds:
 
     def _encode_share(self, datasets: list[Dataset], prompts: list[str], overrides: dict[str, Any]) -> None:
         self._done |= {(id(dataset), repr(overrides)): dataset for dataset in datasets}
-        rows = self._list_rows(datasets, prompts)
+        args, rows = self._inputs.args, self._list_rows(datasets, prompts)
         shares: dict[Key, int] = {}  # rows with the same texts go to the same process
-        seen: set[Any] = set()
-        self._found, self._total = [], len(rows)
-        self.store.encoded = 0
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.encoders.working())
-            stack.callback(self.store.rest)
-            bar = tqdm(rows, desc="Encoding prompts", unit="prompt", delay=SILENT, disable=not self._shows_progress)
-            for key, read in bar:
-                texts = tuple((name, value) for name, value in key if isinstance(value, str))
-                is_own = shares.setdefault(texts, len(shares) % self._processes) == self._process
+        self._keys, self._policy.prompts.encoded = [], 0
+        is_shown = args.process_index == 0 and not args.disable_tqdm
+        for key, read in tqdm(rows, "Encoding prompts", unit="prompt", delay=SILENT, disable=not is_shown):
+            texts = tuple((name, value) for name, value in key if isinstance(value, str))
+            if shares.setdefault(texts, len(shares) % args.world_size) == args.process_index:
                 kind = tuple((name, type(value) if isinstance(value, str) else value) for name, value in key)
-                is_new, _ = kind not in seen, seen.add(kind)
-                if is_own:
-                    self.store.learns_layouts = is_new
-                    self._encode_row((kind, repr(overrides)), read(), overrides)
+                self._encode_row((kind, repr(overrides)), read(), overrides)
+        logger.info(
+            "cache_prompt_embeds: %d distinct prompts, %d of them encoded by this process now; not in memory: %s.",
+            len(rows),
+            self._policy.prompts.encoded,
+            ", ".join(free_encoders(self._policy.pipe)) or "nothing",
+        )
 
     def share(self, accelerator: Accelerator) -> None:
         """Receive from the other processes the results that this one lacks. A collective."""
         with self._monitor.propagate_errors():
-            self._share(accelerator)
-
-    def _share(self, accelerator: Accelerator) -> None:
-        own = [[text, keys] for text, keys in self._found]
-        shapes = {key: self.store.shapes(key) for _, keys in self._found for key in keys}
-        layouts = [f"layout-{kind}" for kind in self.store.layouts]
-        every = [[own, shapes, layouts]]
-        if accelerator.num_processes > 1:
-            every = gather_json(accelerator, every[0])
-            self._exchange(accelerator, [[*shapes, *layouts] for _, shapes, layouts in every])
-        for found, shapes, _ in every:
-            for text, keys in found:
-                known = self._shapes.setdefault(tuple(map(tuple, text)), set())
-                known.update(shapes[key] for key in keys)
-        logger.info(
-            "cache_prompt_embeds: %d distinct prompts, %d of them encoded by this process now; not in memory: %s.",
-            self._total,
-            self.store.encoded,
-            ", ".join(self.encoders.released) or "nothing",
-        )
+            shares = [self._keys]
+            if accelerator.num_processes > 1:
+                shares = gather_json(accelerator, self._keys)
+                self._exchange(accelerator, [[key for _, keys in share for key in keys] for share in shares])
+        for text, keys in (row for share in shares for row in share):
+            self._shapes.setdefault(tuple(map(tuple, text)), set()).update(map(self._kept.shapes, keys))
 
     def _exchange(self, accelerator: Accelerator, held: list[list[str]]) -> None:
-        """Exchange results so that no process lacks any."""
-        lacking = [key for key in dict.fromkeys(key for keys in held for key in keys) if key not in self.store.shelf]
+        """Exchange results so that no process lacks any; `held` are the keys that each has."""
+        lacking = [key for key in dict.fromkeys(key for keys in held for key in keys) if key not in self._kept]
         wanted = set().union(*gather_json(accelerator, lacking))
         for process, keys in enumerate(held):
-            sent = [key for key in keys if key in wanted]
+            sent = [key for key in dict.fromkeys(keys) if key in wanted]
             wanted -= set(sent)
             for start in range(0, len(sent), PACKET):
                 part, packet = sent[start : start + PACKET], None
-                if process == self._process:
-                    packet = pack_samples([self.store.shelf.get(key) for key in part], None)
+                if process == accelerator.process_index:
+                    packet = pack_samples([self._kept.get(key) for key in part], None)
                 results, _ = unpack_samples(broadcast_bytes(accelerator, packet, process), torch.device("cpu"))
                 for key, result in zip(part, results, strict=True):
-                    if key not in self.store.shelf:
-                        self.store.shelf.put(key, result, {})
+                    if key not in self._kept:
+                        self._kept.put(key, result, {})
 
     def _list_rows(self, datasets: list[Dataset], prompts: list[str]) -> list[tuple[Key, Read]]:
         """Return the distinct rows, in the same order on all processes, each with a function that reads it."""
-        found: dict[Key, Read] = {}
+        rows: dict[Key, Read] = {}
         for dataset in datasets:
             for key, index in find_distinct(dataset, self._inputs).items():
-                found.setdefault(key, lambda dataset=dataset, index=index: self._inputs.rows(dataset, [index])[0])
+                rows.setdefault(key, lambda dataset=dataset, index=index: self._inputs.rows(dataset, [index])[0])
         for prompt in prompts:
-            found.setdefault((("prompt", prompt),), lambda prompt=prompt: {"prompt": prompt})
-        return list(found.items())
+            rows.setdefault((("prompt", prompt),), lambda prompt=prompt: {"prompt": prompt})
+        return list(rows.items())
 
     def _encode_row(self, kind: Any, row: dict[str, Any], overrides: dict[str, Any]) -> None:
         """Encode the prompts of one row, and note which results belong to it."""
-        self.store.noted.clear()
-        forms = [self._forms[kind]] if kind in self._forms else [BATCHED, SINGLE, LISTED]
-        errors: list[Exception] = []
-        for form in forms:
-            try:
-                self._call(kind, self._inputs.arguments([row], form) | overrides)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # any error of the pipeline: it may accept another form
-                errors.append(error)
-            else:
-                self._forms[kind] = form
-                self._found.append((describe_text(row, self._inputs.accepted), list(dict.fromkeys(self.store.noted))))
-                return
-        raise next((error for error in errors if isinstance(error, UnsupportedPipeline)), errors[0])
 
-    def _call(self, kind: Any, arguments: dict[str, Any]) -> None:
-        for number, varied in enumerate(self._vary(arguments)):
-            known = self._counts.get((kind, number))
-            self.store.is_ahead = known is not None  # the first call of a kind runs with real results
-            made = self._policy.encode_prompts(varied, self._steps, known)
-            self.store.clear()
-            if made == 0:
+        def call(form: str) -> list[str]:
+            return self._keep(kind, self._inputs.arguments([row], form) | overrides)
+
+        if kind in self._forms:
+            keys = call(self._forms[kind].name)
+        else:
+            keys, self._forms[kind] = call_in_some_form(call)
+        self._keys.append((describe_text(row, self._inputs.accepted), keys))
+
+    def _keep(self, kind: Any, arguments: dict[str, Any]) -> list[str]:
+        """Encode the prompts of a rollout's call and, for re-noised samples, of an update's call without guidance."""
+        policy, args, keys = self._policy, self._inputs.args, []
+        unguided = [switch_guidance_off(policy.pipe, policy.networks, arguments)] if args.is_renoised else []
+        for number, varied in enumerate([arguments, *unguided]):
+            calls = policy.encode_prompts(varied, args.num_inference_steps, self._counts.get((kind, number)))
+            policy.prompts.clear()
+            if not calls:
                 raise UnsupportedPipeline(
-                    f"cache_prompt_embeds: {type(self._policy.pipe).__name__} does not call encode_prompt before its "
+                    f"cache_prompt_embeds: {type(policy.pipe).__name__} does not call encode_prompt before its "
                     "network runs; leave cache_prompt_embeds out."
                 )
-            self._counts[kind, number] = made
+            self._counts[kind, number] = len(calls)
+            keys += [key for call in calls for key in call]
+        return keys
 
 
 def make_prompt_embeds(
@@ -208,31 +180,21 @@ def make_prompt_embeds(
         return None
     pipe, is_late = policy.pipe, loads_encoders_late(given.model, args)
     check_encode_prompt(type(pipe))
-    folder = Path(args.prompt_embeds_dir or Path(HF_HOME) / "diffusion_grpo" / "prompt_embeds")
-    source = (given.model, args, given.is_full_training, given.quantized, pipe)
-    reload = functools.partial(load_encoder, *source) if is_late else None
-    encoders = TextEncoders(pipe, reload, folder, args.device)
-    if policy.draws_tokens or not encoders.names:
+    if policy.draws_tokens or not any(getattr(pipe, name) for name in list_text_encoders(pipe.components)):
         raise UnsupportedPipeline(
             f"cache_prompt_embeds: {type(pipe).__name__} has no frozen text encoder; leave cache_prompt_embeds out."
         )
-    shelf = MemoryShelf()
+    for name, part in find_lazy_modules(pipe).items():
+        part.connect(
+            functools.partial(load_encoder, given.model, args, given.is_full_training, given.quantized, pipe, name)
+        )
+    kept = KeptResults()
     if args.cache_prompt_embeds == "disk":
-        shelf = DiskShelf(folder / identify_encoders(pipe, given.model if is_late else None, args))
-    embeds = PromptEmbeds(
-        policy=policy,
-        inputs=inputs,
-        encoders=encoders,
-        store=PromptStore(shelf, encoders.watch),
-        monitor=monitor,
-        process=args.process_index,
-        processes=args.world_size,
-        num_inference_steps=args.num_inference_steps,
-        vary=functools.partial(_list_calls, policy, args.is_renoised),
-        shows_progress=args.process_index == 0 and not args.disable_tqdm,
-    )
+        folder = Path(args.prompt_embeds_dir or Path(HF_HOME) / "diffusion_grpo" / "prompt_embeds")
+        kept = KeptResults(folder / identify_encoders(pipe, given.model if is_late else None, args))
+    embeds = PromptEmbeds(policy, inputs, kept, monitor)
     with quantized_networks_on_cpu(policy.networks, args.device):
-        _move_beside(pipe, policy, encoders, args.device)
+        _move_frozen(pipe, policy, args.device)
         embeds.encode([dataset for _, dataset in given.datasets], args.validation_prompts or [])
     return embeds
 
@@ -267,15 +229,69 @@ def _move_quantized(network: nn.Module, device: torch.device | str) -> None:
                 holder.SCB = holder.SCB.to(device)
 
 
-def _move_beside(pipe: DiffusionPipeline, policy: Policy, encoders: TextEncoders, device: torch.device) -> None:
-    """Move frozen parts to the text encoders' device: an image may be encoded before the prompt is."""
-    for name, part in pipe.components.items():
+def _move_frozen(pipe: DiffusionPipeline, policy: Policy, device: torch.device) -> None:
+    """Move frozen parts to the accelerator: text encoders, and what encodes an image before them."""
+    for part in pipe.components.values():
         is_frozen = isinstance(part, nn.Module) and not any(part is network for network in policy.networks)
-        if is_frozen and name not in encoders.names and is_plain(part):
+        if is_frozen and is_plain(part):
             part.to(device)
 
 
-def _list_calls(policy: Policy, is_renoised: bool, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the arguments of a rollout's call and, for re-noised samples, of an update's call without guidance."""
-    unguided = [switch_guidance_off(policy.pipe, policy.networks, arguments)] if is_renoised else []
-    return [arguments, *unguided]
+# Identity of a model
+
+
+def identify_encoders(pipe: DiffusionPipeline, model: str | None, args: DiffusionGRPOConfig) -> str:
+    """Return the name of the folder for prompts encoded by these text encoders; each model has its own.
+
+    Another device or another version of a library may give other bits.
+    """
+    if model is None:
+        identity = identify_pipeline(pipe)
+    else:
+        kwargs = args.model_init_kwargs or {}
+        source = str(tiny.PATH) if model == "tiny" else model
+        quantized = [getattr(args, name) for name in QUANTIZED]
+        identity = f"{identify_source(source, **kwargs)} {describe(kwargs)} {quantized}"
+    dtypes = [str(getattr(pipe, name).dtype) for name in list_text_encoders(pipe.components) if getattr(pipe, name)]
+    versions = [module.__version__ for module in (torch, transformers, diffusers)]
+    name = type(pipe).__name__
+    return f"{name}-{_hash_all([name, identity, *dtypes, args.device.type, *versions])[:20]}"
+
+
+def identify_pipeline(pipe: DiffusionPipeline) -> str:
+    """Return a hash that identifies the text encoders and tokenizers of a pipeline by their contents."""
+    contents = []
+    for name, part in pipe.components.items():
+        if not is_part_of_encoding(name):
+            continue
+        contents.append(name)
+        if isinstance(part, nn.Module):
+            contents += [f"{key} {hash_tensor(value)}" for key, value in part.state_dict().items()]
+        elif hasattr(part, "save_pretrained"):
+            with tempfile.TemporaryDirectory() as folder:
+                part.save_pretrained(folder)
+                contents += [path.read_bytes().hex() for path in sorted(Path(folder).rglob("*")) if path.is_file()]
+    return _hash_all(contents)
+
+
+def identify_source(source: str | Path, **kwargs: Any) -> str:
+    """Return a string that identifies the text encoders and tokenizers of a named model, without loading them.
+
+    Files in a folder are told apart by their sizes and times.
+    """
+    folder = Path(source)
+    if not folder.is_dir():
+        names = {name: kwargs[name] for name in ("cache_dir", "revision") if name in kwargs}
+        path = try_to_load_from_cache(str(source), "model_index.json", **names)
+        return f"{source}@{Path(path).parent.name if isinstance(path, str) else kwargs.get('revision')}"
+    files = [path for path in sorted(folder.glob("*/**/*")) if path.is_file()]
+    names = [str(path.relative_to(folder)) for path in files]
+    return _hash_all(
+        f"{name} {path.stat().st_size} {path.stat().st_mtime_ns}"
+        for name, path in zip(names, files, strict=True)
+        if is_part_of_encoding(Path(name).parts[0])
+    )
+
+
+def _hash_all(texts: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()

@@ -19,7 +19,7 @@ class Fake(Policy):
 
     def __init__(self, make_latents):
         self.make_latents, self.cleared = make_latents, 0
-        self.prompts = SimpleNamespace(clear=self.clear, keeps_prompts=True)
+        self.prompts = SimpleNamespace(clear=self.clear, kept=None)
 
     def clear(self):
         self.cleared += 1

@@ -1,6 +1,5 @@
 """Prompts are encoded once, before a run; what is sampled and trained is the same, and no text encoder is needed."""
 
-import collections
 import json
 from types import SimpleNamespace
 
@@ -10,7 +9,7 @@ import ranks_server
 import tiny_pipelines
 import torch
 from datasets import Dataset
-from embedding_runs import ALONE, counted, single
+from embedding_runs import ALONE, counted
 from peft import LoraConfig
 from safetensors.torch import load_file
 from tiny_runs import LORA, PROMPTS, SETTINGS, brightness, latent_mean, logged, trained_weights, trainer_for
@@ -20,6 +19,8 @@ from diffusion_grpo.data.call_form import learn_forms
 from diffusion_grpo.policy.drivers import UnsupportedPipeline
 from diffusion_grpo.policy.rollout import rollout
 from diffusion_grpo.policy.unguided import switch_guidance_off
+from diffusion_grpo.training import prompt_embeds
+from diffusion_grpo.training.lazy_modules import find_lazy_modules, is_lazy, list_text_encoders
 from diffusion_grpo.training.model import loads_encoders_late
 from diffusion_grpo.training.prompt_embeds import PromptEmbeds, quantized_networks_on_cpu
 
@@ -36,6 +37,7 @@ FAMILIES += [
     "flux_kontext",
 ]
 TEXTS = ["a cat", "a dog", "a much longer prompt that says more"]  # of two lengths
+ENCODERS = ["text_encoder", "text_encoder_2", "text_encoder_3"]
 ONE_UPDATE = {"max_steps": 1, "watch_rewards": None, "log_completions": False, "rewards": latent_mean}
 
 
@@ -59,23 +61,22 @@ def test_samples_are_the_same_and_encoders_leave(name, tmp_path):
     plainly = [sample(plain, inputs, [text])[0] for text in TEXTS]
     policy, inputs = embedding_runs.case(name, tmp_path)
     with counted(policy.pipe) as calls:
-        embeds = embedding_runs.embeds(policy, inputs, tmp_path)
+        embeds = embedding_runs.embeds(policy, inputs)
         embeds.prepare(ALONE, [Dataset.from_dict({"prompt": TEXTS[:2] * 2})], TEXTS[2:])
-        ahead = len(calls)
+        ahead, encoded = len(calls), policy.prompts.encoded
         alone = [sample(policy, inputs, [text])[0] for text in TEXTS]
         together = sample(policy, inputs, [*TEXTS, TEXTS[0]])
+        embeds.prepare(ALONE, [], TEXTS)
     assert all(map(torch.equal, alone, plainly))
     assert all(torch.allclose(*pair, atol=1e-3) for pair in zip(together, [*plainly, plainly[0]], strict=True))
-    assert 0 < ahead == len(calls)
-    assert max(collections.Counter(single(calls)).values()) == 1  # nothing was encoded twice
-    assert embeds.encoders.names == embeds.encoders.released and embeds.encoders.loads == 0
-    assert all(not list(getattr(policy.pipe, part).parameters()) for part in embeds.encoders.names)
+    assert 0 < ahead == len(calls) and policy.prompts.encoded == 0 < encoded
+    encoders = [getattr(policy.pipe, part) for part in list_text_encoders(policy.pipe.components)]
+    assert all(is_lazy(part) and not part.is_loaded for part in encoders if part is not None)
 
 
 def test_prompts_of_different_lengths_never_share_a_call(tmp_path):
     policy, inputs = embedding_runs.case("qwen_image", tmp_path)
-    embeds = embedding_runs.embeds(policy, inputs, tmp_path)
-    embeds.prepare(ALONE, [], TEXTS)
+    embedding_runs.embeds(policy, inputs).prepare(ALONE, [], TEXTS)
     rows = [{"prompt": text} for text in [*TEXTS, TEXTS[0]]]
     assert inputs.parts(rows) == [[0, 1, 3], [2]]
     assert embedding_runs.case("qwen_image", tmp_path)[1].parts(rows) == [[0, 1, 2, 3]]
@@ -83,29 +84,25 @@ def test_prompts_of_different_lengths_never_share_a_call(tmp_path):
 
 def test_calls_without_guidance_are_encoded_too(tmp_path):
     """Losses on re-noised samples roll out with guidance and train without it."""
-    policy, inputs = embedding_runs.case("sd3", tmp_path)
-    unguided = lambda arguments: switch_guidance_off(policy.pipe, policy.networks, arguments)  # noqa: E731
-    vary = lambda arguments: [arguments, unguided(arguments)]  # noqa: E731
+    policy, inputs = embedding_runs.case("sd3", tmp_path, loss_type="nft")
     with counted(policy.pipe) as calls:
-        embeds = embedding_runs.embeds(policy, inputs, tmp_path, vary=vary)
-        embeds.prepare(ALONE, [], TEXTS)
-        ahead = len(calls)
-        for arguments in vary(inputs([{"prompt": TEXTS[1]}])):
-            policy.encode_prompts(arguments, 4)
-    assert len(calls) == ahead and max(collections.Counter(single(calls)).values()) == 1
+        embedding_runs.embeds(policy, inputs).prepare(ALONE, [], TEXTS)
+        ahead, arguments = len(calls), inputs([{"prompt": TEXTS[1]}])
+        for given in (arguments, switch_guidance_off(policy.pipe, policy.networks, arguments)):
+            policy.encode_prompts(given, 4)
+    assert len(calls) == ahead > 0
 
 
 def test_a_prompt_that_was_not_encoded_brings_the_encoders_back(tmp_path):
     plain, inputs = embedding_runs.case("flux", tmp_path)
     expected = sample(plain, inputs, ["another text"])
     policy, inputs = embedding_runs.case("flux", tmp_path)
-    embeds = embedding_runs.embeds(policy, inputs, tmp_path)
+    embeds = embedding_runs.embeds(policy, inputs)
     embeds.prepare(ALONE, [], TEXTS)
-    assert embeds.encoders.released == ["text_encoder", "text_encoder_2"]
     assert torch.allclose(sample(policy, inputs, ["another text"])[0], expected[0], atol=1e-5)
-    assert embeds.encoders.released == [] and embeds.encoders.loads == 2
+    assert all(part.is_loaded for part in find_lazy_modules(policy.pipe).values())
     embeds.prepare(ALONE, [], ["a third one"])
-    assert embeds.encoders.released == ["text_encoder", "text_encoder_2"] and embeds.encoders.loads == 2
+    assert not any(part.is_loaded for part in find_lazy_modules(policy.pipe).values())
 
 
 @pytest.mark.parametrize(
@@ -145,10 +142,10 @@ def test_a_pipeline_is_trained_twice_and_stays_usable(mode, tmp_path):
         trainer = trainer_for(tmp_path / run, model=pipe, **settings)
         trainer.train()
         trained.append(trained_weights(trainer))
-        assert trainer.embeds.encoders.released == ["text_encoder", "text_encoder_2", "text_encoder_3"]
-        assert (trainer.embeds.store.encoded == 0) == ((mode, run) == ("disk", "second"))
+        assert [part.is_loaded for part in find_lazy_modules(pipe).values()] == [False] * 3
+        assert (trainer.policy.prompts.encoded == 0) == ((mode, run) == ("disk", "second"))
         pipe.unload_lora_weights()
-    # weights that were freed and are back lie elsewhere in memory, and MKL's sums may depend on their alignment
+    # weights that were moved lie elsewhere in memory, and MKL's sums may depend on their alignment
     assert all(torch.allclose(trained[1][name], weight, rtol=0, atol=1e-6) for name, weight in trained[0].items())
     pipe.to(torch.bfloat16)
     assert sample().dtype == torch.bfloat16
@@ -172,16 +169,18 @@ def train_by_name(folder, source, lora=True, **settings):
     return trainer
 
 
-def test_a_later_run_does_not_even_load_the_encoders(tmp_path):
+def test_a_later_run_does_not_even_load_the_encoders(tmp_path, monkeypatch):
     pipe, _ = tiny_pipelines.build("sd3")
     pipe.save_pretrained(tmp_path / "model")
     plain = trained_weights(train_by_name(tmp_path / "plain", tmp_path / "model"))
     settings = {"cache_prompt_embeds": "disk", "prompt_embeds_dir": str(tmp_path / "embeds")}
-    for run, loads in (("first", 3), ("second", 0)):
+    loads, load = [], prompt_embeds.load_encoder
+    monkeypatch.setattr(prompt_embeds, "load_encoder", lambda *args: loads.append(args[-1]) or load(*args))
+    for run in ("first", "second"):
         with counted(pipe) as calls:
             trainer = train_by_name(tmp_path / run, tmp_path / "model", **settings)
-        assert bool(calls) == (run == "first") and trainer.embeds.encoders.loads == loads
-        assert trainer.embeds.encoders.released == ["text_encoder", "text_encoder_2", "text_encoder_3"]
+        assert bool(calls) == (run == "first") and sorted(loads) == ENCODERS
+        assert [part.is_loaded for part in find_lazy_modules(trainer.pipe).values()] == [False] * 3
         found = trained_weights(trainer)
         assert all(torch.equal(plain[name], found[name]) for name in plain)
     with counted(pipe) as calls:  # another length of the prompts is another setting
@@ -190,7 +189,7 @@ def test_a_later_run_does_not_even_load_the_encoders(tmp_path):
     assert not calls  # the scale of guidance is none of the encoder's
     # a user may call the pipeline at any time
     image = trainer.pipe("a new prompt", num_inference_steps=2, height=16, width=16, max_sequence_length=8).images[0]
-    assert image.size == (16, 16) and trainer.embeds.encoders.released == []
+    assert image.size == (16, 16) and len(loads) == 6
 
 
 def test_encoders_that_are_given_as_objects_are_told_apart_and_leave(tmp_path):
@@ -203,8 +202,7 @@ def test_encoders_that_are_given_as_objects_are_told_apart_and_leave(tmp_path):
         own = {"model_init_kwargs": {"text_encoder": encoder}}
         with counted(pipe) as calls:
             trainer = train_by_name(tmp_path / str(seed), tmp_path / "model", **settings, **own)
-        assert calls and "text_encoder" in trainer.embeds.encoders.released
-        assert all(weight.numel() == 0 for weight in encoder.parameters())
+        assert calls and not trainer.pipe.text_encoder.is_loaded
         found.append(trained_weights(trainer))
     assert any(not torch.equal(found[0][name], found[1][name]) for name in found[0])
     folders = [path for path in (tmp_path / "embeds").iterdir() if path.name.startswith("StableDiffusion3Pipeline-")]
@@ -340,12 +338,10 @@ def test_each_of_two_processes_encodes_its_share(mode, tmp_path):
         json.loads((tmp_path / run).read_text()) for run in ("2/result-0.json", "2/result-1.json", "1/result-0.json")
     ]
     assert [report["during"] for report in reports] == [0, 0, 0]
-    *shares, alone = (report["calls"] for report in reports)
-    counts = [collections.Counter(map(tuple, share)) for share in (*shares, alone)]
-    assert all(max(count.values()) == 1 for count in counts)
-    assert counts[0].keys() | counts[1].keys() == counts[2].keys()
-    negative = counts[0].keys() & counts[1].keys()  # which is encoded beside the prompt
-    assert len(negative) == 3 and all(len(count) > len(negative) for count in counts[:2])  # by each of the encoders
+    first, second, alone = ({*map(tuple, report["calls"])} for report in reports)
+    assert first | second == alone
+    negative = first & second  # which is encoded beside the prompt, by each of the encoders
+    assert len(negative) == 3 < min(len(first), len(second))
 
 
 @pytest.mark.parametrize(
@@ -376,7 +372,6 @@ def test_what_cannot_be_encoded_ahead_is_refused(tmp_path):
 
 def test_a_pipeline_that_encodes_nothing_before_its_network_is_refused(tmp_path, monkeypatch):
     policy, inputs = embedding_runs.case("sd3", tmp_path)
-    embeds = embedding_runs.embeds(policy, inputs, tmp_path)
-    monkeypatch.setattr(policy, "encode_prompts", lambda *args: 0)  # calls that were made
-    with pytest.raises(UnsupportedPipeline, match="does not call encode_prompt before its network runs; leave"):
-        embeds.prepare(ALONE, [], TEXTS)
+    monkeypatch.setattr(policy, "encode_prompts", lambda *args: [])  # calls that were made
+    with pytest.raises(UnsupportedPipeline, match="cache_prompt_embeds"):
+        embedding_runs.embeds(policy, inputs).prepare(ALONE, [], TEXTS)
