@@ -22,7 +22,6 @@ from transformers import TrainerCallback
 from .algorithms.base import RatioError
 from .algorithms.batch import MicroBatch
 from .config.settings import DiffusionGRPOConfig
-from .data.call_form import check_sources
 from .data.columns import RowError, list_given, list_types
 from .data.held_out import warn_of_trained_prompts
 from .data.prompts import choose_evaluated, load_given
@@ -147,7 +146,6 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             self._sampler: GroupSampler | None = None
             self._noted_settings = preflight.note_settings(self.args)
             self._make_collaborators(given.is_full_training)
-            check_sources(self.inputs, self.policy, given.datasets, self.args.validation_prompts or [])
 
     def _make_collaborators(self, is_full_training: bool) -> None:
         """Create the objects that train, then those that sample and score, then those that save the run."""
@@ -161,7 +159,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             reward_weights=self.rewards.weights,
             is_full_training=is_full_training,
         )
-        build.check_calls(args, policy, inputs, self.train_dataset)
+        build.warn_of_guidance(args, policy, inputs, self.train_dataset)
         built = build.build(
             args,
             self.rewards,

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from datasets import Dataset
 from PIL import Image
 from torch import Tensor
 
@@ -27,7 +26,6 @@ from .inputs import PipelineInputs
 
 logger = logging.getLogger(__name__)
 LEAST_SHARE = 1e-2  # limit of the change in other samples, relative to its own; rounding is far below
-SOURCES = ("image", "images", "video", "mask_image", "control_image", "control_video")  # what samples are made from
 
 
 def learn_forms(
@@ -59,8 +57,8 @@ def learn_forms(
         except (UnsupportedPipeline, UntrainedStepError, torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except Exception as error:  # any error of the pipeline, or of its network
-            if _find_refusal(inputs, policy, row) is None:
-                raise  # the network failed
+            if _reaches_network(inputs, policy, row):
+                raise
             prompt = f" (prompt {row['prompt']!r})" if isinstance(row.get("prompt"), str) else ""
             raise RowError(
                 f"{inputs.pipeline.__name__} fails on a row with {', '.join(sorted(given))}{prompt}: "
@@ -176,48 +174,6 @@ def _check_networks(
             )
 
 
-def check_sources(
-    inputs: PipelineInputs, policy: Policy, named: list[tuple[str, Dataset]], prompts: list[str]
-) -> None:
-    """Refuse rows without an image, a mask or a video that the pipeline cannot be called without.
-
-    Many pipelines need an image although its parameter has a default. A run would fail only when it draws such a
-    row. So the pipeline is called, up to its network, with a row of each kind that lacks an input of this sort.
-    `prompts` are sampled without a dataset.
-    """
-    sources = {name for name in SOURCES if name in inputs.accepted and name not in inputs.fixed}
-    if not sources or policy.draws_tokens or policy.writer is not None:  # whose tokens would be written for this
-        return
-    kinds: dict[frozenset[str], tuple[str, dict[str, Any]]] = {}  # by what is absent: where, and the row
-    for name, dataset in named:
-        for filled, index in inputs.columns(dataset).find_filled(sources).items():
-            if (absent := frozenset(sources - filled)) and absent not in kinds:
-                kinds[absent] = f"{name}, row {index} (the first is row 0)", inputs.rows(dataset, [index])[0]
-    if prompts and frozenset(sources) not in kinds:
-        kinds[frozenset(sources)] = "validation_prompts", {"prompt": prompts[0]}
-    for absent, (place, row) in kinds.items():
-        if (refusal := _find_refusal(inputs, policy, row)) is not None:
-            raise ValueError(
-                f"{place}: {inputs.pipeline.__name__} fails without {' and '.join(sorted(absent))}, with "
-                f"{type(refusal).__name__}: {' '.join(str(refusal).split())}"
-            )
-
-
-def check_shared_calls(inputs: PipelineInputs, policy: Policy, row: dict[str, Any], loss_type: str) -> None:
-    """Refuse a pipeline that takes one sample per call, if this shows before its network runs."""
-    try:
-        _, form = call_in_some_form(
-            lambda form: _reach_network(inputs, policy, row, form, 2 if form == BATCHED else 1)
-        )
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise
-    except Exception:  # the first rollout reports what is wrong
-        return
-    if form.name != BATCHED:
-        inputs.forms[inputs.find_given(row)] = form
-        refuse_single(inputs, [row], loss_type)
-
-
 def refuse_single(inputs: PipelineInputs, rows: list[dict[str, Any]], loss_type: str) -> None:
     """Refuse rows that cannot share a call with others, for a loss that compares the samples of a prompt."""
     forms = (inputs.forms.get(inputs.find_given(row), Form(BATCHED)) for row in rows)
@@ -229,25 +185,23 @@ def refuse_single(inputs: PipelineInputs, rows: list[dict[str, Any]], loss_type:
         )
 
 
-def _find_refusal(inputs: PipelineInputs, policy: Policy, row: dict[str, Any]) -> Exception | None:
-    """Return the error with which the pipeline refuses a row in every form before its network runs; None if none."""
+def _reaches_network(inputs: PipelineInputs, policy: Policy, row: dict[str, Any]) -> bool:
+    """Return whether the pipeline takes a row, in some form, until its network runs."""
+    drew = policy.draws_globally
+
+    def reach(form: str) -> None:
+        policy.reach_network(inputs.arguments([row], form), inputs.args.num_inference_steps, 1)
+
     try:
-        call_in_some_form(lambda form: _reach_network(inputs, policy, row, form, 1))
+        call_in_some_form(reach)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
-    except Exception as error:
-        return error
-    return None
-
-
-def _reach_network(inputs: PipelineInputs, policy: Policy, row: dict[str, Any], form: str, count: int) -> None:
-    """Call the pipeline with copies of a row, up to its network."""
-    drew = policy.draws_globally
-    try:
-        policy.reach_network(inputs.arguments([row] * count, form), inputs.args.num_inference_steps, count)
+    except Exception:
+        return False
     finally:
         policy.prompts.clear()
         policy.draws_globally = drew  # a rollout may leave out what drew here
+    return True
 
 
 def _describe_steps(steps: Collection[int]) -> str:

@@ -11,12 +11,11 @@ import dataclasses
 import inspect
 import io
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 import torch
@@ -32,7 +31,6 @@ VIDEOS = {".mp4", ".mov", ".m4v", ".mkv", ".webm", ".avi", ".mpg", ".mpeg"}
 SOUNDS = {".wav", ".flac", ".mp3", ".ogg", ".opus", ".m4a", ".aac"}
 KINDS: dict[str, Media] = {"image": datasets.Image(), "video": datasets.Video(), "audio": datasets.Audio()}
 BY_EXTENSION = "by extension"  # how to read the files of a column without a media type
-ARRAYS = ("numpy", "torch", "tensorflow", "jax")  # dataset formats that turn lists into arrays
 LONGEST_NAME = 255  # of a file
 NOT_TEXT = ("Image", "Tensor", "ndarray", "Any")  # parameters annotated with one of these take files
 
@@ -60,7 +58,6 @@ class Columns:
         self._taken, self._mode = frozenset(parameters), image_mode
         self.files = {}
         self.tensors: list[str] = []
-        self.arrays: datasets.Dataset | None = None  # the columns that the format turns into arrays
         if not has_transform(dataset):
             features = dataset.features
             self.tensors = [name for name in parameters.keys() & features.keys() if _is_tensor(name, features[name])]
@@ -70,7 +67,6 @@ class Columns:
                     found = _file_type(feature, parameters[name])
                 if found is not None:
                     self.files[name] = found
-            self.arrays = _select_arrays(dataset, {*self.files, *self.tensors})
             dataset = drop_format(dataset)
         self.typed = {name for name in self.files if _media_type(dataset.features[name])}
         for name in self.typed:
@@ -91,24 +87,6 @@ class Columns:
         features = self.dataset.features.items()
         return [name for name, kind in features if _media_type(kind) or _names_files(name, first.get(name))]
 
-    def find_filled(self, names: Collection[str]) -> dict[frozenset[str], int]:
-        """Return the first row of each set of columns, among those of these names, that some row fills.
-
-        With a transform, only the first row is looked at. No file is read.
-        """
-        if has_transform(self.dataset):
-            row = self.dataset[0]
-            return {frozenset(name for name in row if name in names and row[name] is not None): 0}
-        names = [name for name in names if name in self.dataset.column_names]
-        if not names:
-            return {frozenset(): 0}
-        filled = np.stack([_is_filled(self.dataset.data.column(name)) for name in names], axis=1)
-        if self.dataset._indices is not None:  # rows in another order, or a part of them
-            filled = filled[self.dataset._indices.column(0).to_numpy()]
-        patterns, first = np.unique(filled, axis=0, return_index=True)
-        chosen = [frozenset(name for name, is_there in zip(names, pattern) if is_there) for pattern in patterns]
-        return dict(zip(chosen, first.tolist(), strict=True))
-
     def rows(self, indices: list[int]) -> list[dict[str, Any]]:
         """Return the rows at `indices`; equal indices give one and the same dict."""
         found = {index: self._row(index) for index in dict.fromkeys(indices)}
@@ -122,8 +100,6 @@ class Columns:
                 raise
             cause = f"{type(error).__name__}: {error}"
             raise RowError(f"Row {index} (the first is row 0): the dataset's transform failed with {cause}") from error
-        if self.arrays is not None:
-            row |= self.arrays[index]
         for name in self.tensors:
             row[name] = None if row[name] is None else torch.tensor(row[name])
         for name in row:
@@ -237,24 +213,6 @@ def _move(value: Any, folder: Path) -> Any:
     return value if value is None or "://" in value else str(folder / value)
 
 
-def _select_arrays(dataset: datasets.Dataset, others: set[str]) -> datasets.Dataset | None:
-    """Return the columns of numbers in lists, if the dataset's format makes arrays of them, without `others`."""
-    own = dataset.format
-    names = [name for name in own["columns"] if name not in others and _is_array(dataset.features[name])]
-    if own["type"] not in ARRAYS or not names:
-        return None
-    return drop_format(dataset).select_columns(names).with_format(own["type"], **own["format_kwargs"])
-
-
-def _is_array(feature: Any) -> bool:
-    """Return whether a column holds lists of numbers."""
-    if isinstance(feature, (datasets.List, datasets.LargeList)):
-        item = feature.feature
-        is_number = isinstance(item, datasets.Value) and item.dtype.startswith(("int", "uint", "float", "bool"))
-        return is_number or _is_array(item)
-    return isinstance(feature, (datasets.Array2D, datasets.Array3D, datasets.Array4D, datasets.Array5D))
-
-
 def _is_tensor(name: str, feature: Any) -> bool:
     """Return whether a column holds embeddings of prompts, or the mask of their tokens."""
     if isinstance(feature, (datasets.List, datasets.LargeList, datasets.Array2D, datasets.Array3D)):
@@ -294,14 +252,6 @@ def _read_paths(column: pa.ChunkedArray) -> list[Any]:
     paths = pa.compute.struct_field(column, "path").to_pylist()
     is_held = pa.compute.is_valid(pa.compute.struct_field(column, "bytes")).to_pylist()
     return [None if held else path for path, held in zip(paths, is_held, strict=True)]
-
-
-def _is_filled(column: pa.ChunkedArray) -> np.ndarray:
-    """Return (rows,) whether a column has a value: neither None nor a file without any data."""
-    if pa.types.is_struct(column.type) and {field.name for field in column.type} == {"bytes", "path"}:
-        parts = [_is_filled(pa.compute.struct_field(column, name)) for name in ("bytes", "path")]
-        return parts[0] | parts[1]
-    return pa.compute.is_valid(column).to_numpy()
 
 
 def _find_problem(path: str, feature: Media | str) -> str | None:

@@ -257,28 +257,9 @@ def check_dataset(dataset: datasets.Dataset, name: str = "train_dataset") -> Non
         )
     if len(dataset) == 0:
         raise ValueError(f"{name} is empty; give it at least one row with a prompt.")
-    _check_shown(dataset, name)
     for row, prompt in enumerate(read_prompts(dataset) if "prompt" in dataset.column_names else []):
         if not isinstance(prompt, str):
             raise ValueError(
                 f"{name} has a prompt that is not a string in row {row} (the first is row 0): {prompt!r}, of type "
                 f"{type(prompt).__name__}; make every prompt a string."
             )
-
-
-def _check_shown(dataset: datasets.Dataset, name: str) -> None:
-    """Refuse a dataset with columns that its rows do not have."""
-    if has_transform(dataset):
-        found = list(dataset[0])
-        if "prompt" in dataset.column_names and "prompt" not in found:
-            raise ValueError(
-                f"{name} has a transform (set_transform) whose rows have no 'prompt', only {found}; it must return "
-                "the prompts too."
-            )
-        return
-    hidden = sorted({*dataset.column_names} - {*dataset.format["columns"]})
-    if hidden and not dataset.format["output_all_columns"]:
-        raise ValueError(
-            f"{name} has a format (set_format) that hides the columns {hidden}; remove them with remove_columns, or "
-            "show them with reset_format."
-        )

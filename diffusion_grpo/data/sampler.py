@@ -28,15 +28,6 @@ class GroupSampler(torch.utils.data.Sampler[int]):
         processes: int = 1,
         copies: int = 1,
     ) -> None:
-        sizes = {
-            "num_rows": num_rows,
-            "num_generations": num_generations,
-            "prompts_per_rollout": prompts_per_rollout,
-            "repeat_count": repeat_count,
-        }
-        for size, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"{size} must be at least 1, not {value}.")
         self.num_rows = num_rows
         self.num_generations = num_generations
         self.prompts_per_rollout = prompts_per_rollout

@@ -16,7 +16,6 @@ from transformers.trainer_callback import CallbackHandler
 from ..algorithms.advantage_fn import load_advantage_fn
 from ..algorithms.batch import Rows
 from ..config.settings import DiffusionGRPOConfig
-from ..data.call_form import check_shared_calls
 from ..data.columns import list_given
 from ..data.held_out import count_prompts
 from ..data.inputs import PipelineInputs
@@ -214,11 +213,10 @@ def make_sampler(args: DiffusionGRPOConfig, num_rows: int, copies: int) -> Group
     )
 
 
-def check_calls(args: DiffusionGRPOConfig, policy: Policy, inputs: PipelineInputs, dataset: Dataset | None) -> None:
-    """Refuse single calls for a loss that compares the samples of a prompt; warn of guidance that is not trained."""
-    if args.recording.whole_groups and dataset is not None:
-        (row,) = inputs.rows(dataset, [0])
-        check_shared_calls(inputs, policy, row, args.loss_type)
+def warn_of_guidance(
+    args: DiffusionGRPOConfig, policy: Policy, inputs: PipelineInputs, dataset: Dataset | None
+) -> None:
+    """Warn if the rollout is guided by a default of the pipeline, and the loss trains without guidance."""
     columns = () if dataset is None else dataset.column_names
     if not args.is_renoised or not args.should_log or "guidance_scale" in {*inputs.fixed, *columns}:
         return

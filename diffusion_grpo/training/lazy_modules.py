@@ -92,10 +92,10 @@ class LazyModule(nn.Module):
     def read(self) -> nn.Module:
         """Read the encoder into CPU memory, in the dtype to which the pipeline was cast meanwhile."""
         part = (self._waiting or self._read()).requires_grad_(False).eval()
-        if self.dtype != self._made_as and is_plain(part):
+        if self.dtype not in (part.dtype, self._made_as) and is_plain(part):
             part.to(self.dtype)
         self._place = self._place.to(part.dtype)
-        self.__dict__["_made_as"] = part.dtype
+        self.__dict__["_made_as"] = None  # was only what the encoder was expected to be
         return part
 
     def load(self) -> nn.Module:

@@ -155,17 +155,7 @@ def test_a_format_changes_no_text_number_or_image(folder, form):
         assert list(row) == list(expected)
         assert_same_picture(row.pop("image"), expected.pop("image"))
         assert torch.equal(row.pop("prompt_embeds"), expected.pop("prompt_embeds"))
-        boxes = row.pop("boxes")
-        assert type(boxes) is {"torch": torch.Tensor, "numpy": np.ndarray}.get(form, list)
-        assert list(boxes) == expected.pop("boxes")
         assert row == expected and {*map(type, row.values())} <= {int, float, str, list, type(None)}
-
-
-def test_only_the_columns_of_a_format_come_as_arrays():
-    dataset = datasets.Dataset.from_dict({"boxes": [[1, 2]], "ids": [[3]], "prompt": ["a"]})
-    dataset.set_format("torch", columns=["ids"], output_all_columns=True, dtype=torch.float64)
-    (row,) = Columns(dataset, {}).rows([0])
-    assert row["boxes"] == [1, 2] and row["prompt"] == "a" and row["ids"].dtype == torch.float64
 
 
 def test_paths_in_lists_are_relative_to_the_files_folder_too(folder):
@@ -273,24 +263,6 @@ def test_images_of_a_transform_have_the_mode_too(folder):
     dataset = datasets.Dataset.from_dict({"prompt": ["a"]}).with_transform(lambda batch: made)
     (row,) = Columns(dataset, taken).rows([0])
     assert (row["image"].mode, row["mask_image"].mode) == ("RGB", "L")
-
-
-def test_the_first_row_of_each_set_of_filled_columns(folder):
-    path = str(folder / "red.png")
-    data = {"image": [path, None, None, path], "mask_image": [None, None, path, path], "prompt": ["a", "b", "c", "d"]}
-    plain = datasets.Dataset.from_dict(data)
-    names = ("image", "mask_image", "video")
-    expected = {frozenset({"image"}): 0, frozenset(): 1, frozenset({"mask_image"}): 2, frozenset(names[:2]): 3}
-    typed = plain.cast_column("image", IMAGE)
-    taken = inspect.signature(FluxKontextInpaintPipeline.__call__).parameters
-    for dataset in (plain, typed):
-        assert Columns(dataset, taken).find_filled(names) == expected
-    assert Columns(plain.select([3, 1, 3]), taken).find_filled(names) == {frozenset(): 1, frozenset(names[:2]): 0}
-    assert Columns(plain.select_columns(["prompt"]), taken).find_filled(names) == {frozenset(): 0}
-    moved = plain.with_transform(lambda batch: {"prompt": batch["prompt"], "image": [1] * len(batch["prompt"])})
-    assert Columns(moved, taken).find_filled(names) == {frozenset({"image"}): 0}
-    made = plain.select_columns(["prompt"]).with_transform(lambda batch: batch | {"image": [1] * len(batch["prompt"])})
-    assert Columns(made, taken).find_filled(names) == {frozenset({"image"}): 0}  # no column of this name is stored
 
 
 def test_a_picture_as_base64_is_named_and_not_printed():

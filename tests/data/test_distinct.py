@@ -1,7 +1,6 @@
 """Rows that differ in texts and numbers are told apart; files count by whether they are there."""
 
 import tiny_pipelines
-import torch
 from datasets import Dataset, Image
 from tiny_runs import SETTINGS
 
@@ -51,9 +50,3 @@ def test_files_count_by_whether_they_are_there(tmp_path):
     dataset = Dataset.from_dict({"prompt": ["a", "a", "a"], "image": [path, None, path]})
     for given in (dataset, dataset.cast_column("image", Image())):
         assert list(find_distinct(given, inputs).values()) == [0, 1]
-
-
-def test_rows_with_embeddings_are_all_different(tmp_path):
-    inputs = inputs_of("sd3", tmp_path)
-    columns = {"prompt": ["a"] * 3, "prompt_embeds": torch.zeros(3, 2, 4).tolist()}
-    assert list(find_distinct(Dataset.from_dict(columns), inputs).values()) == [0, 1, 2]

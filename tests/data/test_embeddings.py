@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 import tiny_pipelines
 import torch
-from datasets import Array2D, Dataset, Features, List, Value
+from datasets import Dataset
 from peft import LoraConfig
 from tiny_pipelines import build
 from tiny_runs import LORA, PROMPTS, SETTINGS, brightness, logged, trained_weights
@@ -164,60 +164,24 @@ def test_embeddings_of_each_family_train_as_their_prompts(name, cache, tmp_path)
     assert seen and set(seen) <= set(PROMPTS)
 
 
-REFUSED = {
-    "no companion": ({"prompt_embeds": [[[0.0]]]}, "has the column 'prompt_embeds' but not 'pooled_prompt_embeds'"),
-    "pooled alone": (
-        {"pooled_prompt_embeds": [[0.0]]},
-        "'pooled_prompt_embeds' but not 'prompt_embeds'",
-    ),
-    "negative": (
-        {"prompt_embeds": [[[0.0]]], "pooled_prompt_embeds": [[0.0]], "negative_prompt_embeds": [[[0.0]]]},
-        "has the column 'negative_prompt_embeds' but not 'negative_pooled_prompt_embeds'",
-    ),
-    "some rows": (
-        {"prompt_embeds": [[[0.0]], [[0.0]]], "pooled_prompt_embeds": [[0.0], None]},
-        r"row 1 \(the first is row 0\): only one of 'pooled_prompt_embeds' and 'prompt_embeds' is given",
-    ),
-    "batch": (
-        {"prompt_embeds": [[[[0.0, 1.0], [2.0, 3.0]]]], "pooled_prompt_embeds": [[0.0]]},
-        r"must have the shape \(tokens, width\); leave out the batch dimension",
-    ),
-    "flat": (
-        {"prompt_embeds": [[0.0]], "pooled_prompt_embeds": [[0.0]]},
-        r"must hold numbers of shape \(tokens, width\)",
-    ),
-    "text": ({"prompt_embeds": ["a"], "pooled_prompt_embeds": [[0.0]]}, "must hold numbers of shape"),
-    "widths": (
-        {"prompt_embeds": [[[0.0]], [[0.0, 1.0]]], "pooled_prompt_embeds": [[0.0]] * 2},
-        "must all have the same width, but 1 and 2 were found",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_embeddings_that_do_not_fit_are_refused_before_a_model_is_loaded(case):
-    columns, match = REFUSED[case]
+@pytest.mark.parametrize(
+    ("columns", "names"),
+    [
+        ({"prompt_embeds": [[[0.0]]]}, "'pooled_prompt_embeds'"),
+        (
+            {"prompt_embeds": [[[0.0]]], "pooled_prompt_embeds": [[0.0]], "negative_prompt_embeds": [[[0.0]]]},
+            "'negative_pooled_prompt_embeds'",
+        ),
+        ({"prompt_embeds": [[[[0.0, 1.0], [2.0, 3.0]]]], "pooled_prompt_embeds": [[0.0]]}, "'prompt_embeds'.* batch"),
+        ({"prompt_embeds": [[[0.0]]], "pooled_prompt_embeds": [[[0.0]]]}, "'pooled_prompt_embeds'.* batch"),
+    ],
+)
+def test_embeddings_that_do_not_fit_are_refused_before_a_model_is_loaded(columns, names):
     accepted = set(inspect.signature(diffusers.StableDiffusion3Pipeline.__call__).parameters)
     for form in (None, "torch"):
         dataset = Dataset.from_dict(columns).with_format(form)
-        with pytest.raises(ValueError, match=match):
+        with pytest.raises(ValueError, match=names):
             check_embeddings(dataset, accepted, "train_dataset", "StableDiffusion3Pipeline")
-
-
-def test_masks_and_negatives_have_the_sizes_of_their_embeddings():
-    accepted = set(inspect.signature(diffusers.PixArtAlphaPipeline.__call__).parameters)
-    good = {"prompt_embeds": torch.zeros(2, 3, 4).tolist(), "prompt_attention_mask": [[1, 1, 0]] * 2}
-    check_embeddings(Dataset.from_dict(good), accepted, "train_dataset", "P")
-    features = Features({"prompt_embeds": Array2D((3, 4), "float32"), "prompt_attention_mask": List(Value("int64"))})
-    check_embeddings(Dataset.from_dict(good, features=features), accepted, "train_dataset", "P")
-    bad = good | {"prompt_attention_mask": [[1, 1, 0], [1, 1]]}
-    with pytest.raises(ValueError, match="row 1 .*mask' has 2 numbers, and 'prompt_embeds' has 3 tokens"):
-        check_embeddings(Dataset.from_dict(bad), accepted, "train_dataset", "P")
-    wide = {"negative_prompt_embeds": torch.zeros(2, 3, 5).tolist(), "negative_prompt_attention_mask": [[1] * 3] * 2}
-    with pytest.raises(ValueError, match="'negative_prompt_embeds' has the width 5 and 'prompt_embeds' has 4"):
-        check_embeddings(Dataset.from_dict(good | wide), accepted, "train_dataset", "P")
-    qwen = set(inspect.signature(diffusers.QwenImagePipeline.__call__).parameters)
-    check_embeddings(Dataset.from_dict({"prompt_embeds": good["prompt_embeds"]}), qwen, "train_dataset", "P")
 
 
 def test_names_of_embeddings_and_the_texts_they_replace():

@@ -36,7 +36,7 @@ from tiny_runs import (
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.data import call_form
 from diffusion_grpo.data import inputs as module
-from diffusion_grpo.data.call_form import check_sources, learn_forms
+from diffusion_grpo.data.call_form import learn_forms
 from diffusion_grpo.data.calls import Form, group_by_shape
 from diffusion_grpo.data.columns import RowError
 from diffusion_grpo.data.inputs import PipelineInputs, prepare_inputs
@@ -666,41 +666,6 @@ def test_advice_on_training_is_not_for_sampling(tmp_path, caplog, only_samples):
     assert ("transformer_2 will not be trained" in caplog.text) is not only_samples
 
 
-@pytest.mark.parametrize(
-    ("name", "columns", "message"),
-    [
-        (
-            "sd15_img2img",
-            {},
-            "train_dataset, row 0 .*: StableDiffusionImg2ImgPipeline fails without image, with",
-        ),
-        (
-            "qwen_image_edit",
-            {"image": 3},
-            "row 3 .*: QwenImageEditPipeline fails without image, with AttributeError",
-        ),
-        ("sd15_inpaint", {"image": 4, "mask_image": 2}, "train_dataset, row 2 .* fails without mask_image, "),
-    ],
-)
-def test_rows_without_an_image_that_the_pipeline_needs_are_refused_before_training(tmp_path, name, columns, message):
-    """Its parameter has a default, so that the signature does not tell."""
-    picture, plain = Image.new("RGB", (32, 32)), tiny_pipelines.build(name)[1]
-    kept = {key: value for key, value in plain.items() if key in ("true_cfg_scale", "negative_prompt", "strength")}
-    data = {key: [picture] * count + [None] * (4 - count) for key, count in columns.items()}
-    settings = {"pipeline_kwargs": tiny_pipelines.of_every_prompt(kept), "columns": data, "trained_steps": [0, 2]}
-    with pytest.raises(ValueError, match=message):
-        trainer_for(tmp_path, name, **settings)
-
-
-def test_validation_prompts_of_a_pipeline_that_needs_an_image_are_refused(tmp_path):
-    pictures = {"image": [Image.new("RGB", (32, 32))] * 4}
-    held_out = Dataset.from_dict({"prompt": ["a cat"], "image": pictures["image"][:1]})
-    settings = {"pipeline_kwargs": {}, "columns": pictures, "eval_dataset": held_out, "trained_steps": [0, 3]}
-    trainer_for(tmp_path / "a", "sd15_img2img", num_inference_steps=6, **settings)
-    with pytest.raises(ValueError, match="validation_prompts: StableDiffusionImg2ImgPipeline fails without image"):
-        trainer_for(tmp_path / "b", "sd15_img2img", num_inference_steps=6, validation_prompts=["a dog"], **settings)
-
-
 def test_rows_without_an_image_are_fine_where_it_is_optional(tmp_path):
     columns = {"image": [Image.new("RGB", (16, 16)), None, None, None]}
     pipe, inputs = tiny_pipelines.build("flux_kontext")
@@ -740,15 +705,3 @@ def test_the_images_of_a_row_are_shown_in_their_order_and_masks_last():
     found = inputs.find_images(row)
     assert sorted(map(id, found[:-2])) == sorted(map(id, [one, two, three])) and found[-2:] == [mask, mask]
     assert inputs.find_images({"prompt": "a"}) == []
-
-
-def test_what_a_check_draws_does_not_count_as_drawn_in_rollouts():
-    def reach_network(*arguments):
-        policy.draws_globally = True
-
-    prompts = types.SimpleNamespace(clear=lambda: None)
-    policy = types.SimpleNamespace(draws_globally=False, draws_tokens=False, writer=None, prompts=prompts)
-    policy.reach_network = reach_network
-    inputs = PipelineInputs(FluxKontextPipeline, DiffusionGRPOConfig("runs", use_cpu=True))
-    check_sources(inputs, policy, [("train_dataset", Dataset.from_dict({"prompt": ["a"]}))], [])
-    assert policy.draws_globally is False

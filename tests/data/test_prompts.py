@@ -233,17 +233,6 @@ def test_the_row_of_a_wrong_prompt_is_counted_as_the_rows_are():
         check_dataset(labels.select([0]))
 
 
-def test_columns_that_rows_do_not_have_are_refused():
-    dataset = datasets.Dataset.from_dict({"prompt": ["a"], "label": [1], "mood": ["b"]})
-    with pytest.raises(ValueError, match=r"hides the columns \['mood', 'prompt'\]; remove .* show them with reset"):
-        check_dataset(dataset.with_format("torch", columns=["label"]))
-    with pytest.raises(ValueError, match=r"hides the columns \['mood'\]"):
-        check_dataset(dataset.with_format(None, columns=["prompt", "label"]))
-    check_dataset(dataset.with_format("torch", columns=["label"], output_all_columns=True))
-    with pytest.raises(ValueError, match=r"eval_dataset has a transform .* only \['text'\]; it must return"):
-        check_dataset(dataset.with_transform(lambda rows: {"text": rows["prompt"]}), "eval_dataset")
-
-
 def test_what_an_evaluation_measures():
     dataset, other = (datasets.Dataset.from_dict({"prompt": [prompt]}) for prompt in "ab")
     assert choose_evaluated(None, dataset) == {"eval_dataset": dataset}

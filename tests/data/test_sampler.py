@@ -74,14 +74,6 @@ def test_no_prompt_is_left_out_and_no_dataset_too_small(num_rows, prompts, repea
         assert repetition == 0 or chunk == rows[start - size : start]
 
 
-@pytest.mark.parametrize("position", range(4))
-def test_sampler_refuses_nothing(position):
-    numbers = [4, 2, 2, 1]
-    numbers[position] = 0
-    with pytest.raises(ValueError, match="must be at least 1, not 0"):
-        GroupSampler(*numbers)
-
-
 def test_split_batches_would_take_the_groups_apart():
     batches = BatchSampler(GroupSampler(2, 4, 2, 1, shuffle=False, processes=2), batch_size=4, drop_last=False)
     assert list(BatchSamplerShard(batches, 2, 0)) == [[0, 0, 0, 0]]  # the whole share of the first process
