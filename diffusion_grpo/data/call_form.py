@@ -1,8 +1,7 @@
 """Find out, once and before the first rollout, in which form a pipeline takes its inputs, by calling it.
 
 A signature does not show this: given a list of images, one pipeline takes one image per sample, another takes all of
-them for one sample, and a third raises an error. Short rollouts, in which one input is changed, tell them apart. Calls
-that end before the network tell which inputs a pipeline cannot do without.
+them for one sample, and a third raises an error. Short rollouts, in which one input is changed, tell them apart.
 """
 
 import logging
