@@ -452,8 +452,7 @@ def test_evaluations_measure_the_policy_and_not_its_old_self(tmp_path):
 def test_a_pipeline_of_one_sample_per_call_is_refused(tmp_path, monkeypatch, loss):
     """Wan VACE takes no list of prompts."""
     settings = SHORT | {"loss_type": loss, "rewards": first_frame_brightness}
-    message = "loss_type"
     trainer = trainer_for(tmp_path, "wan_vace", **settings)
     monkeypatch.setattr(generation, "rollout", None)  # before the first rollout
-    with pytest.raises(UnsupportedPipeline, match=message):
+    with pytest.raises(UnsupportedPipeline, match="loss_type"):
         trainer.train()
