@@ -59,10 +59,16 @@ TRAINED = CASES | {
     "values": SETTINGS | {"advantage_estimator": "gae", "num_generations": 1, "beta": 0.1},
     "context": SETTINGS | {"name": "wan", "context_parallel_size": 2, "gradient_checkpointing": True, "beta": 0.1},
 }
+QUICK = ("lora", "full")
 MORE = {
     "idle": SETTINGS | IDLE | SAVED,
     "experts-full": FULL | EXPERTS | SAVED | {"context_parallel_size": 2},
 }
+
+
+def marked(cases):
+    """The names of the cases, with those marked that run only where all do."""
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.distributed) for name in cases]
 
 
 def results(folder, processes, cases):
@@ -92,16 +98,23 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def together(folder):
-    return results(folder / "two", 2, TRAINED)
+def cases(request):
+    """All of them only where tests ask for all: runs of two processes are the slowest tests."""
+    is_whole = any(item.path == request.path and "distributed" in item.keywords for item in request.session.items)
+    return TRAINED if is_whole else {name: TRAINED[name] for name in QUICK}
 
 
 @pytest.fixture(scope="module")
-def alone(folder):
-    return results(folder / "one", 1, TRAINED)
+def together(folder, cases):
+    return results(folder / "two", 2, cases)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.fixture(scope="module")
+def alone(folder, cases):
+    return results(folder / "one", 1, cases)
+
+
+@pytest.mark.parametrize("case", marked(CASES))
 def test_each_of_two_processes_holds_half_of_every_weight(together, case):
     """Of frozen weights too; not DDP, which is what accelerate makes of FSDP on CPUs."""
     report, _ = together[case]
@@ -114,7 +127,7 @@ def test_each_of_two_processes_holds_half_of_every_weight(together, case):
     assert {f"FSDP{block}", f"FSDP{network}"} <= set(report["units"])
 
 
-@pytest.mark.parametrize("case", TRAINED)
+@pytest.mark.parametrize("case", marked(TRAINED))
 def test_two_processes_train_what_one_trains(alone, together, case):
     """With a LoRA whose units hold frozen weights too; with a sharded reference, average and evaluations in full; with
     two experts, also if all rewards are equal; where one process calls the network more often than the other;
@@ -149,6 +162,7 @@ def test_what_is_saved_is_loaded_by_plain_diffusers(folder, together):
     assert config["_class_name"] == "SD3Transformer2DModel"
 
 
+@pytest.mark.distributed
 def test_the_loras_of_two_experts_are_loaded_by_plain_diffusers(folder, together):
     pipe, _ = tiny_pipelines.build("wan_experts")
     point = folder / "two" / "experts" / "checkpoint-2"
@@ -400,6 +414,7 @@ def group_of_one():
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.distributed
 def test_after_a_rollout_an_update_gathers_as_before(group_of_one, is_kept):
     """Blocks are gathered again for the backward pass; what is outside of them stays from the forward pass on."""
     plugin = types.SimpleNamespace(reshard_after_forward=True)

@@ -199,7 +199,7 @@ SAVED_AS = {"full": "sd3-bfloat16", "lora": "sd3-float32"}  # each in the dtype 
 @pytest.mark.parametrize(
     ("mode", "case"),
     [
-        ("fsdp2", "full"),
+        pytest.param("fsdp2", "full", marks=pytest.mark.distributed),
         pytest.param("zero3", "lora", marks=pytest.mark.distributed),
         pytest.param("fsdp2", "lora", marks=pytest.mark.distributed),
         pytest.param("zero3", "full", marks=pytest.mark.distributed),

@@ -49,6 +49,7 @@ def test_two_processes_train_what_one_trains(tmp_path):
     assert max((weights[name] - together[name]).abs().max() for name in weights) < 1e-6
 
 
+@pytest.mark.distributed
 def test_each_process_swaps_the_blocks_of_its_own_copy(tmp_path):
     alone, weights = result(tmp_path / "one", 1)
     swapped = {"group_offload": "block_level", "group_offload_stream": True, "gradient_checkpointing": True}
@@ -108,7 +109,7 @@ def samples(run):
     "settings",
     [
         SEVERAL,
-        BRANCHED,
+        pytest.param(BRANCHED, marks=pytest.mark.distributed),
         pytest.param(WHOLE, marks=pytest.mark.distributed),
         pytest.param(SEVERAL | {"bf16": True, "gradient_checkpointing": True}, marks=pytest.mark.distributed),
         pytest.param(CHOSEN, marks=pytest.mark.distributed),
@@ -164,7 +165,7 @@ def test_samples_rewards_and_weights_of_any_number_of_processes(tmp_path, settin
     ("mode", "held_out"),
     [
         ("ddp", list("abcdefghi")),  # three parts, of which one process has two
-        ("ddp", ["alone"]),
+        pytest.param("ddp", ["alone"], marks=pytest.mark.distributed),
         pytest.param("fsdp2", list("abcdefghi"), marks=pytest.mark.distributed),
         pytest.param("zero3", list("abcdefghi"), marks=pytest.mark.distributed),
         pytest.param("zero3-layered", list("abcdefghi"), marks=pytest.mark.distributed),

@@ -24,6 +24,7 @@ def ran(folder, base, processes, **given):
     return json.loads((folder / "result.json").read_text()), load_file(folder / "weights.safetensors")
 
 
+@pytest.mark.distributed
 def test_two_processes_train_what_one_trains_on_int8_weights(tmp_path):
     base = quantized.save_pipeline(tmp_path / "base")
     alone, weights = ran(tmp_path / "one", base, 1)

@@ -52,7 +52,7 @@ def ran(folder, processes, settings, resume=None):
 @pytest.mark.parametrize(
     ("mode", "settings"),
     [
-        ("ddp", NFT),
+        pytest.param("ddp", NFT, marks=pytest.mark.distributed),
         pytest.param("ddp", DGPO, marks=pytest.mark.distributed),
         pytest.param("ddp", AWM, marks=pytest.mark.distributed),
         pytest.param("ddp", DPO, marks=pytest.mark.distributed),

@@ -109,7 +109,12 @@ def test_two_experts_trained_in_full_resume_exactly(tmp_path):
 
 @pytest.mark.parametrize(
     "settings",
-    [WITHIN, FULL, pytest.param(DPPO, marks=pytest.mark.slow), pytest.param(GUARD, marks=pytest.mark.slow)],
+    [
+        WITHIN,
+        pytest.param(FULL, marks=pytest.mark.slow),
+        pytest.param(DPPO, marks=pytest.mark.slow),
+        pytest.param(GUARD, marks=pytest.mark.slow),
+    ],
     ids=["within a rollout, EMA", "full, reference, best of n", "dppo, weighted steps", "guard, recorded means"],
 )
 def test_resume_from_every_checkpoint(tmp_path, settings):
