@@ -243,7 +243,6 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         self.feed.reset()  # a second call to `train` starts with a new rollout
         self.metrics.reset()
         folder = Path(self.args.output_dir)
-        self.backend.check_start()
         with contextlib.ExitStack() as held:
             held.enter_context(self.monitor.propagate_errors())
             point = self.find_start(

@@ -664,8 +664,8 @@ class RepeatsPasses:
     def __init__(self, backend):
         self.equalize_alone = backend.equalize
 
-    def __call__(self, passes):
-        return self.equalize_alone(passes) + [(passes[-1], False)] * 2
+    def __call__(self, passes, in_update=False):
+        return self.equalize_alone(passes, in_update) + [(passes[-1], False)] * (2 if in_update else 0)
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_iterations": 2}], ids=["once", "twice"])

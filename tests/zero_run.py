@@ -33,7 +33,7 @@ def partitioning(trainer) -> dict:
     """Return which weights this process holds."""
     sharded = [p for p in trainer.model.parameters() if hasattr(p, "ds_tensor") and not p.ds_persist]
     return {
-        "stage": trainer.backend.mode.get("zero_stage", 0),
+        "stage": int(trainer.backend.sharding.removeprefix("zero")),
         "empty": sum(p.numel() == 0 for p in sharded),
         "held": sum(p.ds_tensor.numel() for p in sharded),
         "all": sum(p.ds_numel for p in sharded),

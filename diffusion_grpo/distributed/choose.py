@@ -7,8 +7,8 @@ from accelerate.utils import DeepSpeedPlugin
 
 from .backend import DistributedBackend
 from .context_parallel import ContextGroups
-from .deepspeed import DeepSpeedBackend, hide_deepspeed
 from .fsdp import FSDP2Backend, wants_fsdp
+from .zero import DeepSpeedBackend, hide_deepspeed
 
 
 def make_backend(

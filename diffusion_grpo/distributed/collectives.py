@@ -1,19 +1,85 @@
-"""Collectives for bytes, JSON and means: every process gets what each process has.
+"""Calls that all processes make together: of collectives, and of networks whose weights they share.
 
-accelerate's functions for objects use pickle; these send only numbers.
+accelerate's functions for objects use pickle; those for bytes, JSON and means here send only numbers.
 """
 
 import contextlib
 import json
 import operator
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..policy.network_gate import CallHook, replace_attribute
+
+DONE, PLAIN, GRAPH = 0, 1, 2  # next action of a process: no more calls, a call without gradient, one with gradient
+
+
+class EqualCalls(CallHook):
+    """Keeps processes in step whose calls of a network gather its weights.
+
+    All processes must make the same calls in the same order: for each network, first the calls without gradient that
+    any process has to make, then those with gradient. Their number depends on the samples: on whether a step is
+    guided, and on which output shapes are known already. A process without a call of its own repeats its last one,
+    with gradient for a term of zero, so that it takes part in every backward pass.
+    """
+
+    def __init__(self, exchange: Callable[[int], list[int]]):
+        self._exchange = exchange  # a collective that returns the next action of each process
+        self._last_calls: dict[int, Callable] = {}  # latest call of each network, also of earlier pipeline calls
+        self._own_calls: dict[int, Callable] = {}  # the same, with the networks' own forwards only
+        self._calls_own = True
+        self._spare: list[Tensor] = []
+
+    def begin(self, is_own: bool) -> None:
+        self._calls_own, self._last_calls = is_own, dict(self._own_calls) if is_own else {}
+
+    def before(self, number: int, call: Callable[[], Any]) -> None:
+        self._last_calls[number] = call
+        if self._calls_own:
+            self._own_calls[number] = call
+        self._repeat_until(number * GRAPH + (GRAPH if torch.is_grad_enabled() else PLAIN))
+
+    def finish(self) -> None:
+        self._repeat_until(DONE)
+
+    def take_spare(self) -> Tensor | float:
+        """Return zero, once, with the gradient of calls that were made only to stay in step."""
+        spare, self._spare = self._spare, []
+        return sum(spare, 0.0)
+
+    def _repeat_until(self, action: int) -> None:
+        """Repeat the calls that must come before the next action of this process."""
+        while (turn := min(filter(None, self._exchange(action)), default=DONE)) != action:
+            number, kind = divmod(turn - 1, GRAPH)
+            with torch.set_grad_enabled(kind + 1 == GRAPH):
+                output = pytree.tree_leaves(self._last_calls[number]())
+            if kind + 1 == GRAPH:
+                self._spare.append(sum((leaf * 0.0).sum() for leaf in output if torch.is_tensor(leaf)))
+
+
+def redirect(wrapper: nn.Module, model: nn.Module, method: Callable, *args: Any) -> Any:
+    """Call `method` inside the forward of `wrapper` (DDP, DeepSpeed), so that the wrapper's hooks run.
+
+    TRL has a class for this, `_ForwardRedirection`, but it is private.
+    """
+    if wrapper is model:
+        return method(*args)
+    real = model.forward
+
+    def detour(*given: Any) -> Any:
+        with replace_attribute(model, "forward", real):
+            return method(*given)
+
+    with replace_attribute(model, "forward", detour):
+        return wrapper(*args)
 
 
 def gather_bytes(accelerator: Accelerator, own: bytes) -> list[bytes]:

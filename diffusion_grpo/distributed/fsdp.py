@@ -6,10 +6,9 @@ rules of their own: who calls the network, when its units are gathered, and how 
 
 import collections
 import contextlib
-import dataclasses
 import functools
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
-from ..policy.network_gate import NetworkAccess, replace_attribute
-from . import late_weights, refusals
+from ..policy.network_gate import replace_attribute
+from . import late_weights
 from .backend import DistributedBackend
+from .checkpoints import save_shards
 from .context_parallel import ContextGroups
-from .dtensor import as_dtensor, as_shard, is_sharded
-from .sharded_checkpoints import save_shards
-from .weights import TrainedWeights
+from .sharded_weights import TrainedWeights, as_dtensor, as_shard, is_sharded
 
 TOKENS = (
     "a language model writes token by token, and would gather its weights again for each token; start without FSDP "
@@ -38,6 +36,9 @@ TOKENS = (
 
 class FSDP2Backend(DistributedBackend):
     """FSDP2."""
+
+    sharding = "fsdp2"
+    shards_weights = passes_together = _reduces_every_pass = True
 
     def __init__(
         self,
@@ -49,36 +50,13 @@ class FSDP2Backend(DistributedBackend):
     ):
         super().__init__(half, groups)
         self._plugin_args, self._keeps_gathered = plugin_args or {}, keeps_gathered
-        self._weights: ShardedWeights | None = None
         self._idle: list[nn.Module] = []  # networks without a gradient in this update
         _check_plugin(self._plugin_args, processes)
 
-    @property
-    def mode(self) -> dict[str, int]:
-        return super().mode | {"fsdp": 1}
-
-    @property
-    def trainer_attributes(self) -> dict[str, Any]:
-        return {"is_fsdp_enabled": True}  # on CPUs, accelerate says so only after `activate`
-
-    @property
-    def loads_before_engine(self) -> bool:
-        return True
-
-    @property
-    def leaves_networks_in_place(self) -> bool:
-        return True
-
-    def bind(self, accelerator: Accelerator, networks: list[nn.Module]) -> None:
-        super().bind(accelerator, networks)
+    def bind(self, accelerator: Accelerator, model: nn.Module, networks: list[nn.Module]) -> None:
+        super().bind(accelerator, model, networks)
         activate(accelerator, self._plugin_args)
         configure_plugin(accelerator.state.fsdp_plugin, networks)
-
-    def check_quantization(self, methods: Collection[str]) -> None:
-        refusals.check_quantization("fsdp2", methods)
-
-    def check_optimizer(self, name: str) -> None:
-        refusals.check_optimizer("fsdp2", name)
 
     def check_run(self, component: tuple[str, ...], *, processes: int, own_steps: bool, draws_tokens: bool) -> None:
         if draws_tokens:
@@ -90,45 +68,18 @@ class FSDP2Backend(DistributedBackend):
                 "or name one network in train_component."
             )
 
-    def read_networks(self, names: Collection[str]) -> contextlib.AbstractContextManager:
-        return late_weights.read_late(names)
-
-    def cast(self, network: nn.Module, dtype: torch.dtype) -> nn.Module:
-        return late_weights.hold(network, dtype)
-
-    def copy_model(self, model: nn.Module) -> nn.Module:
-        return late_weights.copy_held(model)
-
     def wrap_prepare(self, model: nn.Module) -> contextlib.AbstractContextManager:
         return replace_attribute(accelerate.accelerator, "fsdp2_prepare_model", shard_model)
 
-    def check_group_offload(self) -> None:
-        raise ValueError(
-            "group_offload moves weights that FSDP2 moves itself; leave it out (fsdp_offload_params keeps weights in "
-            "CPU memory too), or start without FSDP."
-        )
-
-    def network_access(self, model: nn.Module) -> NetworkAccess:
-        return dataclasses.replace(super().network_access(model), ask_all=self._ask_all, skips_hooks=True)
-
-    def _ask_all(self, own: int) -> list[int]:
-        """Exchange what each process does next, if the weights are sharded."""
-        if not self._weights.is_sharded:
-            return [own]
-        return self.accelerator.gather(torch.tensor([own], device=self.accelerator.device)).tolist()
+    @property
+    def _meets_in_calls(self) -> bool:
+        return self._weights.is_sharded
 
     def trained_weights(self, model: nn.Module, take_turns: bool) -> TrainedWeights:
         self._weights = ShardedWeights(model, take_turns=take_turns)
         return self._weights
 
     # A reference
-
-    @property
-    def moves_references(self) -> bool:
-        return False  # each share is moved when it is needed
-
-    def reference_waits_on_cpu(self, is_offloaded: bool) -> bool:
-        return True
 
     def shard_reference(self, reference: nn.Module, is_offloaded: bool) -> nn.Module:
         if not is_sharded(reference):
@@ -140,48 +91,27 @@ class FSDP2Backend(DistributedBackend):
 
     # Passes
 
-    @property
-    def passes_together(self) -> bool:
-        return True
-
-    @property
-    def meets_in_passes(self) -> bool:
-        return True
-
     @contextlib.contextmanager
     def gather_for_passes(self, networks: list[nn.Module], reference: nn.Module | None) -> Iterator[Callable]:
-        if not self._weights.is_sharded:
-            for network in networks:
-                late_weights.fill(network.parameters())
-                network.to(self.accelerator.device)  # before training, they are where they were loaded
+        self._place(networks)
         with gather_units(self._weights.model, self.accelerator, self._keeps_gathered):
             yield lambda method, *args: method(*args)
 
-    @property
-    def reduces_every_pass(self) -> bool:
-        return True
-
-    def begin_micro_batch(self, model: nn.Module) -> None:
-        for network in split(model):
-            network.set_requires_gradient_sync(True)  # Trainer's no_sync would keep whole gradients
-
     @contextlib.contextmanager
     def accumulate(self, model: nn.Module, is_last: bool) -> Iterator[None]:
-        yield  # reducing only in the last pass would keep whole gradients until then
+        networks = split(model)
+        for network in networks:  # reducing only in the last pass, as in Trainer's no_sync, keeps whole gradients
+            network.set_requires_gradient_sync(True)
+        yield
+        if is_last and self._weights.take_turns:  # a process may have a share of zeros only
+            own = [float(any(map(has_share_of_gradient, network.parameters()))) for network in networks]
+            trained = self.accelerator.reduce(torch.tensor(own, device=self.accelerator.device), "sum").tolist()
+            self._idle = [network for network, count in zip(networks, trained, strict=True) if count == 0]
 
-    def forward(self, model: nn.Module, method: Callable, *args: Any) -> Any:
+    def _in_engine(self, model: nn.Module, method: Callable, *args: Any) -> Any:
         return method(*args)  # FSDP's hooks are on the network that the pipeline calls
 
-    def finish_micro_batch(self, model: nn.Module, weights: TrainedWeights) -> None:
-        """Exchange which networks have a gradient, if they take turns: a process may have a share of zeros only."""
-        if not weights.take_turns:
-            return
-        networks = split(model)
-        own = [float(any(map(has_share_of_gradient, network.parameters()))) for network in networks]
-        trained = self.accelerator.reduce(torch.tensor(own, device=self.accelerator.device), "sum").tolist()
-        self._idle = [network for network, count in zip(networks, trained, strict=True) if count == 0]
-
-    def find_idle(self, networks: list[nn.Module]) -> list[nn.Module]:
+    def _find_idle(self, networks: list[nn.Module]) -> list[nn.Module]:
         return self._idle
 
     # Checkpoints
@@ -364,26 +294,19 @@ class ShardedWeights(TrainedWeights):
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters the model has now: sharding makes new ones."""
-        named = dict(self.model.named_parameters())
+        named = dict(self.model.named_parameters())  # sharding makes new ones
         return [named[name] for name in self.names]
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a process has only its share."""
         return is_sharded(self.model)
 
     @property
     def leave_some_without_gradient(self) -> bool:
-        """No: processes make their passes together."""
-        return False
+        return False  # processes make their passes together
 
     def exact(self) -> list[Tensor]:
-        """Return the values of `used`, without gradient."""
         return [value.detach() for value in self.used()]
-
-    def refresh(self) -> None:
-        """Do nothing: there are no copies in addition to the shares."""
 
     def used(self) -> list[Tensor]:
         """Return what this process holds of each parameter, in the same memory: writing to it changes the weights."""
@@ -434,19 +357,6 @@ class ShardedWeights(TrainedWeights):
             finally:
                 for unit, cls in classes:
                     unit.__class__ = cls
-
-    @contextlib.contextmanager
-    def rewrite(self) -> Iterator[None]:
-        """Show whole parameters on every process, to read a file into them; afterwards each process has its share."""
-        if not self.is_sharded:
-            yield
-            return
-        with self.show_whole():
-            yield
-            read = [parameter.detach() for parameter in self.parameters]
-        with torch.no_grad():
-            for own, value in zip(self.used(), self.shard(read), strict=True):
-                own.copy_(value)
 
 
 def _plain_class(cls: type[nn.Module]) -> type[nn.Module]:

@@ -40,3 +40,12 @@ def check_quantization(sharding: str, methods: Collection[str]) -> None:
             f"DeepSpeed cannot move or send {method}'s weights, which are tensors of a class of their own; start "
             "without it (DDP), or quantise with bitsandbytes (load_in_4bit, load_in_8bit)."
         )
+
+
+def check_group_offload(sharding: str) -> None:
+    """Refuse group offloading, which moves frozen weights, where an engine moves them itself."""
+    if sharding != "ddp":
+        raise ValueError(
+            "group_offload moves weights that DeepSpeed and FSDP2 move themselves; leave it out (zero3_offload and "
+            "fsdp_offload_params keep weights in CPU memory too), or start without them."
+        )

@@ -130,10 +130,6 @@ class Policy(ABC):
             f"{both if others else ''}."
         )
 
-    def take_spare(self) -> Tensor | float:
-        """Return zero, once, with the gradient of calls that were made only to stay in step with other processes."""
-        return self.gates.take_spare()
-
     def draw_tokens(self, call: dict[str, Any], seeds: Tensor) -> Drawn:
         """Draw tokens with the pipeline's language model; `call` holds the arguments of its `generate`."""
         return draw(

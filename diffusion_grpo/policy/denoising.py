@@ -356,7 +356,7 @@ class DenoisingPolicy(Policy):
                 stack.enter_context(replace_attribute(pipe, name, _Undecorated(part)))
             try:
                 yield
-                self.gates.finish()
+                self.access.hook.finish()
             finally:
                 self.scheduler.driver = None
 

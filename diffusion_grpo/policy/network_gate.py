@@ -18,7 +18,19 @@ from torch.utils import _pytree as pytree
 from .drivers import Driver
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-DONE, PLAIN, GRAPH = 0, 1, 2  # next action of a process: no more calls, a call without gradient, one with gradient
+
+
+class CallHook:
+    """What happens around calls of the trained networks: nothing here; `distributed` keeps processes in step."""
+
+    def begin(self, is_own: bool) -> None:
+        """Enter a call of the pipeline; `is_own` unless its networks are replaced by a reference's."""
+
+    def before(self, number: int, call: Callable[[], Any]) -> None:
+        """Act before `call`, which runs trained network `number`."""
+
+    def finish(self) -> None:
+        """Act when the pipeline makes no more calls."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +39,7 @@ class NetworkAccess:
 
     forward_context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     casts_outputs: bool = False
-    ask_all: Callable[[int], list[int]] | None = None
+    hook: CallHook = CallHook()
     shapes_only: Callable[[], contextlib.AbstractContextManager] | None = None
     skips_hooks: bool = False
 
@@ -43,10 +55,6 @@ class NetworkGates:
     ):
         self._networks, self._access, self._adjust_call = networks, access, adjust_call
         self._blank_outputs: dict[Any, Any] = {}
-        self._last_calls: dict[int, Callable] = {}  # latest call of each network, also of earlier pipeline calls
-        self._own_calls: dict[int, Callable] = {}  # the same, with the networks' own forwards only
-        self._calls_own = True
-        self._spare: list[Tensor] = []
 
     @contextlib.contextmanager
     def put_up(self, driver: Driver, forwards: Sequence[Callable] | None = None) -> Iterator[None]:
@@ -61,35 +69,8 @@ class NetworkGates:
                 )
                 for hooks in HOOKS if skips_hooks else ():
                     stack.enter_context(replace_attribute(network, hooks, OrderedDict()))
-            self._calls_own = forwards is None
-            self._last_calls = dict(self._own_calls) if self._calls_own else {}
+            self._access.hook.begin(forwards is None)
             yield
-
-    def finish(self) -> None:
-        """Make the calls that other processes still have to make in this call of the pipeline."""
-        self._keep_in_step(DONE)
-
-    def take_spare(self) -> Tensor | float:
-        """Return zero, once, with the gradient of calls that were made only to stay in step."""
-        spare, self._spare = self._spare, []
-        return sum(spare, 0.0)
-
-    def _keep_in_step(self, own: int) -> None:
-        """Make the calls that must come before the next action of this process, `own`, then return.
-
-        If calls gather weights, all processes must make the same calls in the same order: for each network, first the
-        calls without gradient that any process has to make, then those with gradient. Their number depends on the
-        samples: on whether a step is guided, and on which output shapes are known already. A process without a call of
-        its own repeats its last one, with gradient for a term of zero, so that it takes part in every backward pass.
-        """
-        if self._access.ask_all is None:
-            return
-        while (turn := min(filter(None, self._access.ask_all(own)), default=DONE)) != own:
-            number, kind = divmod(turn - 1, GRAPH)
-            with torch.set_grad_enabled(kind + 1 == GRAPH):
-                output = pytree.tree_leaves(self._last_calls[number]())
-            if kind + 1 == GRAPH:
-                self._spare.append(sum((leaf * 0.0).sum() for leaf in output if torch.is_tensor(leaf)))
 
     def _gate(self, driver: Driver, number: int, network: nn.Module, real: Callable, run: Callable) -> Callable:
         """Build a forward that is skipped if its result is known; `run` is the forward with its hooks."""
@@ -129,11 +110,7 @@ class NetworkGates:
 
     def _run(self, number: int, run: Callable, tensors: list[Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
         call = functools.partial(self._call, run, args, kwargs)
-        if self._access.ask_all is not None:
-            self._last_calls[number] = call
-            if self._calls_own:
-                self._own_calls[number] = call
-            self._keep_in_step(number * GRAPH + (GRAPH if torch.is_grad_enabled() else PLAIN))
+        self._access.hook.before(number, call)
         return self._cast(call(), tensors)
 
     def _cast(self, output: Any, tensors: list[Tensor]) -> Any:

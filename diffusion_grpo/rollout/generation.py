@@ -138,7 +138,7 @@ class RolloutGenerator:
         if plan.prefix_lengths is not None and self._may_share_calls:
             calls = split_by_length(calls, plan.prefix_lengths)
             prefix_of = self._take_shared_steps(rows, calls, plan)
-        for indices, is_own in self._backend.equalize_outside_updates(calls):
+        for indices, is_own in self._backend.equalize(calls):
             latents = [] if takes_latents else None
             arguments = self.inputs([rows[index] for index in indices])
             images, trajectory = rollout(

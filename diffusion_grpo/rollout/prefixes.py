@@ -42,7 +42,7 @@ def compute_prefixes(
         first_of |= new
         shared += [sorted(new.values())] if new else []
     found: dict[int, Prefix] = {}
-    for indices, _ in backend.equalize_outside_updates(shared):  # a repeated call gives the same latents
+    for indices, _ in backend.equalize(shared):  # a repeated call gives the same latents
         prefix = run_prefix(
             policy,
             inputs([rows[index] for index in indices]),

@@ -9,7 +9,8 @@ from peft import PeftModel
 from torch import Tensor, nn
 
 from ..distributed.backend import DistributedBackend
-from ..distributed.weights import TrainedWeights
+from ..distributed.late_weights import copy_held
+from ..distributed.sharded_weights import TrainedWeights
 from ..policy.base import Policy
 from ..policy.token_process import TokenDistribution, TokenTrajectory
 from ..policy.trajectory import CleanSamples, Denoised, StepDistribution, Trajectory
@@ -59,8 +60,8 @@ class CopiedReference:
     ):
         self._policy, self._model, self._backend = policy, model, backend
         self._device, self._is_offloaded = device, is_offloaded
-        self.module = backend.copy_model(model).requires_grad_(False).eval()
-        self.module.to("cpu" if backend.reference_waits_on_cpu(is_offloaded) else device)
+        self.module = copy_held(model).requires_grad_(False).eval()
+        self.module.to("cpu" if is_offloaded or backend.shards_weights else device)
 
     @property
     def plain_module(self) -> nn.Module:
@@ -97,7 +98,7 @@ class CopiedReference:
     @contextlib.contextmanager
     def _load(self) -> Iterator[None]:
         """Move the copy to the device inside this context, if it is kept in CPU memory."""
-        is_moved = self._is_offloaded and self._backend.moves_references
+        is_moved = self._is_offloaded and not self.weights.is_sharded
         if is_moved:
             self.module.to(self._device)
         try:

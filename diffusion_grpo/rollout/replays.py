@@ -34,7 +34,7 @@ class OldPolicy(Protocol):
 class Replays:
     """Replays of recorded steps without training on them.
 
-    Its methods call the network, so they are run by [`~diffusion_grpo.distributed.generation.NetworkPasses`].
+    Its methods call the network, so they are run by [`~diffusion_grpo.distributed.backend.NetworkPasses`].
     """
 
     def __init__(
@@ -198,4 +198,4 @@ class Replays:
     def _passes(self, batch: MicroBatch) -> list[tuple[tuple[int, int], bool]]:
         """Return each pass as the index of its call and its step, and whether it counts; processes stay in step."""
         turns = batch.passes(take_turns=len(self._policy.component) > 1)
-        return [one for turn in turns for one in self._backend.equalize_outside_updates(turn)]
+        return [one for turn in turns for one in self._backend.equalize(turn)]

@@ -121,7 +121,8 @@ class RewardScorer:
         """
         every = torch.zeros(total, *values.shape[1:])
         every[positions] = values.float()
-        return self._backend.reduce_sum(every.to(self._backend.accelerator.device)).cpu()
+        accelerator = self._backend.accelerator
+        return accelerator.reduce(every.to(accelerator.device), "sum").cpu()
 
     # Both
 

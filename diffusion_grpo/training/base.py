@@ -19,7 +19,7 @@ from transformers.utils import PushInProgress, hf_api
 
 from ..config.files import check_hub_access, check_resume_folder
 from ..config.names import suggest
-from ..distributed import checkpoint_mode
+from ..distributed import checkpoints as shares
 from ..distributed.backend import DistributedBackend
 from ..distributed.collectives import gather_json, is_shared
 from ..report.card import CardDetails
@@ -76,18 +76,16 @@ class DiffusersTrainer(Trainer):
             if getattr(cls, name) is not getattr(Trainer, name):
                 raise TypeError(f"{cls.__name__} overrides {name}(), which is never called here; {advice} instead.")
 
-    def __init__(self, *, backend: DistributedBackend, networks: list[nn.Module], **kwargs: Any):
-        self._backend, self._networks = backend, networks
+    def __init__(self, *, backend: DistributedBackend, networks: list[nn.Module], model: nn.Module, **kwargs: Any):
+        self._backend, self._bound = backend, (model, networks)
         self.checkpointer: checkpoints.Checkpointer | None = None
         self._owns_folder = False  # True once the output folder holds this run
         self._card_details = CardDetails()
-        super().__init__(**kwargs)
+        super().__init__(model=model, **kwargs)
         # without a shared disk, the first process of each machine saves; with one, they would overwrite each other
         self.args.save_on_each_node = not is_shared(self.accelerator, Path(self.args.output_dir))
         if self.args.save_on_each_node and not self.args.save_only_model:
-            checkpoint_mode.check_separate_disks(backend.mode, self.args.output_dir)
-        backend.set_engine(self.model)
-        backend.fill_config(self.model)
+            shares.check_separate_disks(backend.mode, self.args.output_dir)
 
     def use_checkpointer(self, checkpointer: checkpoints.Checkpointer) -> None:
         """Set the checkpointer, which saves and loads the policy and its companion weights."""
@@ -111,23 +109,17 @@ class DiffusersTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """As in `Trainer`, but enables FSDP2 where accelerate would fall back to DDP."""
         super().create_accelerator_and_postprocess()
-        self._backend.bind(self.accelerator, self._networks)
-        vars(self).update(self._backend.trainer_attributes)
+        self._backend.bind(self.accelerator, *self._bound)
+        self.is_fsdp_enabled = getattr(self.accelerator.state, "fsdp_plugin", None) is not None
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         """As in `Trainer`, but loads diffusers' weights before an engine shards them, and the engine's state after."""
-        if not self._backend.loads_before_engine:
-            with warnings.catch_warnings():
-                # accelerate still passes DDP's deprecated `broadcast_buffers`; users cannot change that
-                warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-                prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-            self._backend.set_engine(self.model_wrapped)
-            return prepared
-        if resume_from_checkpoint is not None:
-            self._load_from_checkpoint(resume_from_checkpoint)
-        with self._backend.wrap_prepare(self.model):
+        if resume_from_checkpoint is not None and (self.is_deepspeed_enabled or self.is_fsdp_enabled):
+            self._load_from_checkpoint(resume_from_checkpoint)  # else `train` has done so
+        with self._backend.wrap_prepare(self.model), warnings.catch_warnings():
+            # accelerate still passes DDP's deprecated `broadcast_buffers`; users cannot change that
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
-        self._backend.set_engine(self.model_wrapped)
         self.on_engine_ready()
         if resume_from_checkpoint is not None:
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
@@ -227,7 +219,7 @@ class DiffusersTrainer(Trainer):
         self._note_best(folder)
         if self.args.should_save:
             self._save_trainer_state(staging)
-            checkpoint_mode.write_mode(staging, self._backend.mode, self._optimizer_name)
+            shares.write_mode(staging, self._backend.mode, self._optimizer_name)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:  # every process has written its files by now
             checkpoints.write_manifest(staging)
@@ -261,7 +253,7 @@ class DiffusersTrainer(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self._backend.save_optimizer(Path(output_dir), self.model, self.optimizer, self.args.should_save):
             super()._save_optimizer_and_scheduler(output_dir)
-        elif self.args.should_save and not self._backend.keeps_schedule(self.lr_scheduler):
+        elif self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _note_best(self, folder: Path) -> None:
@@ -300,10 +292,9 @@ class DiffusersTrainer(Trainer):
         if checkpoint is None:
             return
         folder = Path(checkpoint)
-        is_readable = checkpoint_mode.is_readable(folder, self._backend.mode)
-        is_own_schedule = is_readable and not self._backend.keeps_schedule(self.lr_scheduler)
-        missing = checkpoint_mode.find_missing_state(folder, (SCHEDULER_NAME,) if is_own_schedule else ())
-        other = checkpoint_mode.find_other_optimizer(folder, self._optimizer_name)
+        is_readable = shares.is_readable(folder, self._backend.mode)
+        missing = shares.find_missing_state(folder)
+        other = shares.find_other_optimizer(folder, self._optimizer_name)
         if other is not None and is_readable and not missing:
             missing = f"state of {self._optimizer_name} but that of {other}"
         if missing and not self.args.resume_without_optimizer:
@@ -318,9 +309,9 @@ class DiffusersTrainer(Trainer):
             "%s was written %s, and %s %s: weights and learning rate continue from there, but the optimizer starts "
             "afresh.",
             folder,
-            checkpoint_mode.read_mode(folder),
+            shares.read_mode(folder),
             f"has no {missing} to be read" if missing else "its optimizer state cannot be read",
-            checkpoint_mode.describe_mode(self._backend.mode),
+            shares.describe_mode(self._backend.mode),
         )
         schedule = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
         if isinstance(schedule, LambdaLR):  # other schedules follow evaluations, not updates

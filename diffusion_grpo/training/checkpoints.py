@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME
 
-from ..distributed.weights import TrainedWeights
+from ..distributed.sharded_weights import TrainedWeights
 from ..report.card import list_upload_patterns
 from ..report.record import ResumeError
 from ..rollout.feed import RolloutFeed

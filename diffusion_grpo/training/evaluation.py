@@ -21,7 +21,7 @@ from torch import Tensor
 from ..algorithms.advantages import combine
 from ..data.inputs import PipelineInputs
 from ..data.prompts import UNNAMED
-from ..distributed.collectives import gather_means
+from ..distributed.collectives import gather_json, gather_means
 from ..policy.base import Policy
 from ..policy.trajectory import sample_seed
 from ..report.run_folder import measure_mean, summarise_rollouts
@@ -210,7 +210,7 @@ class Evaluator:
                 latents = share.latents if self._sampler.takes_latents else None
                 if mine:
                     self._sampler.score(share, share.samples, rows, mine, latents)
-        kind, *_ = self._backend.gather_json(share.kind)  # the first process always has samples
+        kind, *_ = gather_json(self._backend.accelerator, share.kind)  # the first process always has samples
         watched = self._load_watched(kind)
         local = torch.cat([torch.empty(0, len(self._rewards) + len(watched)), *share.rewards])
         extra, positions = share.extra, share.scored
@@ -226,7 +226,7 @@ class Evaluator:
         """
         in_parts, first = self._sampler.scores_in_parts, 0
         while first < longest:
-            largest = max(self._backend.gather_json(share.largest))
+            largest = max(gather_json(self._backend.accelerator, share.largest))
             end = min(first + self._sampler.count_part(largest), longest) if in_parts else longest
             with self._monitor.barrier_after("samples for the evaluation"):
                 if first == 0:
@@ -254,7 +254,7 @@ class Evaluator:
     def _diversity(self, points: dict[str, Tensor], positions: list[int], total: int) -> dict[str, float]:
         """Return how much the samples of a prompt differ, whichever process made them."""
         groups, found = torch.arange(total) // self._settings.num_generations, {}
-        widths, *_ = self._backend.gather_json({key: own.shape[1] for key, own in points.items()})
+        widths, *_ = gather_json(self._backend.accelerator, {key: own.shape[1] for key, own in points.items()})
         for key, width in widths.items():
             every = self._gather(points.get(key, torch.empty(0, width)), positions, total)
             found[key] = measure_diversity(every, groups, pixel_distance if key == "diversity" else cosine_distance)

@@ -193,7 +193,7 @@ class EvaluationSampler:
         for first in range(0, len(rows), settings.batch_size):
             self._policy.prompts.clear()
             parts = self._inputs.parts(rows[first : first + settings.batch_size])
-            for part, _ in self._backend.equalize_outside_updates(parts):  # a repeated part gives the same samples
+            for part, _ in self._backend.equalize(parts):  # a repeated part gives the same samples
                 chosen = [first + number for number in part]
                 own = None if latents is None else []
                 arguments = self._inputs.of_evaluation([rows[row] for row in chosen], **pipeline_kwargs)

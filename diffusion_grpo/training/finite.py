@@ -6,22 +6,21 @@ from transformers.trainer_utils import get_last_checkpoint
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient is NaN or infinite; the weights are those of the last update.
+    """A loss or gradient is NaN or infinite.
 
     Examples:
-        >>> refuse_non_finite(torch.tensor(float("nan")), "loss", update=3, output_dir=folder, has_stepped=False)
+        >>> refuse_non_finite(torch.tensor(float("nan")), "loss", update=3, output_dir=folder)
         Traceback (most recent call last):
-        NonFiniteError: The loss of update 3 is nan; the weights were not updated. ...
+        NonFiniteError: The loss of update 3 is nan. ...
     """
 
 
-def refuse_non_finite(value: Tensor, name: str, update: int, output_dir: str, has_stepped: bool) -> None:
+def refuse_non_finite(value: Tensor, name: str, update: int, output_dir: str) -> None:
     """Refuse a value that is NaN or infinite."""
     if torch.isfinite(value).all():
         return
     last = get_last_checkpoint(output_dir)
-    kept = "the weights may already contain it" if has_stepped else "the weights were not updated"
     raise NonFiniteError(
-        f"The {name} of update {update} is {value.item()}; {kept}. Newest complete checkpoint: {last or 'none'}. Try "
-        "a lower learning rate, or float32."
+        f"The {name} of update {update} is {value.item()}. Newest complete checkpoint: {last or 'none'}. Try a lower "
+        "learning rate, or float32."
     )

@@ -8,10 +8,9 @@ from torch import nn
 from ..algorithms.base import Algorithm
 from ..algorithms.choose import load_algorithm
 from ..config.settings import DiffusionGRPOConfig
-from ..distributed.backend import DistributedBackend
+from ..distributed.backend import DistributedBackend, NetworkPasses
 from ..distributed.context_parallel import spread_over_context
-from ..distributed.generation import NetworkPasses
-from ..distributed.weights import TrainedWeights
+from ..distributed.sharded_weights import TrainedWeights
 from ..policy.base import Policy
 from ..rollout.reference import AdapterReference, CopiedReference
 from ..rollout.runtime import Runtime
@@ -72,7 +71,6 @@ def make_learner(
         spread_over_context([*networks, *copies], backend.groups, args.device)
     offload = place_pipeline(
         policy.pipe,
-        model,
         networks,
         backend,
         device=args.device,
@@ -133,9 +131,8 @@ def make_average(args: DiffusionGRPOConfig, weights: TrainedWeights, runtime: Ru
         return None
 
     def note(squares: torch.Tensor) -> None:
-        distance, size = runtime.backend.reduce_sum(
-            squares
-        ).tolist()  # unsharded copies are counted once per process in both
+        # unsharded copies are counted once per process in both
+        distance, size = runtime.backend.accelerator.reduce(squares, "sum").tolist()
         runtime.metrics.add("ema/distance", (distance / size) ** 0.5 if size else 0.0)
 
     return PolicyAverage(weights, args.ema_decay, args.ema_update_interval, note)

@@ -143,7 +143,8 @@ def _load_parts(
         if "dtype" not in kwargs:
             kwargs.pop("torch_dtype", None)  # diffusers' former name for it
         kwargs["dtype"] = dtype
-    with contextlib.nullcontext() if backend is None else backend.read_networks(name_networks(args)):
+    is_late = backend is not None and backend.shards_weights
+    with late_weights.read_late(name_networks(args)) if is_late else contextlib.nullcontext():
         return from_pretrained(model, **kwargs | parts)
 
 
@@ -360,7 +361,7 @@ def _prepare_network(
         model = lora.wrap_lora(network, peft_config, adapter).eval()
     else:
         _require_float32_weights(network, args)
-        cast = nn.Module.to if backend is None else backend.cast
+        cast = late_weights.hold if backend is not None and backend.shards_weights else nn.Module.to
         model = cast(network, torch.float32).requires_grad_(True)
     if args.torch_compile:
         compiles = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}

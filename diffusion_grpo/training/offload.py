@@ -17,7 +17,6 @@ from ..distributed.backend import DistributedBackend
 
 def place_pipeline(
     pipe: DiffusionPipeline,
-    model: nn.Module,
     networks: list[nn.Module],
     backend: DistributedBackend,
     *,
@@ -26,9 +25,7 @@ def place_pipeline(
     swaps_blocks: bool,
 ) -> "FrozenOffload | None":
     """Move the pipeline to the training device, except for parts that stay elsewhere until they are needed."""
-    if swaps_blocks:
-        backend.leave_frozen_weights(model)
-    if offload_frozen is None and not swaps_blocks and not backend.leaves_networks_in_place:
+    if offload_frozen is None and not swaps_blocks and not backend.shards_weights:
         pipe.to(device)
         return None
     return place_frozen_parts(pipe, networks, device, offload_frozen)

@@ -22,11 +22,12 @@ from ..data.columns import list_given, list_types
 from ..data.inputs import PipelineInputs, prepare_inputs
 from ..data.prompts import check_dataset, name_datasets
 from ..data.sampler import check_accelerator_config
+from ..distributed import refusals
 from ..distributed.backend import DistributedBackend
 from ..distributed.choose import make_backend
 from ..distributed.context_parallel import ContextGroups
-from ..distributed.deepspeed import set_learning_rate
 from ..distributed.refusals import BITSANDBYTES, TORCHAO
+from ..distributed.zero import set_learning_rate
 from ..policy.prompt_cache import check_encode_prompt
 from ..report.record import describe_script, find_license, make_record
 from ..rewards import (
@@ -143,7 +144,7 @@ def check_run(
     backend = choose_backend(args)
     optimizer = getattr(args.optim, "value", args.optim)
     check_optimizer_package(optimizer)
-    backend.check_optimizer(optimizer)
+    refusals.check_optimizer(backend.sharding, optimizer)
     check_block_swap(args, backend, is_full_training)
     datasets = name_datasets(train_dataset, eval_dataset)
     pipeline = pipeline_class(model, args)
@@ -156,7 +157,7 @@ def check_run(
     quantized = plan_quantization(model, args, is_full_training)
     if isinstance(model, DiffusionPipeline) and args.model_init_kwargs:
         raise ValueError("model_init_kwargs load a model by its name, and a pipeline was given; leave them out.")
-    backend.check_quantization(list_trained_methods(model, args.train_component, quantized))
+    refusals.check_quantization(backend.sharding, list_trained_methods(model, args.train_component, quantized))
     inputs = None if pipeline is None else prepare_inputs(pipeline, args, datasets, rewards.all + watched)
     record = describe_run(model, args, peft_config, rewards)
     return CheckedRun(model, args, rewards, backend, is_full_training, record, datasets, inputs, quantized)
@@ -312,7 +313,7 @@ def check_block_swap(args: DiffusionGRPOConfig, backend: DistributedBackend, is_
             f"group_offload={args.group_offload!r} moves frozen weights, but full training has none; train a LoRA, or "
             "use DeepSpeed with zero3_offload."
         )
-    backend.check_group_offload()
+    refusals.check_group_offload(backend.sharding)
 
 
 def describe_run(

@@ -59,11 +59,10 @@ class PolicyUpdate:
             outputs.append(self._algorithm.loss(self._policy, self._reference, part, step))
             if not outputs[-1].loss.requires_grad:
                 self._policy.refuse_step(step)
-            return outputs[-1].loss + self._policy.take_spare()
+            return outputs[-1].loss
 
-        backend.begin_micro_batch(model)
         total = torch.zeros((), device=self._device)
-        passes = [one for turn in self._algorithm.passes(batch) for one in backend.equalize(turn)]
+        passes = [one for turn in self._algorithm.passes(batch) for one in backend.equalize(turn, in_update=True)]
         if place.is_first or self._progress.stage != "training":
             self._progress.begin("training", len(passes) * place.count)
         for number, ((part, step), counts) in enumerate(passes, start=1):
@@ -86,7 +85,6 @@ class PolicyUpdate:
             if place.is_first and number == 1:
                 drift, logged = outputs[0].drift, outputs[0].metrics
                 logger.debug("RL_METRIC: update %d, first pass: ratio off by %.3g, %s", place.update, drift, logged)
-        backend.finish_micro_batch(model, self._weights)
         return total
 
     def _check(self, batch: MicroBatch, drift: float, place: Place) -> None:
@@ -106,10 +104,10 @@ class PolicyUpdate:
 
     def check_gradient_norm(self, norm: float | Tensor, update: int) -> None:
         """Refuse a gradient norm that is not finite."""
-        self._refuse_non_finite(torch.as_tensor(norm), "gradient norm", update, self._backend.steps_in_backward)
+        self._refuse_non_finite(torch.as_tensor(norm), "gradient norm", update)
 
-    def _refuse_non_finite(self, value: Tensor, name: str, update: int, has_stepped: bool = False) -> None:
-        refuse_non_finite(value, name, update, self._output_dir, has_stepped)
+    def _refuse_non_finite(self, value: Tensor, name: str, update: int) -> None:
+        refuse_non_finite(value, name, update, self._output_dir)
 
 
 def count_measured(part: Part, name: str) -> int:

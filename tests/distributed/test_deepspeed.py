@@ -23,9 +23,9 @@ from safetensors.torch import load_file
 from tiny_runs import GUIDED, OPTIONAL, SMOOTH, brightness, edited_images, logged, trained_weights, trainer_for
 from transformers import TrainerCallback
 
-from diffusion_grpo.distributed import deepspeed
+from diffusion_grpo.distributed import zero
 from diffusion_grpo.distributed.context_parallel import ContextGroups
-from diffusion_grpo.distributed.deepspeed import DeepSpeedBackend
+from diffusion_grpo.distributed.zero import DeepSpeedBackend
 from diffusion_grpo.policy.rollout import DenoisingPolicy, rollout, sample_seed
 from diffusion_grpo.weights import files as hub
 
@@ -179,53 +179,52 @@ def test_open_bucket_sizes_come_from_the_width_of_the_network():
     pipe, _ = tiny_pipelines.build("sd3", 0)
     width = pipe.transformer.inner_dim
     names = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
-    config = deepspeed.HfTrainerDeepSpeedConfig({"zero_optimization": {"stage": 3, **dict.fromkeys(names, "auto")}})
-    deepspeed.fill_sizes(config, pipe.transformer)
+    config = zero.HfTrainerDeepSpeedConfig({"zero_optimization": {"stage": 3, **dict.fromkeys(names, "auto")}})
+    zero.fill_sizes(config, pipe.transformer)
     assert [config.get_value(f"zero_optimization.{name}") for name in names] == [
         width * width,
         int(0.9 * width * width),
         10 * width,
     ]
-    deepspeed.hide_deepspeed()
+    zero.hide_deepspeed()
 
 
 def test_a_bucket_that_is_left_out_follows_the_network_too():
     """DeepSpeed's default of 5e8 numbers would be allocated for any LoRA; a size that is given stays."""
     pipe, _ = tiny_pipelines.build("sd3", 0)
     for given, expected in ({}, pipe.transformer.inner_dim**2), ({"reduce_bucket_size": 5e8}, 5e8):
-        config = deepspeed.HfTrainerDeepSpeedConfig({"zero_optimization": {"stage": 2, **given}})
-        deepspeed.fill_sizes(config, pipe.transformer)
+        config = zero.HfTrainerDeepSpeedConfig({"zero_optimization": {"stage": 2, **given}})
+        zero.fill_sizes(config, pipe.transformer)
         assert config.get_value("zero_optimization.reduce_bucket_size") == expected
-    deepspeed.hide_deepspeed()
+    zero.hide_deepspeed()
 
 
 def test_autocast_keeps_no_copies_of_the_weights():
-    config = deepspeed.HfTrainerDeepSpeedConfig({"bf16": {"enabled": True}})
+    config = zero.HfTrainerDeepSpeedConfig({"bf16": {"enabled": True}})
     backend = DeepSpeedBackend(torch.bfloat16, ContextGroups(), SimpleNamespace(zero_stage=2, hf_ds_config=config))
-    backend.bind(SimpleNamespace(device=torch.device("cpu")), [])
+    backend._accelerator = SimpleNamespace(device=torch.device("cpu"))
     with backend.network_access(torch.nn.Linear(1, 1)).forward_context():
         assert torch.is_autocast_enabled("cpu") and not torch.is_autocast_cache_enabled()
-    deepspeed.hide_deepspeed()
+    zero.hide_deepspeed()
 
 
 def test_a_second_training_is_refused():
-    plugin = SimpleNamespace(zero_stage=1, hf_ds_config=deepspeed.HfTrainerDeepSpeedConfig({}))
+    plugin = SimpleNamespace(zero_stage=1, hf_ds_config=zero.HfTrainerDeepSpeedConfig({}))
     backend, model = DeepSpeedBackend(None, ContextGroups(), plugin), torch.nn.Linear(1, 1)
-    backend.check_start()
     with backend.wrap_prepare(model):
         pass
-    with pytest.raises(ValueError, match="DeepSpeed cannot train again with the same trainer; create a new one"):
-        backend.check_start()
-    deepspeed.hide_deepspeed()
+    with pytest.raises(ValueError, match="DeepSpeed cannot train again"), backend.wrap_prepare(model):
+        pass
+    zero.hide_deepspeed()
 
 
 def test_half_precision_that_deepspeed_knows_nothing_of_is_refused():
-    plugin = SimpleNamespace(hf_ds_config=deepspeed.HfTrainerDeepSpeedConfig({"zero_optimization": {"stage": 2}}))
+    plugin = SimpleNamespace(hf_ds_config=zero.HfTrainerDeepSpeedConfig({"zero_optimization": {"stage": 2}}))
     with pytest.raises(ValueError, match='bf16=True, but the DeepSpeed configuration.*add "bf16"'):
         DeepSpeedBackend(torch.bfloat16, ContextGroups(), plugin)
     plugin.hf_ds_config.config["bf16"] = {"enabled": True}
     DeepSpeedBackend(torch.bfloat16, ContextGroups(), plugin)
-    deepspeed.hide_deepspeed()
+    zero.hide_deepspeed()
 
 
 @pytest.mark.parametrize(
@@ -237,25 +236,25 @@ def test_half_precision_that_deepspeed_knows_nothing_of_is_refused():
 )
 def test_experts_that_processes_cannot_share_are_refused(stage, own_steps, offload, message):
     zero = {"stage": stage, "offload_optimizer": offload}
-    config = deepspeed.HfTrainerDeepSpeedConfig({"zero_optimization": zero})
+    config = zero.HfTrainerDeepSpeedConfig({"zero_optimization": zero})
     plugin = SimpleNamespace(zero_stage=stage, hf_ds_config=config)
     backend = DeepSpeedBackend(None, ContextGroups(), plugin)
     run = {"processes": 2, "own_steps": own_steps, "draws_tokens": False}
     with pytest.raises(ValueError, match=f"transformer, transformer_2 take turns.*{message}"):
         backend.check_run(("transformer", "transformer_2"), **run)
     backend.check_run(("transformer",), **run)
-    deepspeed.hide_deepspeed()
+    zero.hide_deepspeed()
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_an_optimizer_of_the_deepspeed_configuration_is_refused_for_two_experts(processes):
     """DeepSpeed makes it, with the weights of both experts in one group."""
-    config = deepspeed.HfTrainerDeepSpeedConfig({"zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW"}})
+    config = zero.HfTrainerDeepSpeedConfig({"zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW"}})
     backend = DeepSpeedBackend(None, ContextGroups(), SimpleNamespace(zero_stage=1, hf_ds_config=config))
     run = {"own_steps": False, "draws_tokens": False}
     with pytest.raises(ValueError, match='transformer, transformer_2 are trained together.*leave "optimizer" out'):
         backend.check_run(("transformer", "transformer_2"), processes=processes, **run)
-    deepspeed.hide_deepspeed()
+    zero.hide_deepspeed()
 
 
 # Everything else, which takes minutes

@@ -11,7 +11,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from poison import Poison
 
-from diffusion_grpo.distributed.deepspeed_checkpoints import restore_engine
+from diffusion_grpo.distributed.checkpoints import restore_engine
 
 
 def engine(folder):

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from diffusion_grpo.distributed.forward_redirection import redirect
+from diffusion_grpo.distributed.collectives import redirect
 
 
 class Model(nn.Module):

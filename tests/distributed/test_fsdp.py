@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.distributed import fsdp
+from diffusion_grpo.distributed.checkpoints import has_shards
 from diffusion_grpo.distributed.context_parallel import ContextGroups
 from diffusion_grpo.distributed.fsdp import FSDP2Backend, gather_units
-from diffusion_grpo.distributed.sharded_checkpoints import has_shards
 from diffusion_grpo.training.preflight import choose_backend
 
 SETTINGS = {
@@ -355,7 +355,9 @@ def test_accelerate_may_not_train_in_another_way(monkeypatch):
     ask(monkeypatch)
     accelerator = types.SimpleNamespace(distributed_type=DistributedType.MULTI_GPU, is_fsdp2=False, state=None)
     with pytest.raises(ValueError, match="accelerate would train with MULTI_GPU"):
-        FSDP2Backend(None, ContextGroups(), {}, keeps_gathered=False, processes=2).bind(accelerator, [])
+        FSDP2Backend(None, ContextGroups(), {}, keeps_gathered=False, processes=2).bind(
+            accelerator, torch.nn.Module(), []
+        )
 
 
 def test_units_are_the_blocks_that_a_network_repeats():

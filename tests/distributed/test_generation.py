@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from diffusion_grpo.distributed.generation import NetworkPasses
+from diffusion_grpo.distributed.backend import NetworkPasses
 
 
-def make(log, meets_in_passes):
+def make(log, meets):
     @contextlib.contextmanager
     def gather_for_passes(networks, reference):
         log.append(("gather", networks, reference))
@@ -20,7 +20,8 @@ def make(log, meets_in_passes):
         log.append("meet")
         yield
 
-    backend = SimpleNamespace(gather_for_passes=gather_for_passes, meets_in_passes=meets_in_passes)
+    groups = SimpleNamespace(size=1)
+    backend = SimpleNamespace(gather_for_passes=gather_for_passes, passes_together=meets, groups=groups)
     reference = ["first", "second"]
     return NetworkPasses(
         backend, SimpleNamespace(propagate_errors=propagate_errors), ["net"], lambda: reference.pop(0)

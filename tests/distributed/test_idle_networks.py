@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from diffusion_grpo.distributed.idle_networks import IdleNetworks
+from diffusion_grpo.distributed.zero import IdleNetworks
 
 TURNS = (0, 0, 1, 0, 1)  # which network each update trains
 

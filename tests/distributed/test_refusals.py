@@ -2,7 +2,7 @@
 
 import pytest
 
-from diffusion_grpo.distributed.refusals import check_optimizer, check_quantization
+from diffusion_grpo.distributed.refusals import check_group_offload, check_optimizer, check_quantization
 
 
 @pytest.mark.parametrize(
@@ -43,3 +43,10 @@ def test_quantized_networks(sharding, method, message):
         return
     with pytest.raises(ValueError, match=message):
         check_quantization(sharding, [method])
+
+
+def test_engines_that_move_weights_themselves_refuse_swapped_blocks():
+    check_group_offload("ddp")
+    for sharding in ("zero1", "fsdp2"):
+        with pytest.raises(ValueError, match="group_offload"):
+            check_group_offload(sharding)

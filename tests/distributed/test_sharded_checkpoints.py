@@ -6,7 +6,7 @@ import transformers
 from poison import write_poison
 from torch import nn
 
-from diffusion_grpo.distributed.sharded_checkpoints import restore_optimizer, save_shards
+from diffusion_grpo.distributed.checkpoints import restore_optimizer, save_shards
 
 
 def trained(optimizer_class, seed=0, steps=3, **settings):

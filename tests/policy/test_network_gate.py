@@ -5,9 +5,10 @@ import threading
 import tiny_pipelines
 import torch
 
+from diffusion_grpo.distributed.collectives import DONE, GRAPH, PLAIN, EqualCalls
 from diffusion_grpo.policy.denoising import DenoisingPolicy
 from diffusion_grpo.policy.drivers import Driver
-from diffusion_grpo.policy.network_gate import DONE, GRAPH, PLAIN, NetworkAccess
+from diffusion_grpo.policy.network_gate import NetworkAccess
 from diffusion_grpo.policy.rollout import replay, rollout, run_prefix
 
 
@@ -22,7 +23,7 @@ def test_networks_are_called_as_on_the_process_that_calls_them_most():
             others.pop(0)
         return [own, other]
 
-    policy = DenoisingPolicy(pipe, access=NetworkAccess(ask_all=ask_all, skips_hooks=True))
+    policy = DenoisingPolicy(pipe, access=NetworkAccess(hook=EqualCalls(ask_all), skips_hooks=True))
     pipe.transformer.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
     _, trajectory = rollout(policy, inputs, seeds=[1, 2], num_inference_steps=3)
 
@@ -30,7 +31,7 @@ def test_networks_are_called_as_on_the_process_that_calls_them_most():
         calls.clear()
         pipe.transformer.zero_grad()
         scored = replay(policy, inputs, trajectory, 1)
-        (scored.log_prob.sum() + policy.take_spare()).backward()
+        (scored.log_prob.sum() + policy.access.hook.take_spare()).backward()
         return scored.log_prob.detach(), pipe.transformer.proj_out.weight.grad.clone()
 
     expected = gradient()
@@ -49,13 +50,13 @@ def test_a_process_without_a_call_of_its_own_repeats_one_from_before():
     def ask_all(own):
         return [own, others.pop(0) if others else own]
 
-    policy = DenoisingPolicy(pipe, access=NetworkAccess(ask_all=ask_all, skips_hooks=True))
+    policy = DenoisingPolicy(pipe, access=NetworkAccess(hook=EqualCalls(ask_all), skips_hooks=True))
     pipe.transformer.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
     run_prefix(policy, inputs, 0, num_inference_steps=3, initial_seeds=[1, 2])
     calls.clear()
     others += [PLAIN, DONE]
     with policy.gates.put_up(Driver(torch.tensor([1, 2]), 2, 0.7)):
-        policy.gates.finish()
+        policy.access.hook.finish()
     assert calls == [False] and not others
 
 
@@ -76,7 +77,7 @@ def test_of_two_experts_each_keeps_in_step():
             barrier.wait()
             return found
 
-        policy = DenoisingPolicy(pipe, access=NetworkAccess(ask_all=ask_all, skips_hooks=True))
+        policy = DenoisingPolicy(pipe, access=NetworkAccess(hook=EqualCalls(ask_all), skips_hooks=True))
         inputs = {**inputs, "prompt": ["a"], "guidance_scale": guidance, "guidance_scale_2": guidance}
         rollout(policy, inputs, seeds=[1], num_inference_steps=6)
 

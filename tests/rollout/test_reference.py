@@ -58,7 +58,7 @@ def test_a_network_without_adapter_is_refused():
 
 def make_copy(model, is_offloaded=False):
     backend = DistributedBackend(None, ContextGroups())
-    backend.bind(SimpleNamespace(unwrap_model=lambda module: module), [])
+    backend.bind(SimpleNamespace(unwrap_model=lambda module: module), model, [])
     return CopiedReference(Policy(model), model, backend, torch.device("cpu"), is_offloaded)
 
 

@@ -31,7 +31,9 @@ def test_what_processes_have_lies_where_its_sample_does(processes, context):
     rows = torch.cat([values if copy == 0 else values - 1000 for values in own for copy in range(context)])
     for process, order in enumerate(every):
         backend = DistributedBackend(None, ContextGroups(context, processes * context, process * context))
-        backend.bind(types.SimpleNamespace(device=torch.device("cpu"), gather=lambda tensor: rows), [])
+        backend.bind(
+            types.SimpleNamespace(device=torch.device("cpu"), gather=lambda tensor: rows), torch.nn.Module(), []
+        )
         found = gather_by_position(backend, own[process], order)
         assert torch.equal(found[:, 0], 10 * torch.arange(32)) and torch.equal(found[:, 1], found[:, 0] + 1)
         assert gather_by_position(backend, None, order) is None

@@ -9,7 +9,7 @@ from tiny_runs import first_frame_brightness, trained_weights, trainer_for
 from transformers import TrainerCallback, TrainerState
 
 from diffusion_grpo import DiffusionGRPOConfig
-from diffusion_grpo.distributed.weights import TrainedWeights
+from diffusion_grpo.distributed.sharded_weights import TrainedWeights
 from diffusion_grpo.training.callbacks import SampleGridCallback, SyncRefModelCallback
 
 VIDEO = {"name": "wan", "rewards": first_frame_brightness, "num_inference_steps": 3, "fps": 8.0}

@@ -10,7 +10,6 @@ from tiny_pipelines import build
 from tiny_runs import LORA, brightness, trained_weights, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
-from diffusion_grpo.distributed.deepspeed import DeepSpeedBackend
 from diffusion_grpo.distributed.fsdp import FSDP2Backend
 from diffusion_grpo.training import preflight
 
@@ -56,13 +55,6 @@ def test_what_cannot_work_is_refused_before_a_model_is_loaded(tmp_path, monkeypa
         trainer_for(tmp_path, optim="lion_8bit")
     with pytest.raises(ValueError, match="optim='adamw_torch_4bit': FSDP2's checkpoints cannot hold"):
         trainer_for(tmp_path, optim="adamw_torch_4bit")
-
-
-def test_deepspeed_refuses_torchaos_whose_blocks_it_would_cut():
-    backend = DeepSpeedBackend.__new__(DeepSpeedBackend)
-    backend.check_optimizer("adamw_8bit")
-    with pytest.raises(ValueError, match="optim='adamw_torch_8bit' compresses.*use adamw_8bit, or DDP"):
-        backend.check_optimizer("adamw_torch_8bit")
 
 
 def test_an_optimizer_of_ones_own_has_to_hold_what_is_trained(tmp_path):

@@ -8,7 +8,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
-import logging
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,21 +18,18 @@ from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
 from trl.models.utils import add_hooks, remove_hooks
 
 from ..policy.network_gate import HOOKS, NetworkAccess, replace_attribute
-from . import late_weights, refusals
+from . import late_weights
 from .backend import DistributedBackend
+from .checkpoints import restore_engine
+from .collectives import redirect
 from .context_parallel import ContextGroups
-from .deepspeed_checkpoints import restore_engine
-from .forward_redirection import redirect
-from .idle_networks import IdleNetworks
-from .weights import TrainedWeights
-
-logger = logging.getLogger(__name__)
-
+from .sharded_weights import TrainedWeights
 
 LAYERED_TOKENS = (
     "ds3_gather_for_generation=False gathers each layer again for every token, and the other processes would wait "
@@ -55,7 +52,6 @@ class DeepSpeedBackend(DistributedBackend):
         if groups.size > 1:
             raise ValueError("context_parallel_size works only with DDP and FSDP2; start without DeepSpeed.")
         self._plugin, self._gathers_whole = plugin, gathers_whole
-        self._weights: ZeroWeights | None = None
         self._idle_networks: IdleNetworks | None = None
         self._is_gathered = self._has_started = False
         _check_precision(plugin.hf_ds_config, half)
@@ -66,15 +62,13 @@ class DeepSpeedBackend(DistributedBackend):
         return self._plugin.zero_stage
 
     @property
-    def mode(self) -> dict[str, int]:
+    def sharding(self) -> str:
+        return f"zero{self.stage}"
+
+    @property
+    def mode(self) -> dict[str, Any]:
         apart = {"networks_apart": 1} if self._weights is not None and self._weights.take_turns else {}
-        return super().mode | {"zero_stage": self.stage} | apart
-
-    def check_quantization(self, methods: Collection[str]) -> None:
-        refusals.check_quantization("zero", methods)
-
-    def check_optimizer(self, name: str) -> None:
-        refusals.check_optimizer("zero", name)
+        return super().mode | apart
 
     def check_run(self, component: tuple[str, ...], *, processes: int, own_steps: bool, draws_tokens: bool) -> None:
         if draws_tokens and self.stage == 3 and not self._gathers_whole:
@@ -97,51 +91,37 @@ class DeepSpeedBackend(DistributedBackend):
             f"{', '.join(component)} take turns, and {reason}; {change}, or name one network in train_component."
         )
 
-    def check_group_offload(self) -> None:
-        raise ValueError(
-            "group_offload moves weights that DeepSpeed's engine moves itself; leave it out (zero3_offload keeps "
-            "weights in CPU memory too), or start without DeepSpeed."
-        )
-
-    def check_start(self) -> None:
-        if self._has_started:  # accelerate has let go of the engine since
-            raise ValueError(
-                "DeepSpeed cannot train again with the same trainer; create a new one, with resume_from_checkpoint to "
-                "continue the run."
-            )
-
-    @property
-    def loads_before_engine(self) -> bool:
-        return True
-
-    def fill_config(self, model: nn.Module) -> None:
+    def bind(self, accelerator: Accelerator, model: nn.Module, networks: list[nn.Module]) -> None:
+        super().bind(accelerator, model, networks)
         hide_deepspeed()  # Trainer has registered it again
-        fill_sizes(self.accelerator.state.deepspeed_plugin.hf_ds_config, model)
+        fill_sizes(accelerator.state.deepspeed_plugin.hf_ds_config, model)
 
     @property
-    def leaves_networks_in_place(self) -> bool:
+    def shards_weights(self) -> bool:
         return self.stage == 3
+
+    @property
+    def _engine(self) -> nn.Module | None:
+        """DeepSpeed's engine around the model, once there is one."""
+        wrapped = self.accelerator.deepspeed_engine_wrapped
+        return None if wrapped is None else wrapped.engine
 
     def network_access(self, model: nn.Module) -> NetworkAccess:
         access = super().network_access(model)
         if self.stage < 3:
             return access
-        return dataclasses.replace(
-            access, ask_all=self._ask_all, shapes_only=lambda: without_weights(model), skips_hooks=True
-        )
+        return dataclasses.replace(access, shapes_only=lambda: without_weights(model))
 
-    def _ask_all(self, own: int) -> list[int]:
-        """Exchange what each process does next, if the weights are sharded."""
-        if self._is_gathered or not self._weights.is_sharded:
-            return [own]
-        return self.accelerator.gather(torch.tensor([own], device=self.accelerator.device)).tolist()
+    @property
+    def _meets_in_calls(self) -> bool:
+        return self._weights.is_sharded and not self._is_gathered
 
     def _autocast(self) -> contextlib.AbstractContextManager:
         # accelerate does not autocast a network in half precision, but the pipeline calls the network with inputs from
         # its other parts, which may have any dtype
-        if self.half is None or not self.stage:
+        if self._half is None or not self.stage:
             return super()._autocast()
-        return torch.autocast(self.accelerator.device.type, self.half, cache_enabled=False)
+        return torch.autocast(self.accelerator.device.type, self._half, cache_enabled=False)
 
     def trained_weights(self, model: nn.Module, take_turns: bool) -> TrainedWeights:
         trained, frozen = _split_by_gradient(model, model)
@@ -150,25 +130,18 @@ class DeepSpeedBackend(DistributedBackend):
         self._weights = ZeroWeights(trained, self.stage, take_turns, frozen)
         return self._weights
 
-    def read_networks(self, names: Collection[str]) -> contextlib.AbstractContextManager:
-        return late_weights.read_late(names) if self.stage == 3 else super().read_networks(names)
-
-    def cast(self, network: nn.Module, dtype: torch.dtype) -> nn.Module:
-        return late_weights.hold(network, dtype) if self.stage == 3 else super().cast(network, dtype)
-
-    def copy_model(self, model: nn.Module) -> nn.Module:
-        return late_weights.copy_held(model)
-
     @contextlib.contextmanager
     def wrap_prepare(self, model: nn.Module) -> Iterator[None]:
+        if self._has_started:  # accelerate has let go of the engine since
+            raise ValueError(
+                "DeepSpeed cannot train again with the same trainer; create a new one, with resume_from_checkpoint to "
+                "continue the run."
+            )
         with keep_buffers(model), shard_first() if self.stage == 3 else contextlib.nullcontext():
             yield
         self._has_started = True
 
     # A reference
-
-    def reference_waits_on_cpu(self, is_offloaded: bool) -> bool:
-        return is_offloaded or self.stage == 3
 
     def shard_reference(self, reference: nn.Module, is_offloaded: bool) -> nn.Module:
         is_wrapped = self.accelerator.unwrap_model(reference) is not reference
@@ -189,17 +162,10 @@ class DeepSpeedBackend(DistributedBackend):
     def passes_together(self) -> bool:
         return self._weights.is_sharded and not self._gathers_whole
 
-    @property
-    def meets_in_passes(self) -> bool:
-        return self.passes_together
-
     @contextlib.contextmanager
     def gather_for_passes(self, networks: list[nn.Module], reference: nn.Module | None) -> Iterator[Callable]:
+        self._place(networks)
         engine = self._engine
-        if self.accelerator.unwrap_model(engine) is engine and not self._weights.is_sharded:
-            for network in networks:
-                late_weights.fill(network.parameters())
-                network.to(self.accelerator.device)  # before training, they are where they were loaded
         if not self._weights.is_sharded:
             yield lambda method, *args: method(*args)
         elif not self._gathers_whole:
@@ -213,7 +179,7 @@ class DeepSpeedBackend(DistributedBackend):
                 yield lambda method, *args: method(*args)
 
     @property
-    def reduces_every_pass(self) -> bool:
+    def _reduces_every_pass(self) -> bool:
         return self.stage >= 2
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -237,20 +203,11 @@ class DeepSpeedBackend(DistributedBackend):
     def backward(self, loss: Tensor) -> None:
         self.accelerator.backward(loss, scale_wrt_gas=False)
 
-    @property
-    def steps_in_backward(self) -> bool:
-        return True
-
     # Checkpoints
 
     def save_optimizer(self, folder: Path, model: nn.Module, optimizer: Any, is_writer: bool) -> bool:
         self._engine.save_checkpoint(str(folder), exclude_frozen_parameters=True)
         return True
-
-    def keeps_schedule(self, schedule: Any) -> bool:
-        from accelerate.utils import DeepSpeedSchedulerWrapper  # only where DeepSpeed is installed
-
-        return isinstance(schedule, DeepSpeedSchedulerWrapper)
 
     def load_optimizer(self, folder: Path, model: nn.Module, optimizer: Any) -> bool:
         restore_engine(self._engine, folder)
@@ -521,25 +478,17 @@ class ZeroWeights(TrainedWeights):
                 stack.enter_context(FrozenShares(self._frozen, self.stage).show_whole(is_kept=is_kept))
             yield
 
-    @contextlib.contextmanager
-    def rewrite(self) -> Iterator[None]:
+    @property
+    def _has_other_values(self) -> bool:
+        return self.is_sharded or self.stage < 3  # else files are read into the model itself
+
+    def _set_exact(self, parameter: nn.Parameter, value: Tensor, share: Tensor) -> None:
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
-        if self.stage == 3 and not self.is_sharded:  # files are read into the model itself
-            yield
-            return
-        with self.show_whole():
-            yield
-            read = [parameter.data for parameter in self.parameters]
-        for parameter, value, used in zip(self.parameters, read, self.used(), strict=True):
-            if self.is_sharded:
-                share = _share(parameter, value)
-                safe_set_local_fp32_param(parameter, share)
-                used.copy_(share)
-            else:
-                safe_set_full_fp32_param(parameter, value)
-                used.data.copy_(value)
-        self.refresh()
+        if self.is_sharded:
+            safe_set_local_fp32_param(parameter, share)
+        else:
+            safe_set_full_fp32_param(parameter, value)
 
 
 class FrozenShares(ZeroWeights):
@@ -551,17 +500,12 @@ class FrozenShares(ZeroWeights):
     def exact(self) -> list[Tensor]:
         return [value.detach() for value in self.used()]
 
-    @contextlib.contextmanager
-    def rewrite(self) -> Iterator[None]:
-        if not self.is_sharded:
-            yield
-            return
-        with self.show_whole():
-            yield
-            read = [parameter.data for parameter in self.parameters]
-        for used, value in zip(self.used(), self.shard(read), strict=True):
-            used.data.copy_(value)
-        self.refresh()
+    @property
+    def _has_other_values(self) -> bool:
+        return self.is_sharded
+
+    def _set_exact(self, parameter: nn.Parameter, value: Tensor, share: Tensor) -> None:
+        """Do nothing: there are no other values."""
 
 
 def _share(parameter: nn.Parameter, value: Tensor) -> Tensor:
@@ -578,3 +522,81 @@ def _join(parameter: nn.Parameter, share: Tensor) -> Tensor:
     parts = [torch.empty_like(share) for _ in range(torch.distributed.get_world_size(group))]
     torch.distributed.all_gather(parts, share.contiguous(), group=group)
     return torch.cat(parts)[: parameter.ds_numel].view(parameter.ds_shape)
+
+
+# Networks that take turns over the steps
+
+
+class IdleNetworks:
+    """Makes an optimizer skip the networks that no process has trained in an update.
+
+    DeepSpeed gives the optimizer zeros for weights without a gradient, and Adam's momentum and the weight decay would
+    change these weights. So each network gets parameter groups of its own, and those of an idle network have no
+    gradients while the optimizer steps.
+    """
+
+    def __init__(self, networks: nn.ModuleDict, optimizer: torch.optim.Optimizer, device: torch.device):
+        self._count, self._device = len(networks), device
+        self._trained: Tensor | None = None  # 1 for each network with a gradient in this update
+        self._is_agreed = False
+        self._held: list[tuple[nn.Parameter, Tensor]] = []
+        self._watched: list[torch.optim.Optimizer] = []
+        self._handles: list[RemovableHandle] = []
+        numbers: dict[int, int] = {}
+        for number, network in enumerate(networks.values()):
+            for parameter in network.parameters():
+                if parameter.requires_grad:
+                    numbers[id(parameter)] = number
+                    self._handles.append(parameter.register_hook(functools.partial(self._note, number)))
+        _split_groups(optimizer, numbers)
+
+    def begin_update(self, optimizers: Collection[torch.optim.Optimizer]) -> None:
+        """Forget which networks the last update trained."""
+        self._trained, self._is_agreed = torch.zeros(self._count, device=self._device), False
+        for optimizer in optimizers:
+            if not any(optimizer is watched for watched in self._watched):
+                self._watched.append(optimizer)
+                self._handles.append(optimizer.register_step_pre_hook(self._hold_back))
+                self._handles.append(optimizer.register_step_post_hook(self._give_back))
+
+    def close(self) -> None:
+        """Remove all hooks from the networks and the optimizers."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._watched = [], []
+
+    def _note(self, number: int, gradient: Tensor) -> None:
+        if self._trained is not None:  # within an update
+            self._trained[number] = torch.maximum(self._trained[number], gradient.any().to(self._trained))
+
+    def _hold_back(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+        """Remove the gradients of idle networks; the first step of an update is a collective."""
+        if not self._is_agreed:
+            if torch.distributed.is_initialized():
+                torch.distributed.all_reduce(self._trained, torch.distributed.ReduceOp.MAX)
+            self._is_agreed = True
+        trained = self._trained.tolist()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if not trained[group["network"]] and parameter.grad is not None:
+                    self._held.append((parameter, parameter.grad))
+                    parameter.grad = None
+
+    def _give_back(self, *arguments: Any) -> None:
+        """Put the gradients back, since an engine that offloads them keeps writing to the same memory."""
+        for parameter, gradient in self._held:
+            parameter.grad = gradient
+        self._held = []
+
+
+def _split_groups(optimizer: torch.optim.Optimizer, numbers: dict[int, int]) -> None:
+    """Split parameter groups by network, and record the number of the network in each group."""
+    for group in list(optimizer.param_groups):
+        parts: dict[int, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            parts.setdefault(numbers[id(parameter)], []).append(parameter)
+        for turn, (number, own) in enumerate(sorted(parts.items())):
+            if turn == 0:
+                group.update(params=own, network=number)
+            else:
+                optimizer.add_param_group({**group, "params": own, "network": number})

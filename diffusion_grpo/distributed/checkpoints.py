@@ -1,8 +1,12 @@
-"""The optimizer's state of a sharded run on disk: safetensors and JSON, which cannot hold code.
+"""Checkpoints of several processes: how one was written, and optimizer state of which each process has a share.
 
-Each process writes its shares to the folder `optimizer` of a checkpoint, and any number of processes, even a single
-one, can read their shares from it. torch's distributed checkpoints cut and join the tensors. Their safetensors format
-is used because the default format has a pickled index.
+A small file in a checkpoint's folder records its mode, a dict: `processes`, `sharding` ("ddp", "zero1" to "zero3" or
+"fsdp2"), and `networks_apart`: 1 if DeepSpeed's optimizer has parameter groups for each of several networks. The file
+also has the name of the optimizer, `optim`.
+
+FSDP2's shares are in the folder `optimizer`, as safetensors and JSON, which cannot hold code. Any number of
+processes, even a single one, can read their shares from it. torch's distributed checkpoints cut and join the tensors.
+DeepSpeed's files are read by its engine, as tensors and plain values only.
 """
 
 import json
@@ -19,12 +23,81 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from transformers.trainer import OPTIMIZER_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
-from .dtensor import as_shard, is_sharded
+from ..policy.network_gate import replace_attribute
+from .sharded_weights import as_shard, is_sharded
 
+MODE_FILE = "processes.json"
+# names of transformers for optimizers with the same state; a paged optimizer has that of the ordinary one
+SAME_STATE = {
+    "adamw_torch_fused": "adamw_torch",
+    "adamw_torch_xla": "adamw_torch",
+    "adamw_torch_npu_fused": "adamw_torch",
+    "adamw_8bit": "adamw_bnb_8bit",
+    "ademamix_32bit": "ademamix",
+    "rmsprop_bnb_32bit": "rmsprop_bnb",
+}
+ENGINES = {"ddp": "whole weights", "fsdp2": "FSDP2"} | {f"zero{stage}": f"ZeRO-{stage}" for stage in range(4)}
+Mode = dict[str, Any]
 FOLDER, REST = "optimizer", "optimizer.json"
 OPTIONS = StateDictOptions(ignore_frozen_params=True)
+
+
+# How a checkpoint was written
+
+
+def write_mode(folder: Path, mode: Mode, optimizer: str) -> None:
+    """Record in a checkpoint how many processes wrote it, and how, and the name of the optimizer in the settings."""
+    (folder / MODE_FILE).write_text(json.dumps(mode | {"optim": optimizer}), encoding="utf-8")
+
+
+def find_other_optimizer(folder: Path, optimizer: str) -> str | None:
+    """Return the name of the optimizer that wrote a checkpoint if it keeps another state than `optimizer`."""
+    wrote = json.loads((folder / MODE_FILE).read_text(encoding="utf-8"))["optim"]
+    names = [name.removeprefix("paged_") for name in (wrote, optimizer)]
+    there, here = (SAME_STATE.get(name, name) for name in names)
+    return None if there == here else wrote
+
+
+def read_mode(folder: Path) -> str:
+    """Return in words how a checkpoint was written."""
+    return describe_mode(json.loads((folder / MODE_FILE).read_text(encoding="utf-8")))
+
+
+def describe_mode(mode: Mode) -> str:
+    """Return a mode in words: `by 2 processes with ZeRO-3`."""
+    number = "one process" if mode["processes"] == 1 else f"{mode['processes']} processes"
+    engine = ENGINES[mode["sharding"]] + " and an optimizer group per network" * mode.get("networks_apart", 0)
+    return f"by {number} with {engine}"
+
+
+def check_separate_disks(mode: Mode, output_dir: str) -> None:
+    """Refuse to write shares of a checkpoint to disks of which no process sees all."""
+    if mode["sharding"] != "ddp":
+        raise ValueError(
+            f"output_dir={output_dir!r} is not the same folder on all machines, and each would save a part of every "
+            f"checkpoint, written {describe_mode(mode)}; choose a folder on a disk that they share, or set "
+            "save_only_model=True."
+        )
+
+
+def is_readable(folder: Path, mode: Mode) -> bool:
+    """Return whether optimizer state can be read: DeepSpeed's only in the mode in which it was written."""
+    is_engines = any(folder.glob("global_step*"))
+    if mode["sharding"].startswith("zero"):
+        return is_engines and read_mode(folder) == describe_mode(mode)
+    return not is_engines
+
+
+def find_missing_state(folder: Path) -> str | None:
+    """Return what a checkpoint lacks of the optimizer's and the schedule's state, in words for a message."""
+    if not ((folder / OPTIMIZER_NAME).is_file() or has_shards(folder) or any(folder.glob("global_step*"))):
+        return "optimizer state"
+    return None if (folder / SCHEDULER_NAME).is_file() else SCHEDULER_NAME
+
+
+# Shares of FSDP2
 
 
 def has_shards(checkpoint: Path) -> bool:
@@ -132,3 +205,31 @@ def _load_whole(saved: dict[str, Any], optimizer: Optimizer) -> None:
 
 def _plain(optimizer: Optimizer) -> Optimizer:
     return getattr(optimizer, "optimizer", optimizer)  # unwrap accelerate's optimizer
+
+
+# Files of DeepSpeed, which would unpickle them and run any code that somebody has put there
+
+
+class TensorsOnly:
+    """A wrapper of an engine's checkpoint engine that reads files without calling or importing anything in them."""
+
+    def __init__(self, own: Any):
+        self._own = own
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Return the content of a file written by `torch.save`."""
+        from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+        from deepspeed.runtime.zero.config import ZeroStageEnum
+        from deepspeed.utils.tensor_fragment import fragment_address
+
+        with torch.serialization.safe_globals([LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]):
+            return torch.load(path, map_location=map_location, weights_only=True)
+
+
+def restore_engine(engine: nn.Module, checkpoint: Path) -> None:
+    """Restore the weights, optimizer state and schedule of an engine from its checkpoint."""
+    with replace_attribute(engine, "checkpoint_engine", TensorsOnly(engine.checkpoint_engine)):
+        engine.load_checkpoint(str(checkpoint), load_module_strict=False)

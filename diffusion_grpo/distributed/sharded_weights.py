@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 class TrainedWeights:
@@ -68,4 +70,42 @@ class TrainedWeights:
 
         The optimizer's own values are set too, so that later checkpoints contain what was read.
         """
-        yield
+        if not self._has_other_values:
+            yield
+            return
+        with self.show_whole():
+            yield
+            read = [parameter.detach() for parameter in self.parameters]
+        with torch.no_grad():
+            for value, share, used, parameter in zip(
+                read, self.shard(read), self.used(), self.parameters, strict=True
+            ):
+                self._set_exact(parameter, value, share)
+                used.copy_(share)
+        self.refresh()
+
+    @property
+    def _has_other_values(self) -> bool:
+        """Whether anything beside the parameters themselves holds their values."""
+        return self.is_sharded
+
+    def _set_exact(self, parameter: nn.Parameter, value: Tensor, share: Tensor) -> None:
+        """Set the values that the optimizer keeps of a parameter in addition to those of `used`."""
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP2 has sharded a model."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())  # called often: stops at the first one
+
+
+def as_shard(whole: Tensor, like: DTensor) -> DTensor:
+    """Return this process's share of a whole tensor, with the layout and device of `like`; without communication."""
+    mesh = like.device_mesh
+    share = distribute_tensor(whole.to(mesh.device_type), mesh, like.placements, src_data_rank=None).to_local()
+    return as_dtensor(share.to(like.to_local().device), like)
+
+
+def as_dtensor(share: Tensor, like: DTensor) -> DTensor:
+    """Return a share as part of a tensor with the layout of `like`."""
+    layout = {"shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(share, like.device_mesh, like.placements, run_check=False, **layout)
