@@ -58,7 +58,7 @@ def run(folder: Path, name: str, settings: dict) -> None:
     trainer.save_model()
     if stage:
         with pytest.raises(ValueError, match="DeepSpeed cannot train again with the same trainer"):
-            trainer.train()
+            trainer.train(resume_from_checkpoint=True)
     report = {"wrapper": type(trainer.model_wrapped).__name__, **partitioning(trainer)}
     for key in ("ratio/max_error", "reward", "eval_reward", "grad_norm", "kl"):
         report[key] = [entry[key] for entry in trainer.state.log_history if key in entry]

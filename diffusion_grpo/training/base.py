@@ -114,9 +114,9 @@ class DiffusersTrainer(Trainer):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         """As in `Trainer`, but loads diffusers' weights before an engine shards them, and the engine's state after."""
-        if resume_from_checkpoint is not None and (self.is_deepspeed_enabled or self.is_fsdp_enabled):
-            self._load_from_checkpoint(resume_from_checkpoint)  # else `train` has done so
         with self._backend.wrap_prepare(self.model), warnings.catch_warnings():
+            if resume_from_checkpoint is not None and (self.is_deepspeed_enabled or self.is_fsdp_enabled):
+                self._load_from_checkpoint(resume_from_checkpoint)  # else `train` has done so
             # accelerate still passes DDP's deprecated `broadcast_buffers`; users cannot change that
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             prepared = super()._prepare_for_training(max_steps, train_dataloader, None)

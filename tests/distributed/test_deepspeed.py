@@ -235,8 +235,8 @@ def test_half_precision_that_deepspeed_knows_nothing_of_is_refused():
     ],
 )
 def test_experts_that_processes_cannot_share_are_refused(stage, own_steps, offload, message):
-    zero = {"stage": stage, "offload_optimizer": offload}
-    config = zero.HfTrainerDeepSpeedConfig({"zero_optimization": zero})
+    settings = {"stage": stage, "offload_optimizer": offload}
+    config = zero.HfTrainerDeepSpeedConfig({"zero_optimization": settings})
     plugin = SimpleNamespace(zero_stage=stage, hf_ds_config=config)
     backend = DeepSpeedBackend(None, ContextGroups(), plugin)
     run = {"processes": 2, "own_steps": own_steps, "draws_tokens": False}

@@ -355,9 +355,8 @@ def test_accelerate_may_not_train_in_another_way(monkeypatch):
     ask(monkeypatch)
     accelerator = types.SimpleNamespace(distributed_type=DistributedType.MULTI_GPU, is_fsdp2=False, state=None)
     with pytest.raises(ValueError, match="accelerate would train with MULTI_GPU"):
-        FSDP2Backend(None, ContextGroups(), {}, keeps_gathered=False, processes=2).bind(
-            accelerator, torch.nn.Module(), []
-        )
+        backend = FSDP2Backend(None, ContextGroups(), {}, keeps_gathered=False, processes=2)
+        backend.bind(accelerator, torch.nn.Module(), [])
 
 
 def test_units_are_the_blocks_that_a_network_repeats():

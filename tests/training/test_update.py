@@ -47,9 +47,6 @@ class Policy:
         self.weight = torch.nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
         self.refused = []
 
-    def take_spare(self):
-        return 0.0
-
     def refuse_step(self, step):
         self.refused.append(step)
         raise RuntimeError(f"step {step} is not trained")
