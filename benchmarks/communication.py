@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, tiny
-from diffusion_grpo.rollout.diversity import SIDE
+from diffusion_grpo.rollout.score import SIDE
 
 MACHINE = 8  # GPUs
 WITHIN, BETWEEN = 300e9, 40e9  # bytes a second that one GPU sends: NVLink within a machine, 400 Gb/s between machines

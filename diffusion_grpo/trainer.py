@@ -171,7 +171,12 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             read_rows=lambda indices: self.inputs.rows(self.train_dataset, indices),
             state=lambda: self.state,
         )
-        self.update, self.replays, self.feed, self.evaluator = built.update, built.replays, built.feed, built.evaluator
+        self.update, self.passes, self.loader, self.evaluator = (
+            built.update,
+            built.passes,
+            built.loader,
+            built.evaluator,
+        )
         self.use_checkpointer(built.checkpointer)
         self.run |= build.describe_model(policy, self.model, self.inputs, self.train_dataset, self.eval_dataset)
         if self.is_world_process_zero():
@@ -240,7 +245,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any):
         """Train; see `Trainer.train`."""
         preflight.refuse_changed_settings(self._noted_settings, self.args)
-        self.feed.reset()  # a second call to `train` starts with a new rollout
+        self.loader.reset()  # a second call to `train` starts with a new rollout
         self.metrics.reset()
         folder = Path(self.args.output_dir)
         with contextlib.ExitStack() as held:
@@ -274,15 +279,14 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
     def _resize(self) -> None:
         """Pass changed micro-batch sizes on to the objects that use them."""
         self._train_batch_size = self.args.train_batch_size
-        self.replays.batch_size = self.args.rollout_call_size
-        self.feed.resize(self.args.batch_sizes)
+        self.loader.reset()
         self._noted_settings = preflight.note_settings(self.args)
         self.metrics.reset()
 
     def _explain_out_of_memory(self, is_evaluating: bool = False) -> contextlib.AbstractContextManager[None]:
         return explain_out_of_memory(
             self.args,
-            lambda: weigh_run(self.model, self.pipe, self.optimizer, self.feed),
+            lambda: weigh_run(self.model, self.pipe, self.optimizer, self.loader),
             self.progress,
             lambda: self.state.global_step,
             is_evaluating,
@@ -307,31 +311,31 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         place = Place(
             update=self.state.global_step + 1,
             count=self.current_gradient_accumulation_steps,
-            is_first=self.feed.is_first,
+            is_first=self.loader.is_first,
             is_last=self.accelerator.sync_gradients,
         )
         with self.metrics.time("time/update"):
             if place.is_first:
                 self.backend.begin_update(self.optimizer)
-            self.update.train_values(self.feed.value_targets, place)
+            self.update.train_values(self.loader.value_targets, place)
             loss = self.update.train_policy(model, batch, place)
         every = self.args.torch_empty_cache_steps
         if every is not None and place.is_last and place.update % every == 0:
             clear_device_cache()
-        if self.feed.is_used_up:
+        if self.loader.is_used_up:
             self.metrics.finish_rollout()
         return loss
 
     def _next_batch(self, row_indices: list[int]) -> MicroBatch:
         """Return the next micro-batch; if a reward or a row fails in its rollout, save a checkpoint first."""
         try:
-            batch = self.feed.next(row_indices, self.state.global_step, self.state.max_steps)
+            batch = self.loader.next(row_indices, self.state.global_step, self.state.max_steps)
         except (RewardError, RowError):
             self._save_before_stopping()
             raise
         if self.args.importance_sampling_level == "sequence" and not batch.is_on_policy:  # on policy all ratios are 1
             with self.metrics.time("time/update"):
-                batch.log_ratio = self.learner.run_passes(self.replays.sequence_log_ratio, batch)
+                batch.log_ratio = self.learner.run_passes(self.passes.sequence_log_ratio, batch)
         return batch
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:

@@ -4,7 +4,7 @@ import torch
 
 from diffusion_grpo.policy.recording import Recorder
 from diffusion_grpo.policy.stochastic_steps import CleanEstimate
-from diffusion_grpo.policy.trajectory import StepScale
+from diffusion_grpo.policy.trajectory import RolloutRequest, StepScale
 
 SEEDS = torch.tensor([3, 4])
 STD = 0.5
@@ -50,12 +50,6 @@ def run(driver, scheduler, latents):
 
 
 def record(scheduler=None, latents=None, **settings):
-    given = {"noise_steps": None, "trained_steps": None, "noise_level": 0.7, "device": "cpu"} | settings
-    recorder = Recorder(SEEDS, SEEDS + 10, **given)
+    recorder = Recorder(RolloutRequest(SEEDS, SEEDS + 10, 4, **settings), 0.7)
     left = run(recorder, scheduler or HalfSteps(), torch.ones(2, 3) if latents is None else latents)
     return recorder, left
-
-
-def trajectory_of(recorder):
-    settings = {"seeds": SEEDS, "initial_seeds": SEEDS + 10, "num_inference_steps": 4, "noise_level": 0.7}
-    return recorder.trajectory(**settings)

@@ -20,7 +20,7 @@ from diffusion_grpo.policy.base import UntrainedStepError
 from diffusion_grpo.policy.rollout import replay
 from diffusion_grpo.policy.trajectory import Trajectory
 from diffusion_grpo.rewards import RewardError
-from diffusion_grpo.rollout.sampling_plan import make_sampling_plan
+from diffusion_grpo.rollout.steps import make_sampling_plan
 from diffusion_grpo.trainer import NonFiniteError, RatioError
 from diffusion_grpo.training.metrics import Metrics
 
@@ -110,7 +110,7 @@ def test_ratios_of_whole_trajectories(tmp_path):
                 gradients.update({name: parameter.grad.clone() for name, parameter in trained.items()})
                 objective = torch.zeros(())
                 for rows in (slice(0, 4), slice(4, 8)):
-                    (part,) = trainer.feed.buffer.part(rows).parts
+                    (part,) = trainer.loader.buffer.part(rows).parts
                     now = [replay(trainer.policy, part.inputs, part.trajectory, step).log_prob for step in (0, 1, 2)]
                     log_ratio = torch.stack(now, 1) - part.trajectory.log_probs
                     ratio, advantages = log_ratio.mean(1).exp(), part.advantages
@@ -142,7 +142,7 @@ def test_old_means_are_those_of_the_policy_that_rolled_out(tmp_path, loss_type):
         expected = []
         trainer.add_callback(KeepFirstMeans(trainer, expected))
         trainer.train()
-        kept = torch.cat([sample.means for sample in trainer.feed.buffer.samples])
+        kept = torch.cat([sample.means for sample in trainer.loader.buffer.samples])
         assert kept.dtype == torch.float32 and torch.equal(kept, torch.cat(expected))
         divergences = logged(trainer, "kl/old")
         assert divergences[0] == 0.0 < min(divergences[1:]) and logged(trainer, "ratio/mean")[0] == 1.0
@@ -160,8 +160,8 @@ class KeepFirstMeans(TrainerCallback):
     @torch.no_grad()
     def on_substep_end(self, args, state, control, **kwargs):
         if state.global_step == 0 and not self.kept:
-            for chunk in self.trainer.feed.buffer.chunks():
-                (part,) = self.trainer.feed.buffer.part(chunk).parts
+            for chunk in self.trainer.loader.buffer.chunks():
+                (part,) = self.trainer.loader.buffer.part(chunk).parts
                 steps = [replay(self.trainer.policy, part.inputs, part.trajectory, step).mean for step in range(3)]
                 self.kept.append(torch.stack(steps, 1))
 
@@ -169,7 +169,7 @@ class KeepFirstMeans(TrainerCallback):
 def test_one_update_per_rollout_keeps_no_means(tmp_path):
     trainer = trainer_for(tmp_path, loss_type="dppo", step_weight="velocity", max_steps=1)
     trainer.train()
-    samples = trainer.feed.buffer.samples
+    samples = trainer.loader.buffer.samples
     assert all(sample.means is None and sample.step_weights.shape == (1, 3) for sample in samples)
     assert logged(trainer, "ratio/mean") == [1.0] and logged(trainer, "kl/old") == [0.0]
 
@@ -223,7 +223,7 @@ def test_loss_and_gradient_are_grpos(tmp_path):
     advantages = ((rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True)).flatten()
     torch.testing.assert_close(torch.tensor(table["advantage"]), advantages, rtol=1e-3, atol=1e-3)
     for rows in (slice(0, 4), slice(4, 8)):
-        (part,) = trainer.feed.buffer.part(rows).parts
+        (part,) = trainer.loader.buffer.part(rows).parts
         for column, step in enumerate((0, 1, 2)):
             now = replay(trainer.policy, part.inputs, part.trajectory, step)
             ratio = torch.exp(now.log_prob - part.trajectory.log_probs[:, column])
@@ -256,10 +256,10 @@ def test_each_pass_has_the_advantages_of_its_own_samples(tmp_path, settings):
 
     class Compare(TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, **kwargs):
-            buffer, known = trainer.feed.buffer, []
+            buffer, known = trainer.loader.buffer, []
             for slot in (2 * state.global_step, 2 * state.global_step + 1):  # all updates are of one rollout
                 rows = buffer.range_of(slot)
-                advantages = buffer.advantages[rows, None].expand_as(buffer.old_log_probs[rows])
+                advantages = buffer.advantages.values[rows, None].expand_as(buffer.old_log_probs[rows])
                 if settings.get("step_weight"):
                     advantages = advantages * torch.cat([sample.step_weights for sample in buffer.samples[rows]])
                 known += zip(buffer.old_log_probs[rows].flatten().tolist(), advantages.flatten().tolist(), strict=True)
@@ -517,9 +517,9 @@ def test_what_only_the_pipeline_can_refuse(tmp_path):
 def test_training_again_starts_with_a_new_rollout(tmp_path):
     trainer = trainer_for(tmp_path, max_steps=1)
     trainer.train()
-    first = trainer.feed.buffer
+    first = trainer.loader.buffer
     trainer.train()
-    assert trainer.feed.buffer is not first and logged(trainer, "ratio/max_error") == [0.0]
+    assert trainer.loader.buffer is not first and logged(trainer, "ratio/max_error") == [0.0]
 
 
 def test_a_wandering_window_moves_with_the_rollouts(tmp_path):
@@ -529,7 +529,7 @@ def test_a_wandering_window_moves_with_the_rollouts(tmp_path):
 
     class Note(TrainerCallback):
         def on_step_end(self, *args, **kwargs):
-            steps.append(torch.cat([sample.steps for sample in trainer.feed.buffer.samples]).unique().tolist())
+            steps.append(torch.cat([sample.steps for sample in trainer.loader.buffer.samples]).unique().tolist())
 
     trainer.add_callback(Note)
     trainer.train()
@@ -541,7 +541,7 @@ def test_a_divergence_in_the_reward(tmp_path):
     """At first the policy is the reference; then what is logged is the divergence that replays measure."""
     trainer = trainer_for(tmp_path, kl_reward=0.5, learning_rate=0.01, scale_rewards="none")
     divergences, ratios = [], []
-    measure = trainer.replays.rollout_divergences
+    measure = trainer.passes.rollout_divergences
 
     def noted(rows, samples):
         divergences.append(measure(rows, samples))
@@ -559,7 +559,7 @@ def test_a_divergence_in_the_reward(tmp_path):
                 ratios[-1].append((sizes[0] / sizes[1]).mean().item())
         return divergences[-1]
 
-    trainer.replays.rollout_divergences = noted
+    trainer.passes.rollout_divergences = noted
     trainer.train()
     assert divergences[0].eq(0).all() and divergences[1].gt(0).all()
     assert logged(trainer, "kl/rollout") == pytest.approx([0.0, divergences[1].mean().item()])
@@ -624,7 +624,7 @@ def test_clipped_losses_of_each_reward(tmp_path):
             gradients.update({name: parameter.grad.clone() for name, parameter in trained.items()})
             objective = torch.zeros(())
             for rows in (slice(0, 4), slice(4, 8)):
-                (part,) = trainer.feed.buffer.part(rows).parts
+                (part,) = trainer.loader.buffer.part(rows).parts
                 for column, step in enumerate((0, 1, 2)):
                     now = replay(trainer.policy, part.inputs, part.trajectory, step)
                     ratio = torch.exp(now.log_prob - part.trajectory.log_probs[:, column])
@@ -637,7 +637,8 @@ def test_clipped_losses_of_each_reward(tmp_path):
 
     trainer.add_callback(Compare)
     trainer.train()
-    assert trainer.feed.buffer.advantages.shape == (8, 2) and trainer.feed.buffer.advantages.ne(0).all()
+    advantages = trainer.loader.buffer.advantages.values
+    assert advantages.shape == (8, 2) and advantages.ne(0).all()
     assert 0 < torch.stack(clipped).mean() < 1
     assert logged(trainer, "ratio/max_error") == [0.0]
     for name, gradient in expected.items():

@@ -144,7 +144,7 @@ def logged(trainer: DiffusionGRPOTrainer, key: str) -> list[float]:
 
 def joined_trajectory(trainer: DiffusionGRPOTrainer):
     """The trajectories of the running rollout, of this process and of one shape, as one."""
-    samples = trainer.feed.buffer.samples
+    samples = trainer.loader.buffer.samples
     return type(samples[0]).cat(samples)
 
 

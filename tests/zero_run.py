@@ -33,7 +33,7 @@ def partitioning(trainer) -> dict:
     """Return which weights this process holds."""
     sharded = [p for p in trainer.model.parameters() if hasattr(p, "ds_tensor") and not p.ds_persist]
     return {
-        "stage": int(trainer.backend.sharding.removeprefix("zero")),
+        "stage": int(trainer.backend.sharding.removeprefix("zero").replace("ddp", "0")),
         "empty": sum(p.numel() == 0 for p in sharded),
         "held": sum(p.ds_tensor.numel() for p in sharded),
         "all": sum(p.ds_numel for p in sharded),

@@ -6,11 +6,14 @@ bits.
 """
 
 import dataclasses
+import inspect
+import pkgutil
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from .advantage_fn import AdvantageFunction, apply_advantage_fn
-
+AdvantageFunction = Callable[..., torch.Tensor]
 AGGREGATIONS = [
     "sum_then_normalize",
     "normalize_then_sum",
@@ -99,7 +102,7 @@ def compute_advantages(
         reward_threshold: a group whose mean weighted reward is below this gets the advantage 0.
         advantage_fn: computes the advantages in place of the normalisation that `scale_rewards`, `reward_baseline` and
             `multi_objective_aggregation` choose; clip, threshold and penalty still apply. See
-            [`~diffusion_grpo.algorithms.advantage_fn.load_advantage_fn`].
+            [`~diffusion_grpo.algorithms.advantages.load_advantage_fn`].
 
     Raises:
         ValueError: shapes that do not fit, a group of one sample, an unknown option, or an `advantage_fn` that does
@@ -313,3 +316,125 @@ def best_of_n(advantages: torch.Tensor, groups: torch.Tensor, n: int, generator:
         kept += [order[: n // 2], order[-n // 2 :]]
     kept = torch.cat(kept)
     return kept[torch.randperm(len(kept), generator=generator)].to(advantages.device)
+
+
+# Generalized advantage estimation
+
+
+def estimate_advantages(rewards: torch.Tensor, values: torch.Tensor, gamma: float, lam: float) -> torch.Tensor:
+    """Estimate advantages by GAE (arXiv 1506.02438) over the trained steps; the value after the last step is 0.
+
+    `A_t = delta_t + gamma * lam * A_(t+1)` with `delta_t = r_t + gamma * V_(t+1) - V_t`. With `gamma = lam = 1`, `A_t`
+    is the sum of the rewards from step t on, minus the value.
+
+    Args:
+        rewards: `(samples, steps)`, received after each step.
+        values: `(samples, steps)`, of the state before each step.
+        gamma: discount per step, in [0, 1].
+        lam: 0 relies on the next value, 1 on the rewards alone.
+
+    Returns:
+        `(samples, steps)` float64.
+
+    Examples:
+        >>> rewards, values = torch.tensor([[0.0, 0.0, 1.0]]), torch.zeros(1, 3)
+        >>> estimate_advantages(rewards, values, gamma=1.0, lam=1.0).tolist()
+        [[1.0, 1.0, 1.0]]
+    """
+    rewards, values = rewards.double(), values.double()
+    advantages = torch.empty_like(values)
+    following, next_value = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
+    for step in reversed(range(values.shape[1])):
+        delta = rewards[:, step] + gamma * next_value - values[:, step]
+        following = delta + gamma * lam * following
+        advantages[:, step], next_value = following, values[:, step]
+    return advantages
+
+
+# A function of the user's own, `advantage_fn`, in place of the normalisation relative to the group
+
+
+def load_advantage_fn(path: str | AdvantageFunction | None) -> AdvantageFunction | None:
+    """Import an advantage function, and check that it takes the arguments of one.
+
+    It is called as `advantage_fn(rewards, groups, weights=weights, batches=batches)`, once per rollout:
+
+        def my_advantages(rewards, groups, *, weights, batches):
+            total = (rewards * weights).nansum(1)
+            best = torch.stack([total[groups == group].max() for group in groups])
+            return (total == best).double() - 0.5
+
+    rewards: (samples, functions) float64 on the CPU, NaN where a function left a sample out; with `kl_reward` the
+        penalty is subtracted from each.
+    groups: (samples,) int64, the index of each sample's group: samples of one prompt share it.
+    weights: (functions,) float64, `reward_weights`.
+    batches: (samples,) int64, the index of each sample's batch (`num_batches_per_step`); each batch holds whole
+    groups.
+
+    It returns (samples,) finite numbers, which are clamped to `advantage_clip`. Every process calls it with the same
+    values and must get the same result, so it must not draw random numbers of its own. A sample that no function
+    scored has the advantage 0, whatever is returned for it.
+    """
+    if path is None:
+        return None
+    found: Any = path
+    if isinstance(path, str):
+        try:
+            found = pkgutil.resolve_name(path)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"advantage_fn={path!r} cannot be imported ({error}); give the dotted path of a function, "
+                "my_package.my_advantages."
+            ) from error
+    if not callable(found):
+        raise ValueError(f"advantage_fn={path!r} is a {type(found).__name__}; give the path of a function.")
+    try:
+        signature = inspect.signature(found)
+    except ValueError:  # a function that is not written in Python; it reports wrong arguments itself
+        return found
+    try:
+        signature.bind(None, None, weights=None, batches=None)
+    except TypeError as error:
+        raise ValueError(
+            f"advantage_fn={path!r} is called with (rewards, groups, weights=..., batches=...), which "
+            f"{getattr(found, '__name__', 'it')}{signature} does not take ({error}); write "
+            "def my_advantages(rewards, groups, *, weights, batches)."
+        ) from error
+    return found
+
+
+def apply_advantage_fn(
+    function: AdvantageFunction,
+    rewards: torch.Tensor,
+    groups: torch.Tensor,
+    weights: torch.Tensor,
+    batches: torch.Tensor,
+) -> torch.Tensor:
+    """Call an advantage function; see [`load_advantage_fn`].
+
+    Returns:
+        (samples,) float64 advantages, 0 for samples that no function scored.
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+    is_scored = ~rewards.isnan().all(1)
+    found = function(rewards.clone(), groups.clone(), weights=weights.clone(), batches=batches.clone())
+    try:
+        found = torch.as_tensor(found, dtype=torch.float64, device="cpu").detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"advantage_fn {name} returned a {type(found).__name__}, not a tensor of one number per sample ({error})."
+        ) from error
+    if found.shape != groups.shape:
+        raise ValueError(
+            f"advantage_fn {name} returned the shape {tuple(found.shape)} for {len(groups)} samples; return one "
+            f"number per sample, ({len(groups)},)."
+        )
+    wrong = is_scored & ~found.isfinite()
+    if wrong.any():
+        index = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"advantage_fn {name} returned {found[index].item()} for sample {index}, whose rewards are "
+            f"{rewards[index].tolist()}; return finite numbers. NaN among the rewards is a function that left the "
+            "sample out."
+        )
+    return found.masked_fill(~is_scored, 0.0)

@@ -9,8 +9,7 @@ from ..policy.token_process import TokenDistribution
 from ..policy.trajectory import StepDistribution
 from .base import Algorithm, Anchor, DriftLimit, PassOutput, Recording, Reference, measure_gradient, summarise_samples
 from .batch import MicroBatch, Part
-from .losses import Loss, LossInputs, grpo, loss_per_reward
-from .zero_advantages import sum_loss
+from .losses import Loss, LossInputs, grpo, loss_per_reward, sum_loss
 
 if TYPE_CHECKING:
     from ..policy.base import Policy

@@ -3,7 +3,7 @@
 import json
 
 from ..algorithms.base import Anchor, Recording
-from ..algorithms.choose import find_recording
+from ..algorithms.registry import find_recording
 from .batch_sizes import BatchSizes
 
 DICTIONARIES = ("pipeline_kwargs", "scheduler_kwargs", "model_init_kwargs", "loss_kwargs", "quantization")

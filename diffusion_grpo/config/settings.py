@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import torch
 from transformers import SchedulerType, TrainingArguments
 
-from ..algorithms.advantage_fn import load_advantage_fn
-from ..algorithms.choose import check_loss_kwargs, check_run_settings
+from ..algorithms.advantages import load_advantage_fn
+from ..algorithms.registry import check_loss_kwargs, check_run_settings
 from .defaults import DICTIONARIES, Sizes
 from .fields import check_fields
 from .files import expand_home, read_text

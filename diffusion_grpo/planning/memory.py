@@ -13,7 +13,7 @@ from transformers import Trainer
 from transformers.training_args import OptimizerNames
 
 from ..algorithms.base import Algorithm
-from ..algorithms.choose import load_algorithm
+from ..algorithms.registry import load_algorithm
 from ..config.settings import DiffusionGRPOConfig
 from ..distributed.sharding import Sharding
 from ..training.lazy_modules import list_text_encoders

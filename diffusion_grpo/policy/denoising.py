@@ -5,9 +5,8 @@ calls the pipeline as a user would, while a driver decides what each step does.
 """
 
 import contextlib
-import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -91,45 +90,16 @@ class DenoisingPolicy(Policy):
             return self._roll_out_clean(inputs, request)
         self.check_noise_level(request.noise_level)
         noise_level = self.default_noise_level if request.noise_level is None else request.noise_level
-        steps = None
-        if request.steps is not None:
-            steps = torch.tensor([list(row) for row in request.steps], dtype=torch.int64)
-            steps = steps.reshape(len(request.steps), -1)
-        noise_steps = _split_noise_steps(request.noise_steps, len(request.seeds))
-        if noise_level <= 0 or (steps is not None and not steps.numel()):
-            noise_steps = noise_steps if noise_level > 0 else set()
-            steps = torch.empty(len(request.seeds), 0, dtype=torch.int64)
-        make = Recorder if request.prefix is None else functools.partial(BranchRecorder, request.prefix)
-        recorder = make(
-            request.seeds,
-            request.initial_seeds,
-            noise_steps,
-            steps,
-            noise_level,
-            request.device,
-            request.is_complete,
-            request.noise_in_last_step,
-            request.step_weight,
-            request.weighted_steps,
-            request.keeps_means,
-        )
+        recorder = (Recorder if request.prefix is None else BranchRecorder)(request, noise_level)
         samples = self._sample(inputs, request, recorder)
-        if noise_level <= 0 or (steps is not None and not steps.numel()):
-            return samples, None
-        return samples, recorder.trajectory(
-            seeds=request.seeds,
-            initial_seeds=request.initial_seeds,
-            num_inference_steps=request.num_inference_steps,
-            noise_level=noise_level,
-        )
+        return samples, recorder.trajectory() if recorder.records_steps else None
 
     def _roll_out_clean(self, inputs: dict[str, Any], request: RolloutRequest) -> tuple[Any, CleanSamples]:
         """Sample without noise, by the pipeline's own solver or, if that draws noise, by a deterministic one."""
         recorder: Recorder | SolverRecorder = SolverRecorder(request.initial_seeds)
         scheduler = watch_solver(self.pipe.scheduler, recorder.keep)
         if scheduler is None:
-            nothing = torch.empty(len(request.seeds), 0, dtype=torch.int64)
-            recorder = Recorder(request.seeds, request.initial_seeds, set(), nothing, 0.0, request.device)
+            recorder = Recorder(request, noise_level=0.0)
         samples = self._sample(inputs, request, recorder, scheduler)
         return samples, CleanSamples(
             latents=join_clean(recorder).to(request.device),
@@ -402,20 +372,6 @@ class DenoisingPolicy(Policy):
                 f"{tuple(left.shape)}; use rewards that take the finished samples."
             )
         return list(found.float().unbind())
-
-
-def _split_noise_steps(noise_steps: Sequence | None, count: int) -> set[int] | list[set[int]] | None:
-    """Return a set of steps for all samples, or one set per sample; None stays None."""
-    if noise_steps is None:
-        return None
-    if not any(isinstance(steps, Collection) for steps in noise_steps):
-        return set(noise_steps)
-    if len(noise_steps) != count:
-        raise ValueError(
-            f"noise_steps has {len(noise_steps)} sequences of steps for {count} samples; give one per sample, or the "
-            "steps of all."
-        )
-    return [set(steps) for steps in noise_steps]
 
 
 def _make_scheduler(pipe: DiffusionPipeline, sde_type: str, log_prob_type: str) -> StochasticScheduler:

@@ -5,7 +5,7 @@ A `Recorder` makes a `Trajectory`. If samples share their first calls, a `Prefix
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -14,50 +14,41 @@ from torch import Tensor
 from .drivers import Driver, OneStepDriver, StepParts, StepScored, UnsupportedPipeline, first_rows, join_latents
 from .schedulers import StochasticScheduler
 from .step_weights import weigh_steps
-from .trajectory import Prefix, StepScale, Trajectory, make_generators
+from .trajectory import Prefix, RolloutRequest, StepScale, Trajectory, make_generators
 
 
 class Recorder(Driver):
-    """Drives a rollout: draws noise in the given steps, and records the trained ones.
+    """Drives a rollout: draws noise in the steps that the request names, and records the trained ones.
 
-    Args:
-        seeds, initial_seeds: (batch,) int64 seeds of the step noise and of the initial latents.
-        trained_steps: (batch, steps) int64 indices of the trained steps; None for all but the last.
+    Without a noise level, or without trained steps, nothing is recorded.
     """
 
     needs_network = True
 
-    def __init__(
-        self,
-        seeds: Tensor,
-        initial_seeds: Tensor,
-        noise_steps: set[int] | Sequence[set[int]] | None,
-        trained_steps: Tensor | None,
-        noise_level: float,
-        device: str | torch.device,
-        is_complete: bool = True,
-        noise_in_last_step: bool = False,
-        step_weight: str = "none",
-        weighted_steps: Sequence[int] | None = None,
-        keeps_means: bool = False,
-    ):
-        super().__init__(initial_seeds, len(seeds), noise_level)
-        self.generators = make_generators(seeds)
-        self.noise_steps = [noise_steps] * self.count if isinstance(noise_steps, set) else noise_steps
-        self.trained_steps = trained_steps
-        self.noise_in_last_step = noise_in_last_step
-        self.device, self.is_complete = device, is_complete
-        self.step_weight, self.weighted_steps, self.keeps_means = step_weight, weighted_steps, keeps_means
+    def __init__(self, request: RolloutRequest, noise_level: float):
+        super().__init__(request.initial_seeds, len(request.seeds), noise_level)
+        self.request, self.generators = request, make_generators(request.seeds)
+        noisy, steps = (request.noise_steps, request.steps) if noise_level > 0 else ([], [[]] * self.count)
+        self.noise_steps = _split_noise_steps(noisy, self.count)
+        self.trained_steps: Tensor | None = None  # (batch, steps) int64; None: all but the last
+        if steps is not None:
+            rows = torch.tensor([list(row) for row in steps], dtype=torch.int64)
+            self.trained_steps = rows.reshape(len(rows), -1)
         self.records: dict[int, StepParts] = {}
         self.scales: dict[int, list[StepScale]] = {}
         self.left: dict[int, Tensor] = {}  # the last latent of each scheduler
         self.loop_length: int | None = None
 
+    @property
+    def records_steps(self) -> bool:
+        """Whether any step is trained."""
+        return self.trained_steps is None or bool(self.trained_steps.numel())
+
     def _begin(self, scheduler: StochasticScheduler) -> None:
         """Set what depends on the length of the loop, known only now: image-to-image starts in the middle."""
         self.loop_length = scheduler.loop_length
         noisy = [set(range(self.loop_length))] * self.count if self.noise_steps is None else self.noise_steps
-        silent = set() if self.noise_in_last_step else {self.loop_length - 1}
+        silent = set() if self.request.noise_in_last_step else {self.loop_length - 1}
         self.noise_steps = [steps - silent for steps in noisy]
         if self.trained_steps is None:
             self.trained_steps = torch.arange(self.loop_length - 1).expand(self.count, -1)
@@ -72,7 +63,7 @@ class Recorder(Driver):
     def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
         if self.loop_length is None:
             self._begin(scheduler)
-        if not self.is_complete and self.records and index > self.trained_steps.max():
+        if not self.request.is_complete and self.records and index > self.trained_steps.max():
             raise StepScored
         self.enter(scheduler, index)
         self._note_scale(scheduler, index, timestep, sample)
@@ -85,9 +76,10 @@ class Recorder(Driver):
 
     def _note_scale(self, scheduler, index: int, timestep: Any, sample: Tensor) -> None:
         """Record the scale of a step that may be trained: the weights of all trained steps depend on it."""
-        if self.step_weight == "none" or index >= self.loop_length - 1:
+        weighted = self.request.weighted_steps
+        if self.request.step_weight == "none" or index >= self.loop_length - 1 or not self.records_steps:
             return
-        if self.weighted_steps is None or index in self.weighted_steps:
+        if weighted is None or index in weighted:
             scale = scheduler.scale(timestep, sample, self.noise_level, self.count)
             self.scales.setdefault(index, []).append(scale)
 
@@ -113,8 +105,8 @@ class Recorder(Driver):
             # score the rounded latents, which are the ones that a replay gets
             next_latents, mean, std = first_rows((latents.float(), mean, std), sample, self.count)
             score = scheduler.log_prob(next_latents, mean, std)
-            kept = [handed, next_latents, score] + ([mean] if self.keeps_means else [])
-            kept = (x.clone().to(self.device) for x in kept)
+            kept = [handed, next_latents, score] + ([mean] if self.request.keeps_means else [])
+            kept = (x.clone().to(self.request.device) for x in kept)
             self.records.setdefault(index, StepParts()).add(*kept)
         return latents
 
@@ -128,7 +120,7 @@ class Recorder(Driver):
                     "the trained steps of each sample."
                 )
 
-    def trajectory(self, **settings) -> Trajectory:
+    def trajectory(self) -> Trajectory:
         """Return the recorded steps."""
         trained = [] if self.trained_steps is None else self.trained_steps.unique().tolist()
         missing = [step for step in trained if step not in self.records]
@@ -154,20 +146,23 @@ class Recorder(Driver):
                     for row, columns in enumerate(self.trained_steps)
                 ]
             )
-            for i in range(3 + self.keeps_means)
+            for i in range(3 + self.request.keeps_means)
         )
-        tokens = None if self.tokens is None else self.tokens.to(self.device)
+        tokens = None if self.tokens is None else self.tokens.to(self.request.device)
         scales = {step: StepScale.join(parts) for step, parts in self.scales.items()}
-        weights = weigh_steps(self.step_weight, scales, self.trained_steps)
+        weights = weigh_steps(self.request.step_weight, scales, self.trained_steps)
         return Trajectory(
             latents,
             next_latents,
             log_probs,
             steps=self.trained_steps.clone(),
             tokens=tokens,
-            step_weights=None if weights is None else weights.to(self.device),
+            step_weights=None if weights is None else weights.to(self.request.device),
             means=means[0] if means else None,
-            **settings,
+            seeds=self.request.seeds,
+            initial_seeds=self.initial_seeds,
+            num_inference_steps=self.request.num_inference_steps,
+            noise_level=self.noise_level,
         )
 
 
@@ -177,8 +172,9 @@ class BranchRecorder(Recorder):
     The first step of the samples' own uses the prefix's prediction, if there is one.
     """
 
-    def __init__(self, prefix: Prefix, *settings: Any):
-        super().__init__(*settings)
+    def __init__(self, request: RolloutRequest, noise_level: float):
+        super().__init__(request, noise_level)
+        prefix = request.prefix
         self.tokens, self.length, self.prediction = prefix.tokens, prefix.length, prefix.prediction
         self._offset = 0  # in that prediction, if a step moves several latents
         self._to_branch = OneStepDriver(
@@ -217,11 +213,13 @@ class BranchRecorder(Recorder):
         start, self._offset = self._offset, self._offset + blank[0].numel()
         return self.prediction[:, start : self._offset].reshape(blank.shape).to(blank)
 
-    def trajectory(self, **settings) -> Trajectory:
-        found = super().trajectory(**settings)
+    def trajectory(self) -> Trajectory:
+        found = super().trajectory()
         if self.prediction is None:
             return found
-        return dataclasses.replace(found, shared_steps=torch.full((self.count,), self.length, device=self.device))
+        return dataclasses.replace(
+            found, shared_steps=torch.full((self.count,), self.length, device=self.request.device)
+        )
 
 
 class PrefixDriver(Driver):
@@ -320,3 +318,17 @@ class FinishDriver(Driver):
     def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
         self.enter(scheduler, index)
         return self.left.clone() if index == scheduler.loop_length - 1 else sample
+
+
+def _split_noise_steps(noise_steps: Sequence | None, count: int) -> list[set[int]] | None:
+    """Return one set of steps per sample; None stays None."""
+    if noise_steps is None:
+        return None
+    if not any(isinstance(steps, Collection) for steps in noise_steps):
+        return [set(noise_steps)] * count
+    if len(noise_steps) != count:
+        raise ValueError(
+            f"noise_steps has {len(noise_steps)} sequences of steps for {count} samples; give one per sample, or the "
+            "steps of all."
+        )
+    return [set(steps) for steps in noise_steps]

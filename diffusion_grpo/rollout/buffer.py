@@ -10,8 +10,11 @@ from ..algorithms.batch import MicroBatch, RecordedClean, Rows
 from ..data.inputs import PipelineInputs
 from ..policy.token_process import TokenTrajectory
 from ..policy.trajectory import CleanSamples, Trajectory
-from .order import update_order
+from .estimator import SampleAdvantages
+from .order import RolloutOrder, update_order
 from .value_model import ValueTargets
+
+Samples = list[Trajectory] | list[TokenTrajectory] | list[CleanSamples]
 
 
 class RolloutBuffer:
@@ -20,9 +23,8 @@ class RolloutBuffer:
     It is the only state between rollout and update that a checkpoint has to keep.
 
     Args:
-        advantages: (samples, ...) float32, as in [`~diffusion_grpo.algorithms.batch.Part`].
+        advantages: of these samples.
         positions: (samples,) int64 positions of the samples in the rollout of all processes.
-        weights: (samples,) float32 weight of each sample's loss; None where all are 1.
 
     Attributes:
         old_log_probs: (samples, steps) float32, the denominator of the ratio; for re-noised samples, the negative
@@ -32,28 +34,18 @@ class RolloutBuffer:
     def __init__(
         self,
         rows: Rows,
-        samples: list[Trajectory] | list[TokenTrajectory] | list[CleanSamples],
-        advantages: Tensor,
+        samples: Samples,
+        advantages: SampleAdvantages,
         inputs: PipelineInputs,
-        micro_batch_size: int,
-        seed: int,
-        targets: ValueTargets | None = None,
-        positions: Tensor | None = None,
-        updates: int = 1,
-        weights: Tensor | None = None,
-        on_policy_slots: int | None = None,
-        generations: int = 1,
-        group_size: int = 1,
+        order: RolloutOrder,
+        positions: Tensor,
     ):
         self.rows, self.samples, self.inputs = rows, type(samples[0]).align(samples), inputs
-        self.advantages, self.targets, self.weights = advantages, targets, weights
+        self.advantages, self.positions, self.order = advantages, positions, order
         self.old_log_probs = torch.cat([sample.anchor() for sample in self.samples])
         self.has_current_old = False
         self.recorded_clean: RecordedClean = {}
-        self.micro_batch_size, self.seed, self.updates = micro_batch_size, seed, updates
-        self.positions = torch.arange(len(rows)) if positions is None else positions
-        self.on_policy_slots = self.micro_batches if on_policy_slots is None else on_policy_slots
-        self.groups, self.group_size = self.positions // generations, group_size
+        self.micro_batch_size = order.sizes.micro_batch
 
     @property
     def micro_batches(self) -> int:
@@ -62,36 +54,37 @@ class RolloutBuffer:
 
     def range_of(self, slot: int) -> slice:
         """Return the indices of a slot's samples. Slots are numbered across iterations."""
+        updates = self.order.updates
         iteration, rest = divmod(slot, self.micro_batches)
-        update, micro_batch = divmod(rest, self.micro_batches // self.updates)
-        update = int(update_order(self.seed, iteration, self.updates)[update])
-        start = (update * (self.micro_batches // self.updates) + micro_batch) * self.micro_batch_size
+        update, micro_batch = divmod(rest, self.micro_batches // updates)
+        update = int(update_order(self.order.seed, iteration, updates)[update])
+        start = (update * (self.micro_batches // updates) + micro_batch) * self.micro_batch_size
         return slice(start, start + self.micro_batch_size)
 
     def micro_batch(self, slot: int) -> MicroBatch:
         """Return the micro-batch of a slot."""
-        return self.part(self.range_of(slot), is_on_policy=slot < self.on_policy_slots)
+        return self.part(self.range_of(slot), is_on_policy=slot < self.order.sizes.accumulation)
 
-    def value_targets(self, slot: int) -> ValueTargets:
-        """Return the value model's targets for the samples of a slot."""
-        return self.targets[self.range_of(slot)]
+    def value_targets(self, slot: int) -> ValueTargets | None:
+        """Return the value model's targets for the samples of a slot; None without a value model."""
+        return None if self.advantages.targets is None else self.advantages.targets[self.range_of(slot)]
 
     def part(self, indices: slice, is_on_policy: bool = True) -> MicroBatch:
         """Return consecutive samples, by their indices, as a micro-batch."""
-        rows, samples = self.rows[indices], self.samples[indices]
+        rows, samples, advantages = self.rows[indices], self.samples[indices], self.advantages[indices]
         seeds = {int(sample.initial_seeds) for sample in samples} if self.recorded_clean else set()
         return MicroBatch(
             rows,
             samples,
             self.inputs.parts(rows),
-            self.advantages[indices],
+            advantages.values,
             self.old_log_probs[indices],
             self.inputs,
-            advantages_by_step=self.targets is not None,
-            weights=None if self.weights is None else self.weights[indices],
+            advantages_by_step=advantages.targets is not None,
+            weights=advantages.weights,
             is_on_policy=is_on_policy,
-            groups=self.groups[indices],
-            group_size=self.group_size,
+            groups=self.positions[indices] // self.order.sizes.num_generations,
+            group_size=self.order.sizes.trained_per_prompt,
             has_current_old=self.has_current_old,
             recorded_clean={key: clean for key, clean in self.recorded_clean.items() if key[0] in seeds},
         )

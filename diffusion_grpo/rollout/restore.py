@@ -24,6 +24,7 @@ from ..policy.token_process import TokenTrajectory
 from ..policy.trajectory import CleanSamples, Trajectory
 from ..report.record import ResumeError, find_difference, publish, resolve_settings
 from .buffer import RolloutBuffer
+from .estimator import SampleAdvantages
 from .order import RolloutOrder
 from .value_model import ValueTargets
 
@@ -46,21 +47,22 @@ def rollout_file(folder: Path, process: int) -> Path:
     return folder / f"rollout-rank{process}.safetensors"
 
 
-def save_buffer(buffer: RolloutBuffer, path: Path, processes: int = 1) -> None:
+def save_buffer(buffer: RolloutBuffer, path: Path) -> None:
     """Write a buffer without its rows, which are read from the dataset again, and what its replay depends on."""
-    samples = enumerate(buffer.samples)
+    samples, advantages = enumerate(buffer.samples), buffer.advantages
     tensors = {f"{name}.{i}": x.contiguous() for i, sample in samples for name, x in sample.tensors().items()}
-    tensors |= {"advantages": buffer.advantages, "old_log_probs": buffer.old_log_probs.clone()}
+    tensors |= {"advantages": advantages.values, "old_log_probs": buffer.old_log_probs.clone()}
     tensors["positions"] = buffer.positions
-    if buffer.weights is not None:
-        tensors["weights"] = buffer.weights
-    if buffer.targets is not None:
-        tensors |= {f"targets.{name}": getattr(buffer.targets, name).contiguous() for name in ValueTargets.TENSORS}
-    first = buffer.samples[0]
+    if advantages.weights is not None:
+        tensors["weights"] = advantages.weights
+    if (targets := advantages.targets) is not None:
+        tensors |= {f"targets.{name}": getattr(targets, name).contiguous() for name in ValueTargets.TENSORS}
+    first, order = buffer.samples[0], buffer.order
     about: dict[str, Any] = {"kind": type(first).__name__, "settings": json.dumps(first.settings())}
     about |= {"made_under": json.dumps(describe_rollout(buffer.inputs))}
     about |= {"rows": json.dumps(hash_rows(buffer.rows, buffer.inputs))}
-    save_file(tensors, path, metadata=about | {"processes": str(processes), "updates": str(buffer.updates)})
+    counts = {"processes": str(order.sizes.data_processes), "updates": str(order.updates)}
+    save_file(tensors, path, metadata=about | counts)
 
 
 def restore_buffer(
@@ -92,21 +94,11 @@ def restore_buffer(
         return torch.stack(values)
 
     targets = {name: column(f"targets.{name}") for name in ValueTargets.TENSORS}
-    buffer = RolloutBuffer(
-        rows,
-        [share.sample(index) for share, index in found],
-        column("advantages"),
-        inputs,
-        sizes.micro_batch,
-        order.seed,
-        None if targets["states"] is None else ValueTargets(**targets),
-        positions,
-        order.updates,
-        column("weights"),
-        sizes.accumulation,
-        sizes.num_generations,
-        sizes.trained_per_prompt,
+    advantages = SampleAdvantages(
+        column("advantages"), None if targets["states"] is None else ValueTargets(**targets), column("weights")
     )
+    samples = [share.sample(index) for share, index in found]
+    buffer = RolloutBuffer(rows, samples, advantages, inputs, order, positions)
     buffer.old_log_probs = column("old_log_probs")
     return buffer
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 from transformers import TrainerCallback
 
-from ..algorithms.gae import value_loss
+from ..algorithms.losses import value_loss
 from ..policy.denoising import DenoisingPolicy
 from ..policy.trajectory import Trajectory
 

@@ -16,8 +16,7 @@ import torch
 from datasets import Dataset
 from tqdm import tqdm
 
-from ..algorithms.advantage_fn import load_advantage_fn
-from ..algorithms.advantages import combine, compute_advantages
+from ..algorithms.advantages import combine, compute_advantages, load_advantage_fn
 from ..data.call_form import learn_forms
 from ..data.calls import LISTED, SINGLE, Form
 from ..data.columns import Columns, drop_format
@@ -33,8 +32,8 @@ from ..report.run_folder import measure_mean
 from ..report.samples import write_files, write_table
 from ..rewards import Reward, reward_weights, score
 from ..rewards.contract import is_marked
-from ..rollout.sampling_plan import make_sampling_plan
-from ..rollout.scoring import check_extra_column
+from ..rollout.score import check_extra_column
+from ..rollout.steps import make_sampling_plan
 from ..training.model import choose_device, load_pipeline, load_plain_pipeline, make_block_swap, plan_quantization
 from ..training.model_checks import check_packages, pipeline_class
 from ..training.offload import place_frozen_parts

@@ -13,7 +13,6 @@ from torch import nn
 from transformers import TrainerState
 from transformers.trainer_callback import CallbackHandler
 
-from ..algorithms.advantage_fn import load_advantage_fn
 from ..algorithms.batch import Rows
 from ..config.settings import DiffusionGRPOConfig
 from ..data.columns import list_given
@@ -27,13 +26,13 @@ from ..policy.unguided import find_default_guidance
 from ..report.record import pipeline_tag
 from ..report.samples import SampleWriter
 from ..rewards.overlap import Overlap
-from ..rollout.credit import CreditAssigner
-from ..rollout.feed import RolloutFeed
-from ..rollout.generation import RolloutGenerator
-from ..rollout.replays import Replays
+from ..rollout.estimator import AdvantageEstimator
+from ..rollout.generate import RolloutGenerator
+from ..rollout.loader import RolloutLoader
+from ..rollout.passes import Passes
 from ..rollout.runtime import Runtime
-from ..rollout.scoring import RewardScorer
-from ..rollout.value_model import ValueCallback, ValueModel
+from ..rollout.score import RewardScorer
+from ..rollout.value_model import ValueCallback
 from ..weights.files import PolicyFiles, lora_loader, name_half_dtype
 from ..weights.lora import list_kept_adapters
 from ..weights.public_names import strip_folders, strip_secrets
@@ -65,8 +64,8 @@ class Built:
     """The objects of a run that the trainer calls."""
 
     update: PolicyUpdate
-    replays: Replays
-    feed: RolloutFeed
+    passes: Passes
+    loader: RolloutLoader
     evaluator: Evaluator
     checkpointer: Checkpointer
 
@@ -87,28 +86,24 @@ def build(
 
     `read_rows` returns dataset rows by their indices, `state` the trainer's state.
     """
-    backend, rate, recording = runtime.backend, find_sampling_rate(policy.pipe), learner.algorithm.recording
+    backend, rate = runtime.backend, find_sampling_rate(policy.pipe)
     scorer = RewardScorer(
         rewards.trained,
-        backend=backend,
-        monitor=runtime.monitor,
+        runtime=runtime,
         overlap=Overlap(args.overlap_rewards, lambda: policy.draws_globally, lambda: backend.passes_together),
         fps=inputs.fps,
         sampling_rate=rate,
         state=state,
         failures=Path(args.output_dir) / "failures",
     )
-    replays = Replays(
+    passes = Passes(
+        args,
         policy,
-        learner.reference,
         inputs,
-        backend,
-        args.rollout_call_size,
-        runtime.metrics.add if args.beta == 0 else None,
-        run=learner.run_passes,
-        recording=recording,
-        anchor=args.anchor,
+        runtime,
+        reference=learner.reference,
         old_policy=learner.old_policy,
+        run=learner.run_passes,
     )
     generator = RolloutGenerator(
         args,
@@ -116,19 +111,12 @@ def build(
         inputs,
         read_rows,
         scorer=scorer,
-        credit=make_credit(args, rewards, learner.values, recording.ranks),
-        replays=replays,
+        estimator=AdvantageEstimator(args, rewards.names, rewards.weights, learner.values),
+        passes=passes,
         writer=SampleWriter(args, inputs, rewards.names, backend.groups, rate),
         runtime=runtime,
     )
-    feed = RolloutFeed(
-        generator,
-        sizes=args.batch_sizes,
-        seed=args.seed,
-        backend=backend,
-        device=args.device,
-        trajectory_device=args.trajectory_device,
-    )
+    loader = RolloutLoader(generator, args, backend)
     update = PolicyUpdate(
         learner, policy, runtime, value_clip=args.value_clip, device=args.device, output_dir=args.output_dir
     )
@@ -140,8 +128,8 @@ def build(
         rewards,
         runtime,
         generator=generator,
-        feed=feed,
-        replays=replays,
+        feed=loader,
+        replays=passes,
         settings=lambda: make_evaluation_settings(args, inputs.fps, rate),
     )
     checkpointer = Checkpointer(
@@ -152,33 +140,11 @@ def build(
         old_policy=learner.old_policy,
         reference=learner.reference if args.sync_ref_model else None,
         values=learner.values,
-        feed=feed,
+        feed=loader,
         is_writer=args.should_save,
         pushes_samples=args.push_samples,
     )
-    return Built(update, replays, feed, evaluator, checkpointer)
-
-
-def make_credit(
-    args: DiffusionGRPOConfig, rewards: RunRewards, values: ValueModel | None, ranks: bool = False
-) -> CreditAssigner:
-    """Make the object that turns rewards into advantages."""
-    return CreditAssigner(
-        rewards.names,
-        rewards.weights,
-        num_generations=args.num_generations,
-        num_batches=args.num_batches_per_step,
-        kl_reward=args.kl_reward,
-        scale_rewards=args.scale_rewards,
-        reward_baseline=args.reward_baseline,
-        multi_objective_aggregation=args.multi_objective_aggregation,
-        advantage_clip=None if ranks else args.advantage_clip,
-        reward_threshold=args.reward_threshold,
-        advantage_fn=load_advantage_fn(args.advantage_fn),
-        values=values,
-        gamma=args.gamma,
-        gae_lambda=args.gae_lambda,
-    )
+    return Built(update, passes, loader, evaluator, checkpointer)
 
 
 def make_evaluation_settings(args: DiffusionGRPOConfig, fps: float, sampling_rate: int | None) -> EvaluationSettings:

@@ -21,7 +21,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from ..distributed.sharded_weights import TrainedWeights
 from ..report.card import list_upload_patterns
 from ..report.record import ResumeError
-from ..rollout.feed import RolloutFeed
+from ..rollout.loader import RolloutLoader
 from ..rollout.reference import CopiedReference
 from ..rollout.value_model import ValueModel
 from ..weights.files import POLICY_FOLDER, PolicyFiles
@@ -63,7 +63,7 @@ class Checkpointer:
         old_policy: OldPolicy | None,
         reference: CopiedReference | None,
         values: ValueModel | None,
-        feed: RolloutFeed,
+        feed: RolloutLoader,
         is_writer: bool,
         pushes_samples: bool,
     ):

@@ -27,12 +27,11 @@ from ..policy.trajectory import sample_seed
 from ..report.run_folder import measure_mean, summarise_rollouts
 from ..report.samples import write_files, write_inputs, write_table
 from ..rewards import Reward
-from ..rollout.diversity import cosine_distance, measure_diversity, pixel_distance
-from ..rollout.feed import RolloutFeed
-from ..rollout.generation import RolloutGenerator
-from ..rollout.replays import Replays
+from ..rollout.generate import RolloutGenerator
+from ..rollout.loader import RolloutLoader
+from ..rollout.passes import Passes
 from ..rollout.runtime import Runtime
-from ..rollout.scoring import RewardScorer, takes_only_latents
+from ..rollout.score import RewardScorer, cosine_distance, measure_diversity, pixel_distance, takes_only_latents
 from .evaluation_samples import EvaluationSampler, EvaluationSettings, Share
 from .learner import Learner
 from .preflight import RunRewards, load_watched_rewards
@@ -71,8 +70,8 @@ class Evaluator:
         runtime: Runtime,
         *,
         generator: RolloutGenerator,
-        feed: RolloutFeed,
-        replays: Replays,
+        feed: RolloutLoader,
+        replays: Passes,
         settings: Callable[[], EvaluationSettings],
     ):
         self._inputs, self._scorer, self._generator = inputs, scorer, generator

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ..algorithms.base import Algorithm
-from ..algorithms.choose import load_algorithm
+from ..algorithms.registry import load_algorithm
 from ..config.settings import DiffusionGRPOConfig
 from ..distributed.backend import DistributedBackend, NetworkPasses
 from ..distributed.context_parallel import spread_over_context

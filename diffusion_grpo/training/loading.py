@@ -13,7 +13,7 @@ from ..data.inputs import PipelineInputs
 from ..distributed.failure import ProcessGroupMonitor
 from ..policy.base import Policy, list_filters
 from ..policy.token import make_policy
-from ..rollout.scoring import takes_only_latents
+from ..rollout.score import takes_only_latents
 from .model import load_pipeline, make_lazy_encoders, prepare_model
 from .preflight import CheckedRun, RunRewards
 from .prompt_embeds import PromptEmbeds, make_prompt_embeds

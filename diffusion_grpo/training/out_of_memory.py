@@ -15,7 +15,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from ..config.quantization import asks_for_quantization
 from ..config.settings import DiffusionGRPOConfig
-from ..rollout.feed import RolloutFeed
+from ..rollout.loader import RolloutLoader
 from .memory import count_bytes, format_size
 from .progress import UpdateProgress
 
@@ -37,7 +37,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in OTHER_WORDS)
 
 
-def weigh_run(model: nn.Module, pipe: DiffusionPipeline, optimizer: Any, feed: RolloutFeed) -> dict[str, int]:
+def weigh_run(model: nn.Module, pipe: DiffusionPipeline, optimizer: Any, feed: RolloutLoader) -> dict[str, int]:
     """Return the bytes of a run by kind, named as in `diffusion-grpo plan`, the largest first.
 
     If the model is on an accelerator, tensors in CPU memory are left out.

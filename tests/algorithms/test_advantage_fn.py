@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from diffusion_grpo import DiffusionGRPOConfig
-from diffusion_grpo.algorithms.advantage_fn import apply_advantage_fn, load_advantage_fn
+from diffusion_grpo.algorithms.advantages import apply_advantage_fn, load_advantage_fn
 
 GROUPS, WEIGHTS, BATCHES = torch.arange(16) // 4, torch.ones(1, dtype=torch.float64), torch.zeros(16).long()
 

@@ -15,7 +15,7 @@ from diffusion_grpo.policy.recording import Recorder
 from diffusion_grpo.policy.rollout import DenoisingPolicy, replay, rollout
 from diffusion_grpo.policy.schedulers import stochastic_scheduler
 from diffusion_grpo.policy.sde import cps, flow_sde, log_density, squared_error
-from diffusion_grpo.policy.trajectory import Trajectory
+from diffusion_grpo.policy.trajectory import RolloutRequest, Trajectory
 
 SEEDS = [1, 2]
 SHAPE = (3, 4, 2, 2)
@@ -23,7 +23,7 @@ SHAPE = (3, 4, 2, 2)
 
 def joined_buffer(trainer):
     """All samples of the last rollout as one trajectory."""
-    return Trajectory.cat(trainer.feed.buffer.samples)
+    return Trajectory.cat(trainer.loader.buffer.samples)
 
 
 def sigmas_of(steps, **config):
@@ -170,9 +170,8 @@ def steps_of_a_loop(begin, noise_steps, noise_in_last_step):
     scheduler.set_timesteps(6)
     scheduler.set_begin_index(begin)
     seeds = torch.tensor(SEEDS)
-    scheduler.driver = Recorder(
-        seeds, seeds, noise_steps, torch.zeros(2, 1, dtype=torch.int64), 0.7, "cpu", True, noise_in_last_step
-    )
+    settings = {"steps": [[0], [0]], "noise_steps": noise_steps, "noise_in_last_step": noise_in_last_step}
+    scheduler.driver = Recorder(RolloutRequest(seeds, seeds, 6, **settings), 0.7)
     x, prediction, drawn = torch.ones(2, 1, 2, 2), torch.zeros(2, 1, 2, 2), set()
     for index, timestep in enumerate(scheduler.timesteps[begin:]):
         after = scheduler.step(prediction, timestep, x, return_dict=False)[0]
@@ -266,8 +265,8 @@ def test_weights_survive_a_resume_within_a_rollout(tmp_path):
     whole.train()
     again = trainer_for(tmp_path / "again", **settings)
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
-    assert again.feed.buffer.weights.tolist() == whole.feed.buffer.weights.tolist()
-    assert 2.0 in whole.feed.buffer.weights.tolist()
+    assert again.loader.buffer.advantages.weights.tolist() == whole.loader.buffer.advantages.weights.tolist()
+    assert 2.0 in whole.loader.buffer.advantages.weights.tolist()
     expected = trained_weights(whole)
     assert all(torch.equal(value, expected[name]) for name, value in trained_weights(again).items())
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from diffusion_grpo.algorithms.gae import estimate_advantages, value_loss
+from diffusion_grpo.algorithms.advantages import estimate_advantages
+from diffusion_grpo.algorithms.losses import value_loss
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9])

@@ -7,8 +7,7 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from diffusion_grpo.algorithms.losses import LossInputs, grpo, kl_divergence, loss_per_reward
-from diffusion_grpo.algorithms.zero_advantages import sum_loss
+from diffusion_grpo.algorithms.losses import LossInputs, grpo, kl_divergence, loss_per_reward, sum_loss
 from diffusion_grpo.policy.sde import flow_sde, log_density
 from diffusion_grpo.policy.trajectory import StepDistribution, StepScale
 

@@ -11,9 +11,9 @@ from diffusers import DDIMScheduler, EDMEulerScheduler, EulerDiscreteScheduler, 
 
 from diffusion_grpo.algorithms.base import RatioError
 from diffusion_grpo.algorithms.batch import MicroBatch, Part
-from diffusion_grpo.algorithms.choose import load_algorithm
 from diffusion_grpo.algorithms.grpo import GRPO
 from diffusion_grpo.algorithms.losses import LossInputs, dppo, grpo, grpo_guard, loss_per_reward
+from diffusion_grpo.algorithms.registry import load_algorithm
 from diffusion_grpo.policy.rollout import DenoisingPolicy, replay, rollout
 from diffusion_grpo.policy.schedulers import stochastic_scheduler
 from diffusion_grpo.policy.step_weights import STEP_WEIGHTS

@@ -13,9 +13,9 @@ from diffusion_grpo.algorithms import ALGORITHMS
 from diffusion_grpo.algorithms.awm import AWM
 from diffusion_grpo.algorithms.base import RatioError, Recording
 from diffusion_grpo.algorithms.batch import MicroBatch
-from diffusion_grpo.algorithms.choose import check_loss_kwargs, load_algorithm
 from diffusion_grpo.algorithms.dgpo import DGPO, DPO
 from diffusion_grpo.algorithms.nft import NFT
+from diffusion_grpo.algorithms.registry import check_loss_kwargs, load_algorithm
 from diffusion_grpo.algorithms.renoised import Renoised, refuse_torn_groups, sum_over_group
 from diffusion_grpo.policy.trajectory import Denoised
 

@@ -2,8 +2,7 @@
 
 import torch
 
-from diffusion_grpo.algorithms.losses import LossInputs, grpo
-from diffusion_grpo.algorithms.zero_advantages import sample_weights, sum_loss
+from diffusion_grpo.algorithms.losses import LossInputs, grpo, sample_weights, sum_loss
 
 
 def inputs_of(advantages, ref_mean=None):

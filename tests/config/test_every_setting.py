@@ -317,7 +317,7 @@ class Notes(TrainerCallback):
             self.values = flat(self.trainer.learner.values.parameters())
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        buffer, update = self.trainer.feed.buffer, state.global_step + 1
+        buffer, update = self.trainer.loader.buffer, state.global_step + 1
         trajectory = joined_trajectory(self.trainer)
         found = {"prompts": [row["prompt"] for row in buffer.rows], "count": len(buffer.rows)}
         found |= {name: getattr(trajectory, name) for name in ("steps", "seeds", "initial_seeds")}

@@ -9,8 +9,8 @@ from tiny_runs import logged, trained_weights, trainer_for
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.algorithms import ALGORITHMS
 from diffusion_grpo.algorithms.base import Algorithm, PassOutput, Recording
-from diffusion_grpo.algorithms.choose import find_recording
 from diffusion_grpo.algorithms.losses import dppo
+from diffusion_grpo.algorithms.registry import find_recording
 from diffusion_grpo.config.validate import check_token_settings
 
 CLASSES = {name: found for name, found in ALGORITHMS.items() if isinstance(found, type)}  # others are losses of steps

@@ -504,7 +504,7 @@ def test_sizes_mix_in_a_micro_batch(tmp_path):
     trainer = mixed(tmp_path, rewards=size_seen, max_steps=4, per_device_train_batch_size=8)
     before = trained_weights(trainer)
     trainer.train()
-    batches = [trainer.feed.buffer.micro_batch(slot).rows for slot in range(trainer.feed.buffer.micro_batches)]
+    batches = [trainer.loader.buffer.micro_batch(slot).rows for slot in range(trainer.loader.buffer.micro_batches)]
     assert any(len({row["height"] for row in rows}) > 1 for rows in batches)
     assert {height for seen in sizes for height in seen} == {row["height"] for rows in batches for row in rows}
     assert logged(trainer, "ratio/max_error") == [0.0] * 4
@@ -518,7 +518,7 @@ def test_every_sample_weighs_the_same_however_shapes_part_them(tmp_path):
         runs.append(mixed(tmp_path / folder, **changes))
         runs[-1].train()
     together, alone = runs
-    shapes = {tuple(sample.latents.shape) for sample in together.feed.buffer.samples}
+    shapes = {tuple(sample.latents.shape) for sample in together.loader.buffer.samples}
     assert len(shapes) == 2
     assert logged(together, "grad_norm") == pytest.approx(logged(alone, "grad_norm"), rel=1e-4)
 

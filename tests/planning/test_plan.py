@@ -43,7 +43,7 @@ class Allocated(TrainerCallback):
 
     def weigh(self):
         trainer = self.trainer
-        return weigh_run(trainer.model, trainer.pipe, trainer.optimizer, trainer.feed)
+        return weigh_run(trainer.model, trainer.pipe, trainer.optimizer, trainer.loader)
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         parameters = list(self.trainer.model.parameters())
@@ -56,7 +56,7 @@ class Allocated(TrainerCallback):
         self.weighed["optimizer"] = self.weigh()["optimizer"]
         states = trainer.optimizer.state.values()
         self.bytes["optimizer"] = size(x for state in states for x in state.values() if torch.is_tensor(x))
-        samples = trainer.feed.buffer.samples
+        samples = trainer.loader.buffer.samples
         self.bytes["trajectory"] = size(tensor for sample in samples for tensor in sample.tensors().values())
         parts = [part for part in trainer.pipe.components.values() if isinstance(part, torch.nn.Module)]
         networks = trainer.policy.networks
@@ -357,7 +357,7 @@ def test_passes_of_a_language_model_are_counted_in_tokens(tmp_path):
     trainer.policy.network.lm_head.register_forward_pre_hook(count)
     trainer.train()
     batches, evaluations = made.batches, made.evaluations
-    assert batches.trained_tokens == trainer.feed.buffer.samples[0].ids.shape[1] > 1
+    assert batches.trained_tokens == trainer.loader.buffer.samples[0].ids.shape[1] > 1
     assert evaluations["rollout, one per token"] == batches.trained_tokens
     assert batches.updates_per_rollout == trainer.state.global_step == 2
     micro_batches = batches.pipeline_calls  # of one pass over the rollout

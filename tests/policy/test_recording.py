@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from half_steps import SEEDS, STD, HalfSteps, record, run, trajectory_of
+from half_steps import SEEDS, STD, HalfSteps, record, run
 
 from diffusion_grpo.policy.drivers import StepScored, UnsupportedPipeline
 from diffusion_grpo.policy.recording import BranchRecorder, FinishDriver, PrefixDriver, Recorder
+from diffusion_grpo.policy.trajectory import RolloutRequest
 
 
 def test_a_recorder_draws_each_samples_noise_from_its_own_seed():
@@ -13,7 +14,7 @@ def test_a_recorder_draws_each_samples_noise_from_its_own_seed():
     noise = [torch.randn(3, generator=torch.Generator().manual_seed(int(seed))) for seed in SEEDS]
     torch.testing.assert_close(left[0], 0.5 + STD * torch.stack(noise))
     assert torch.equal(left[3], left[2] / 2)  # the last step has no noise
-    trajectory = trajectory_of(recorder)
+    trajectory = recorder.trajectory()
     assert trajectory.steps.tolist() == [[0, 1, 2]] * 2
     assert torch.equal(trajectory.latents[:, 1], left[0]) and torch.equal(trajectory.next_latents[:, 1], left[1])
     expected = -((left[1] - left[0] / 2) ** 2).mean(1)
@@ -21,15 +22,15 @@ def test_a_recorder_draws_each_samples_noise_from_its_own_seed():
 
 
 def test_noise_and_records_where_they_are_asked_for():
-    recorder, left = record(noise_steps={1, 3}, trained_steps=torch.tensor([[1], [1]]))
+    recorder, left = record(noise_steps={1, 3}, steps=[[1], [1]])
     assert torch.equal(left[0], torch.full((2, 3), 0.5)) and torch.equal(left[2], left[1] / 2)
-    assert torch.equal(left[3], left[2] / 2) and trajectory_of(recorder).steps.tolist() == [[1], [1]]
-    _, left = record(noise_steps={3}, trained_steps=torch.empty(2, 0, dtype=torch.int64), noise_in_last_step=True)
+    assert torch.equal(left[3], left[2] / 2) and recorder.trajectory().steps.tolist() == [[1], [1]]
+    _, left = record(noise_steps={3}, steps=[[], []], noise_in_last_step=True)
     assert not torch.equal(left[3], left[2] / 2)
 
 
 def test_each_sample_may_train_steps_of_its_own():
-    trajectory = trajectory_of(record(trained_steps=torch.tensor([[0, 2], [1, 2]]))[0])
+    trajectory = record(steps=[[0, 2], [1, 2]])[0].trajectory()
     _, left = record()
     assert torch.equal(trajectory.next_latents[0, 0], left[0][0])
     assert torch.equal(trajectory.next_latents[1, 0], left[1][1])
@@ -38,24 +39,24 @@ def test_each_sample_may_train_steps_of_its_own():
 
 def test_a_call_ends_once_all_is_recorded():
     with pytest.raises(StepScored):
-        record(trained_steps=torch.tensor([[0], [1]]), is_complete=False)
+        record(steps=[[0], [1]], is_complete=False)
 
 
 def test_what_cannot_be_recorded_is_refused():
     with pytest.raises(UnsupportedPipeline, match="takes 4 steps, .*below 3, got .3."):
-        record(trained_steps=torch.tensor([[3], [3]]))
+        record(steps=[[3], [3]])
     recorder, _ = record()
     with pytest.raises(UnsupportedPipeline, match="runs its denoising loop several times"):
         run(recorder, HalfSteps(), torch.ones(2, 3))
     with pytest.raises(UnsupportedPipeline, match="steps 3 latents at once, but 2 samples were requested"):
         record(latents=torch.ones(3, 3))
     with pytest.raises(UnsupportedPipeline, match="nothing can be recorded"):
-        trajectory_of(Recorder(SEEDS, SEEDS, None, None, 0.7, "cpu"))
+        Recorder(RolloutRequest(SEEDS, SEEDS, 4), 0.7).trajectory()
 
 
 def test_both_halves_of_guidance_get_the_same_noise_and_one_is_recorded():
     recorder, left = record(latents=torch.ones(4, 3))
-    assert torch.equal(left[0][:2], left[0][2:]) and trajectory_of(recorder).latents.shape == (2, 3, 3)
+    assert torch.equal(left[0][:2], left[0][2:]) and recorder.trajectory().latents.shape == (2, 3, 3)
 
 
 def test_a_finisher_ends_with_the_latents_of_the_rollout():
@@ -84,15 +85,15 @@ def test_branches_go_on_from_a_prefix_with_its_prediction(length):
 
     owners, seeds = [0, 0, 1, 1], torch.arange(4)
     noisy = set(range(length, 4))
-    settings = [seeds, (SEEDS + 10)[owners], noisy, torch.full((4, 1), length), 0.7, "cpu"]
-    recorder = BranchRecorder(driver.found[owners], *settings)
+    settings = {"steps": [[length]] * 4, "noise_steps": noisy, "prefix": driver.found[owners]}
+    recorder = BranchRecorder(RolloutRequest(seeds, (SEEDS + 10)[owners], 5, **settings), 0.7)
     needed, scheduler, samples = [], Predicted(5), latents[owners]
     for index in range(5):
         needed.append(recorder.needs_network)
         samples = recorder.step(scheduler, index, torch.zeros(4, 3), None, samples)
     assert needed == [index > length for index in range(5)]
     assert torch.equal(handed[0], (latents / 2**length)[owners]) and not handed[1].any()
-    trajectory = recorder.trajectory(seeds=seeds, initial_seeds=seeds, num_inference_steps=5, noise_level=0.7)
+    trajectory = recorder.trajectory()
     assert trajectory.shared_steps.tolist() == [length] * 4
     assert torch.equal(trajectory.latents[:, 0], (latents / 2**length)[owners])
 
@@ -106,9 +107,9 @@ def test_a_prediction_that_does_not_say_everything_is_not_shared(reason):
     with pytest.raises(StepScored):
         run(driver, scheduler, torch.ones(4 if reason == "halves" else 2, 3))
     assert driver.found.prediction is None
-    recorder = BranchRecorder(driver.found, SEEDS, SEEDS, {1}, torch.ones(2, 1, dtype=torch.int64), 0.7, "cpu")
+    request = RolloutRequest(SEEDS, SEEDS, 4, steps=[[1], [1]], noise_steps={1}, prefix=driver.found)
+    recorder = BranchRecorder(request, 0.7)
     recorder.step(scheduler, 0, torch.zeros(2, 3), None, torch.ones(2, 3))
     assert recorder.needs_network
-    run(recorder := BranchRecorder(driver.found, SEEDS, SEEDS, {1}, torch.ones(2, 1, dtype=torch.int64), 0.7, "cpu"),
-        HalfSteps(), torch.ones(2, 3))  # fmt: skip
-    assert trajectory_of(recorder).shared_steps is None
+    run(recorder := BranchRecorder(request, 0.7), HalfSteps(), torch.ones(2, 3))
+    assert recorder.trajectory().shared_steps is None

@@ -2,16 +2,17 @@
 
 import pytest
 import torch
-from half_steps import SEEDS, STD, HalfSteps, record, trajectory_of
+from half_steps import SEEDS, STD, HalfSteps, record
 
 from diffusion_grpo.policy.drivers import StepScored, UnsupportedPipeline
 from diffusion_grpo.policy.recording import FinishDriver, Recorder
 from diffusion_grpo.policy.replaying import PredictDriver, ReplayDriver
+from diffusion_grpo.policy.trajectory import RolloutRequest
 
 
 def test_a_teacher_hands_back_what_was_recorded_and_scores_the_step():
     recorder, left = record()
-    trajectory = trajectory_of(recorder)
+    trajectory = recorder.trajectory()
     teacher = ReplayDriver(2, trajectory.latents[:, 2], trajectory.next_latents[:, 2], 0.7, SEEDS + 10)
     handed, scheduler = torch.full((2, 3), 9.0), HalfSteps()
     for index in range(2):
@@ -27,12 +28,12 @@ def test_a_teacher_hands_back_what_was_recorded_and_scores_the_step():
 def test_a_step_of_two_latents_is_scored_as_one():
     """As of video and audio, each with its own scheduler; the mean is over all dimensions together."""
     video, audio = HalfSteps(2), HalfSteps(2)
-    recorder = Recorder(SEEDS, SEEDS, None, None, 0.7, "cpu")
+    recorder = Recorder(RolloutRequest(SEEDS, SEEDS, 4), 0.7)
     first = (
         recorder.step(video, 0, None, None, torch.ones(2, 6)),
         recorder.step(audio, 0, None, None, torch.ones(2, 2)),
     )
-    trajectory = trajectory_of(recorder)
+    trajectory = recorder.trajectory()
     assert trajectory.latents.shape == (2, 1, 8)
     expected = -((torch.cat(first, 1) - 0.5) ** 2).mean(1)
     torch.testing.assert_close(trajectory.log_probs[:, 0], expected)

@@ -474,7 +474,7 @@ def test_a_process_from_outside_trains(added, tmp_path):
     before = trained_weights(trainer)
     trainer.train()
     assert trainer.policy.scheduler.sde is sde.SDES["mine"]
-    assert trainer.feed.buffer.samples[0].noise_level == trainer.policy.default_noise_level == 0.5
+    assert trainer.loader.buffer.samples[0].noise_level == trainer.policy.default_noise_level == 0.5
     assert logged(trainer, "ratio/max_error") == [0.0, 0.0]
     after = trained_weights(trainer)
     assert any(not torch.equal(after[name], before[name]) for name in before)

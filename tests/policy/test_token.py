@@ -174,7 +174,7 @@ def test_the_level_of_the_ratio(painter, tmp_path, level):
         is_on_policy=False,
     )
     if level == "sequence":
-        batch.log_ratio = trainer.learner.run_passes(trainer.replays.sequence_log_ratio, batch)
+        batch.log_ratio = trainer.learner.run_passes(trainer.passes.sequence_log_ratio, batch)
     parameters = [parameter for parameter in painter.writer.parameters() if parameter.requires_grad]
     loss = trainer.learner.algorithm.loss(trainer.policy, trainer.learner.reference, batch.parts[0], 0).loss
 

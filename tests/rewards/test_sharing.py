@@ -10,7 +10,7 @@ from tiny_runs import trainer_for
 
 from diffusion_grpo.media.files import VideoWithSound
 from diffusion_grpo.rewards import groupwise, score, takes_latents, takes_tensors
-from diffusion_grpo.rollout.diversity import embed_samples
+from diffusion_grpo.rollout.score import embed_samples
 
 
 def make_image(shade: int, size: int = 8) -> Image.Image:

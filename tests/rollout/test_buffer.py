@@ -1,9 +1,12 @@
 """What lies between rollout and update: which samples a micro-batch has, and that each keeps what belongs to it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from diffusion_grpo.rollout.buffer import RolloutBuffer
+from diffusion_grpo.rollout.estimator import SampleAdvantages
 from diffusion_grpo.rollout.order import update_order
 from diffusion_grpo.rollout.value_model import STATE_SIZE, ValueTargets
 from tests.algorithms.test_batch import check_part, rows_of, samples_of
@@ -19,13 +22,15 @@ class OneCall:
         return [list(range(len(rows)))]
 
 
-def buffer_of(count, **settings):
+def buffer_of(count, updates=1, **settings):
     """A buffer of micro-batches of two in which all that belongs to a sample shows its number and its step."""
     samples, numbers = samples_of(count), torch.arange(count)
     by_step = torch.cat([sample.log_probs for sample in samples])
     targets = ValueTargets(by_step[..., None].expand(-1, -1, STATE_SIZE), by_step, by_step + 1)
-    settings = {"targets": targets, "weights": numbers / 2} | settings
-    return RolloutBuffer(rows_of(count), samples, by_step, OneCall(), 2, 5, **settings)
+    sizes = {"micro_batch": 2, "accumulation": count // 2, "num_generations": 1, "trained_per_prompt": 1}
+    order = SimpleNamespace(seed=5, updates=updates, sizes=SimpleNamespace(**sizes | settings))
+    advantages = SampleAdvantages(by_step, targets, numbers / 2)
+    return RolloutBuffer(rows_of(count), samples, advantages, OneCall(), order, numbers)
 
 
 def numbers_of(batch):
@@ -58,7 +63,7 @@ def test_each_slot_has_its_samples_and_each_iteration_its_order(updates):
 
 
 def test_only_the_first_update_is_on_policy():
-    buffer = buffer_of(12, updates=3, on_policy_slots=2)
+    buffer = buffer_of(12, updates=3, accumulation=2)
     assert [buffer.micro_batch(slot).is_on_policy for slot in range(8)] == [True] * 2 + [False] * 6
     assert all(buffer_of(12).micro_batch(slot).is_on_policy for slot in range(6))
 

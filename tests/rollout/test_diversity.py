@@ -9,7 +9,7 @@ from PIL import Image
 from tiny_runs import brightness
 
 from diffusion_grpo.rewards import load_rewards
-from diffusion_grpo.rollout.diversity import (
+from diffusion_grpo.rollout.score import (
     FRAMES,
     SIDE,
     cosine_distance,

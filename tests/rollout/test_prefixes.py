@@ -8,8 +8,8 @@ from tiny_runs import brightness, first_frame_brightness, logged, trained_weight
 
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.policy.trajectory import Prefix
-from diffusion_grpo.rollout import prefixes
-from diffusion_grpo.rollout.prefixes import compute_prefixes, split_by_length
+from diffusion_grpo.rollout import generate
+from diffusion_grpo.rollout.generate import compute_prefixes, split_by_length
 
 
 def test_calls_are_split_where_samples_branch_at_different_steps():
@@ -32,21 +32,17 @@ def test_each_initial_latent_is_computed_once_and_each_sample_finds_its_own(monk
         asked.append((inputs["rows"], initial_seeds.tolist()))
         return Prefix(initial_seeds[:, None].float(), initial_seeds, length)
 
-    monkeypatch.setattr(prefixes, "run_prefix", run)
+    monkeypatch.setattr(generate, "run_prefix", run)
     # another process may have more calls: this one repeats its last
-    backend = SimpleNamespace(
-        equalize_outside_updates=lambda calls: [(call, True) for call in calls] + [(calls[-1], False)] * repeats
-    )
+    backend = SimpleNamespace(equalize=lambda calls: [(call, True) for call in calls] + [(calls[-1], False)] * repeats)
     find = compute_prefixes(
         None,
         lambda rows: {"rows": rows},
         backend,
         ["a", "a", "b", "b", "c"],
         calls,
-        initial_seeds=torch.tensor([7, 7, 8, 8, 9]),
-        lengths=[2] * 5,
-        num_inference_steps=4,
-        device="cpu",
+        SimpleNamespace(initial_seeds=torch.tensor([7, 7, 8, 8, 9]), prefix_lengths=[2] * 5),
+        SimpleNamespace(num_inference_steps=4, trajectory_device="cpu"),
     )
     assert asked == expected + expected[-1:] * repeats
     assert find([1, 0, 4]).latents.flatten().tolist() == [7.0, 7.0, 9.0]

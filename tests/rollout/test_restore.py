@@ -10,6 +10,7 @@ from diffusion_grpo.policy.token_process import TokenTrajectory
 from diffusion_grpo.policy.trajectory import Trajectory
 from diffusion_grpo.report.record import ResumeError
 from diffusion_grpo.rollout.buffer import RolloutBuffer
+from diffusion_grpo.rollout.estimator import SampleAdvantages
 from diffusion_grpo.rollout.restore import restore_buffer, rollout_file, save_buffer
 from diffusion_grpo.rollout.value_model import ValueTargets
 from tests.rollout.test_order import order_of
@@ -36,7 +37,7 @@ def buffer_of(order, ranking):
     targets = ValueTargets(numbers[..., None], numbers, numbers + 1)
     rows = [{"prompt": str(position)} for position in positions.tolist()]
     samples = [sample(position) for position in positions.tolist()]
-    return RolloutBuffer(rows, samples, numbers / 7, inputs_of(), 2, order.seed, targets, positions, order.updates)
+    return RolloutBuffer(rows, samples, SampleAdvantages(numbers / 7, targets), inputs_of(), order, positions)
 
 
 def restore(folder, order, shift=0, **settings):
@@ -54,14 +55,14 @@ def test_any_number_of_processes_goes_on_with_the_rollout_of_any_other(tmp_path,
     for process in range(before):
         buffer = buffer_of(order_of(before, 3, process=process, **own), ranking)
         buffer.old_log_probs = buffer.old_log_probs + 1
-        save_buffer(buffer, rollout_file(tmp_path, process), before)
+        save_buffer(buffer, rollout_file(tmp_path, process))
     for process in range(after):
         order = order_of(after, 3, process=process, **own)
         found, expected = restore(tmp_path, order), buffer_of(order, ranking)
         assert found.rows == expected.rows and torch.equal(found.positions, expected.positions)
-        assert torch.equal(found.advantages, expected.advantages)
+        assert torch.equal(found.advantages.values, expected.advantages.values)
         assert torch.equal(found.old_log_probs, expected.old_log_probs + 1)
-        assert torch.equal(found.targets.returns, expected.targets.returns)
+        assert torch.equal(found.advantages.targets.returns, expected.advantages.targets.returns)
         for one, other in zip(found.samples, expected.samples, strict=True):
             assert all(torch.equal(tensor, other.tensors()[name]) for name, tensor in one.tensors().items())
         assert [found.range_of(slot) for slot in range(8)] == [expected.range_of(slot) for slot in range(8)]
@@ -81,8 +82,8 @@ def test_one_process_goes_on_with_texts_of_different_lengths(tmp_path):
         positions = order.own(order.trained(torch.zeros(16)))
         samples = [text(position, 5 + process) for position in positions.tolist()]
         rows = [{"prompt": str(position)} for position in positions.tolist()]
-        args = (torch.zeros(8), inputs_of(), 2, order.seed, None, positions, order.updates)
-        save_buffer(RolloutBuffer(rows, samples, *args), rollout_file(tmp_path, process), 2)
+        args = (SampleAdvantages(torch.zeros(8)), inputs_of(), order, positions)
+        save_buffer(RolloutBuffer(rows, samples, *args), rollout_file(tmp_path, process))
     found = restore(tmp_path, order_of(1, 0))
     assert found.old_log_probs.shape == (16, 1, 6) and {sample.ids.shape[1] for sample in found.samples} == {6}
     for position, own in zip(found.positions.tolist(), found.old_log_probs[:, 0], strict=True):

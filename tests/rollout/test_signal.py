@@ -7,7 +7,7 @@ import torch
 from tiny_runs import brightness, logged, trainer_for
 
 from diffusion_grpo.rewards import RewardError
-from diffusion_grpo.rollout.signal import SignalCheck
+from diffusion_grpo.rollout.score import SignalCheck
 
 NONE = torch.full((4, 2), float("nan"))
 ONE = torch.tensor([[float("nan")] * 2] * 3 + [[float("nan"), 0.5]])
@@ -15,7 +15,7 @@ USEFUL = {"frac_reward_zero_std": 0.5, "frac_advantage_zero": 0.5, "frac_advanta
 
 
 def warnings_of(caplog):
-    return [record.getMessage() for record in caplog.records if record.name == "diffusion_grpo.rollout.signal"]
+    return [record.getMessage() for record in caplog.records if record.name == "diffusion_grpo.rollout.score"]
 
 
 def test_rollouts_without_a_reward_warn_once_and_then_stop(caplog) -> None:
@@ -61,7 +61,7 @@ def test_a_run_stops_with_a_checkpoint_and_no_nan_in_its_log(tmp_path, monkeypat
         updates.append(1)
         return brightness(images) if len(updates) == 1 else [None] * len(images)
 
-    monkeypatch.setattr("diffusion_grpo.rollout.generation.SignalCheck", functools.partial(SignalCheck, most=2))
+    monkeypatch.setattr("diffusion_grpo.rollout.generate.SignalCheck", functools.partial(SignalCheck, most=2))
     trainer = trainer_for(tmp_path, rewards=fading, max_steps=9, overlap_rewards=False, per_device_train_batch_size=8)
     with pytest.raises(RewardError, match=r"All rewards \(fading\) of the last 2 rollouts were None"):
         trainer.train()

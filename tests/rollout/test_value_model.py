@@ -20,7 +20,7 @@ from tiny_runs import (
 )
 from transformers import TrainerCallback
 
-from diffusion_grpo.algorithms.gae import estimate_advantages
+from diffusion_grpo.algorithms.advantages import estimate_advantages
 from diffusion_grpo.policy.denoising import DenoisingPolicy
 from diffusion_grpo.policy.rollout import replay, rollout
 from diffusion_grpo.policy.trajectory import Trajectory
@@ -135,8 +135,8 @@ def test_a_known_value_is_learned_beside_a_fixed_policy(tmp_path):
     )
     trainer.train_dataset = trainer.train_dataset.select([0, 3])  # "a red cat", "the sea at night"
     trainer.train()
-    rewards = torch.tensor([float(len(row["prompt"])) for row in trainer.feed.buffer.rows])
-    values = trainer.feed.buffer.targets.values[:, 0]
+    rewards = torch.tensor([float(len(row["prompt"])) for row in trainer.loader.buffer.rows])
+    values = trainer.loader.buffer.advantages.targets.values[:, 0]
     assert rewards.std() > 1 and (values - rewards).square().mean().sqrt() < 0.7  # before it saw this rollout
     explained = logged(trainer, "value/explained_variance")
     assert explained[0] == pytest.approx(0, abs=1e-6) and explained[-1] > 0.9
@@ -177,7 +177,7 @@ def test_the_advantages_that_are_trained_on(tmp_path):
     """From the table's rewards and the values kept, by the definition in float64."""
     trainer = trainer_for(tmp_path, **GAE, gae_lambda=0.7, gamma=0.9, max_steps=2, best_of_n=2, num_generations=4)
     trainer.train()
-    targets, kept = trainer.feed.buffer.targets, trainer.feed.buffer.advantages
+    targets, kept = trainer.loader.buffer.advantages.targets, trainer.loader.buffer.advantages.values
     advantages = (targets.returns - targets.values).double()
     # half of the samples were left out, so only a common shift and scale are unknown
     slope = (kept.double() - kept.double().mean()) / (advantages - advantages.mean())
@@ -193,15 +193,15 @@ def test_gradients_of_policy_and_value_model_are_those_of_their_objectives(tmp_p
 
     class Compare(TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-            buffer, policy, values = trainer.feed.buffer, torch.zeros(()), torch.zeros(())
+            buffer, policy, values = trainer.loader.buffer, torch.zeros(()), torch.zeros(())
             trajectory = joined_trajectory(trainer)
-            assert buffer.advantages.std(1).min() > 1e-3  # each step has its own
+            assert buffer.advantages.values.std(1).min() > 1e-3  # each step has its own
             for rows in (slice(0, 4), slice(4, 8)):
-                values = values + trainer.learner.values.loss(buffer.targets[rows], args.value_clip) / 2
+                values = values + trainer.learner.values.loss(buffer.advantages.targets[rows], args.value_clip) / 2
                 for column, step in enumerate((0, 1, 2)):
                     now = replay(trainer.policy, trainer.inputs(buffer.rows[rows]), trajectory[rows], step)
                     ratio = torch.exp(now.log_prob - trajectory.log_probs[rows, column])
-                    policy = policy - (ratio * buffer.advantages[rows, column]).sum() / (8 * 3)
+                    policy = policy - (ratio * buffer.advantages.values[rows, column]).sum() / (8 * 3)
             for objective, part in ((policy, model), (values, trainer.learner.values)):
                 parameters = [parameter for parameter in part.parameters() if parameter.requires_grad]
                 for parameter, gradient in zip(parameters, torch.autograd.grad(objective, parameters), strict=True):

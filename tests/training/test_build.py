@@ -10,7 +10,7 @@ from diffusers import StableDiffusion3Pipeline
 from tiny_runs import logged, trainer_for
 
 from diffusion_grpo.data.inputs import PipelineInputs
-from diffusion_grpo.rollout.sampling_plan import make_sampling_plan
+from diffusion_grpo.rollout.steps import make_sampling_plan
 from diffusion_grpo.training.build import describe_call
 
 

@@ -72,7 +72,7 @@ def test_memory_that_runs_out_later_is_an_error_that_says_what_to_change(tmp_pat
     message = str(raised.value)
     assert "\n" not in message
     assert message.startswith(f"Out of memory in the rollout after 1 update: {MESSAGE} Always in memory: ")
-    for name, count in weigh_run(trainer.model, trainer.pipe, trainer.optimizer, trainer.feed).items():
+    for name, count in weigh_run(trainer.model, trainer.pipe, trainer.optimizer, trainer.loader).items():
         assert (f"{name} {format_size(count)}" in message) == (count > 0)
     cheapest = "per_device_train_batch_size: 2 with gradient_accumulation_steps: 4 and steps_per_generation: 4"
     assert (

@@ -22,7 +22,7 @@ from diffusion_grpo.algorithms.dgpo import DPO
 from diffusion_grpo.policy.drivers import UnsupportedPipeline
 from diffusion_grpo.policy.trajectory import CleanSamples
 from diffusion_grpo.rollout import generation
-from diffusion_grpo.rollout.replays import Replays
+from diffusion_grpo.rollout.passes import Passes
 
 RENOISED = [name for name, cls in ALGORITHMS.items() if getattr(cls, "needs", None) == "clean"]
 SHORT = {"gradient_accumulation_steps": 1, "num_inference_steps": 3}
@@ -58,7 +58,7 @@ def test_evaluations_compare_the_policy_with_its_reference(tmp_path, loss):
     settings = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
     trainer, _ = trained(tmp_path, **SHORT, loss_type=loss, **settings)
     (distance,), (ratio,) = logged(trainer, "eval_kl"), logged(trainer, "eval_velocity/ratio_to_ref")
-    divergences, compared = trainer.learner.run_passes(trainer.replays.compare, trainer.feed.buffer.micro_batch(0))
+    divergences, compared = trainer.learner.run_passes(trainer.passes.compare, trainer.loader.buffer.micro_batch(0))
     assert distance == pytest.approx(divergences.mean().item()) and distance > 0
     assert ratio == pytest.approx(compared["velocity/ratio_to_ref"]) and ratio not in (0.0, 1.0)
 
@@ -129,7 +129,7 @@ def test_the_best_and_the_worst_of_each_group(tmp_path):
     settings = SHORT | {"loss_type": "dpo", "max_steps": 1, "optim": "sgd", "learning_rate": 1e-3}
     every, before = trained(tmp_path / "every", **settings)
     chosen, _ = trained(tmp_path / "chosen", **settings, per_device_train_batch_size=2, best_of_n=2)
-    assert len(every.feed.buffer.rows) == 4 and len(chosen.feed.buffer.rows) == 2
+    assert len(every.loader.buffer.rows) == 4 and len(chosen.loader.buffer.rows) == 2
     assert logged(chosen, "reward") == logged(every, "reward")
     after = trained_weights(every)
     moved = max(float((value - before[name]).abs().max()) for name, value in after.items())
@@ -295,8 +295,8 @@ def test_without_decay_later_updates_are_held_near_the_policy_of_the_rollout(tmp
 
 
 def test_a_prediction_that_is_not_found_again_stops_the_run(tmp_path, monkeypatch):
-    real = Replays.predict_clean
-    monkeypatch.setattr(Replays, "predict_clean", lambda *args: [found + 1e-3 for found in real(*args)])
+    real = Passes.predict_clean
+    monkeypatch.setattr(Passes, "predict_clean", lambda *args: [found + 1e-3 for found in real(*args)])
     trainer = trainer_for(tmp_path, **SHORT, loss_type="nft")
     before = trained_weights(trainer)
     with pytest.raises(RatioError, match="Relative to their size, the first predictions after a rollout are off by"):

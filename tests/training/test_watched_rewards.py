@@ -45,7 +45,7 @@ def test_evaluations_of_a_run_watch(tmp_path) -> None:
     for name in ROLLOUTS:  # also of one sample a prompt: the training has groups
         assert logged(trainer, f"eval_rollouts/{name}") == [sum(logged(trainer, name)) / 2], name
     (distance,) = logged(trainer, "eval_kl")  # before the first rollout there is nothing to measure it at
-    divergences, compared = trainer.learner.run_passes(trainer.replays.compare, trainer.feed.buffer.micro_batch(0))
+    divergences, compared = trainer.learner.run_passes(trainer.passes.compare, trainer.loader.buffer.micro_batch(0))
     assert distance == pytest.approx(divergences.mean().item()) and distance > 0 and logged(trainer, "kl") == []
     assert logged(trainer, "eval_velocity/ratio_to_ref") == [pytest.approx(compared["velocity/ratio_to_ref"])] != [1.0]
     assert logged(trainer, "ratio/max_error") == [0.0, 0.0] and logged(trainer, "frac_advantage_clipped") == [0.0, 0.0]

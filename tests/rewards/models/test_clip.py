@@ -16,7 +16,7 @@ from tiny_scorers import IMAGES, PROMPTS, SIDE, clip
 from diffusion_grpo.rewards import load_rewards
 from diffusion_grpo.rewards.server.serve import score_request
 from diffusion_grpo.rewards.server.wire import read_request, write_request
-from diffusion_grpo.rollout.diversity import embed_samples, find_embedders
+from diffusion_grpo.rollout.score import embed_samples, find_embedders
 
 
 def transformers_square(image):

@@ -10,7 +10,7 @@ from tiny_pipelines import clip_tokenizer
 from tiny_scorers import IMAGES, PATCH, PROMPTS, SIDE, clip, clip_config
 
 from diffusion_grpo.rewards import load_rewards
-from diffusion_grpo.rollout.diversity import embed_samples, find_embedders
+from diffusion_grpo.rollout.score import embed_samples, find_embedders
 
 
 def open_clip_weights():

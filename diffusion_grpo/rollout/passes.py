@@ -12,14 +12,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..algorithms.base import Algorithm, Anchor, Recording, Reference
+from ..algorithms.base import Reference
 from ..algorithms.batch import MicroBatch, Part, RecordedClean, Rows
+from ..config.settings import DiffusionGRPOConfig
 from ..data.inputs import PipelineInputs
-from ..distributed.backend import DistributedBackend
 from ..policy.base import Policy
 from ..policy.token_process import TokenDistribution
 from ..policy.trajectory import CleanSamples, StepDistribution, Trajectory
 from .buffer import RolloutBuffer
+from .runtime import Runtime
 
 
 class OldPolicy(Protocol):
@@ -31,29 +32,27 @@ class OldPolicy(Protocol):
         """Use the copy's weights (`is_shown`) or the policy's own inside this context."""
 
 
-class Replays:
-    """Replays of recorded steps without training on them.
+class Passes:
+    """Passes without gradient: old values of recorded steps, comparisons with the reference, predictions.
 
     Its methods call the network, so they are run by [`~diffusion_grpo.distributed.backend.NetworkPasses`].
     """
 
     def __init__(
         self,
+        args: DiffusionGRPOConfig,
         policy: Policy,
-        reference: Reference | None,
         inputs: PipelineInputs,
-        backend: DistributedBackend,
-        batch_size: int,
-        note: Callable[[str, float, int], None] | None = None,
+        runtime: Runtime,
         *,
-        run: Callable = lambda method, *args: method(*args),
-        recording: Recording = Algorithm.recording,
-        anchor: Anchor = "rollout",
+        reference: Reference | None = None,
         old_policy: OldPolicy | None = None,
+        run: Callable = lambda method, *args: method(*args),
     ):
-        self._note, self.run, self.recording, self._anchor, self._old_policy = note, run, recording, anchor, old_policy
-        self._policy, self._reference, self._inputs = policy, reference, inputs
-        self._backend, self.batch_size = backend, batch_size
+        self._args, self._policy, self._inputs, self.run = args, policy, inputs, run
+        self._backend, self._metrics = runtime.backend, runtime.metrics
+        self._reference, self._old_policy = reference, old_policy
+        self.recording, self._anchor = args.recording, args.anchor
 
     def show_sampler(self) -> contextlib.AbstractContextManager:
         """Use the weights of the policy that makes rollouts inside this context."""
@@ -166,14 +165,15 @@ class Replays:
 
     def rollout_divergences(self, rows: Rows, samples: list[Trajectory]) -> Tensor:
         """Return (samples, steps) KL divergences from the reference, in the batches of the rollout."""
-        advantages = torch.zeros(len(rows))
-        buffer = RolloutBuffer(rows, samples, advantages, self._inputs, self.batch_size, seed=0)
-        found = []
-        for batch in map(buffer.part, buffer.chunks()):
+        samples, size, found = type(samples[0]).align(samples), self._args.rollout_call_size, []
+        for start in range(0, len(rows), size):
+            own, part = rows[start : start + size], samples[start : start + size]
+            old = torch.cat([sample.anchor() for sample in part])
+            batch = MicroBatch(own, part, self._inputs.parts(own), torch.zeros(len(own)), old, self._inputs)
             divergences, compared = self.compare(batch)
             found.append(divergences)
-            for name, value in compared.items() if self._note is not None else ():
-                self._note(name, value, len(batch))
+            for name, value in compared.items() if self._args.beta == 0 else ():  # else updates measure them
+                self._metrics.add(name, value, len(batch))
         return torch.cat(found)
 
     @torch.no_grad()

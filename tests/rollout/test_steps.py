@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.policy.rollout import replay
 from diffusion_grpo.policy.stochastic_steps import FlowSteps
-from diffusion_grpo.rollout.sampling_plan import SamplingPlan, choose_steps, make_sampling_plan
+from diffusion_grpo.rollout.steps import SamplingPlan, choose_steps, make_sampling_plan
 
 
 class KeepRollouts(TrainerCallback):
@@ -21,7 +21,7 @@ class KeepRollouts(TrainerCallback):
         self.trainer = None
 
     def on_step_end(self, *args, **kwargs):
-        self.found.append((self.trainer.feed.buffer.rows, joined_trajectory(self.trainer)))
+        self.found.append((self.trainer.loader.buffer.rows, joined_trajectory(self.trainer)))
 
 
 def rollouts(folder, count=1, **settings):

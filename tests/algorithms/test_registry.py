@@ -12,10 +12,9 @@ import diffusion_grpo.losses
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.algorithms import ALGORITHMS
 from diffusion_grpo.algorithms.base import Recording
-from diffusion_grpo.algorithms.choose import check_loss_kwargs, find_algorithm, load_algorithm
 from diffusion_grpo.algorithms.grpo import GRPO
-from diffusion_grpo.algorithms.losses import LossInputs, LossOutput, grpo
-from diffusion_grpo.algorithms.zero_advantages import sum_loss
+from diffusion_grpo.algorithms.losses import LossInputs, LossOutput, grpo, sum_loss
+from diffusion_grpo.algorithms.registry import check_loss_kwargs, find_algorithm, load_algorithm
 from examples.own_algorithm import Reinforce
 
 NOT_A_LOSS = math.pi

@@ -8,10 +8,8 @@ import torch
 from tiny_runs import logged, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig
-from diffusion_grpo.rollout.credit import measure_values
+from diffusion_grpo.rollout.estimator import AdvantageEstimator, measure_values
 from diffusion_grpo.rollout.value_model import STATE_SIZE, ValueModel, ValueTargets
-from diffusion_grpo.training.build import make_credit
-from diffusion_grpo.training.preflight import RunRewards
 
 GROUPS = {"num_generations": 4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}  # 4 prompts
 
@@ -21,12 +19,13 @@ def settings(**changed) -> DiffusionGRPOConfig:
 
 
 def found(args, rewards, positions=None, weights=(1.0,), model=None, **given):
-    """Return the estimate for rewards given as one list per function."""
+    """Return the estimate, with this process's advantages, for rewards given as one list per function."""
     rewards = torch.tensor(rewards, dtype=torch.float32).T
     positions = torch.arange(len(rewards)) if positions is None else positions
-    functions = [SimpleNamespace(name=name) for name in ("vq", "mq")[: len(weights)]]
-    credit = make_credit(args, RunRewards(functions, list(weights), []), model)
-    return credit(rewards, positions, **given)
+    estimator = AdvantageEstimator(args, ["vq", "mq"][: len(weights)], list(weights), model)
+    estimate = estimator(rewards, positions, **given)
+    own = estimate.advantages[positions]
+    return SimpleNamespace(**vars(estimate) | {"advantages": own.values, "targets": own.targets})
 
 
 def random_rewards(functions: int = 1) -> list[list[float]]:
@@ -205,7 +204,7 @@ def test_an_advantage_function_may_be_an_object_and_return_a_list():
 def test_the_best_are_chosen_by_the_function_and_trained_with_its_advantages(tmp_path):
     trainer = trainer_for(tmp_path, advantage_fn=f"{HERE}.ranks", best_of_n=2, per_device_train_batch_size=2)
     trainer.train()
-    assert sorted(trainer.feed.buffer.advantages.tolist()) == [-0.5, -0.5, 0.5, 0.5]
+    assert sorted(trainer.loader.buffer.advantages.values.tolist()) == [-0.5, -0.5, 0.5, 0.5]
     assert max(logged(trainer, "ratio/max_error")) < 1e-5 and len(logged(trainer, "reward")) == 2
 
 
@@ -334,9 +333,8 @@ def test_explained_variance():
 
 
 def test_advantages_by_which_samples_are_chosen_are_not_clipped():
-    args = settings(scale_rewards="none", advantage_clip=5.0)
-    rewards = RunRewards([SimpleNamespace(name="vq")], [1.0], [])
-    clipped, free = (make_credit(args, rewards, None, chooses) for chooses in (False, True))
-    values = torch.arange(args.num_generations).float()[:, None] * 20
-    assert clipped(values, torch.arange(len(values))).advantages.abs().max() == 5.0
-    assert len(free(values, torch.arange(len(values))).advantages.unique()) == len(values)
+    rewards = [[0.0, 20.0, 40.0, 60.0]]
+    clipped, free = (
+        found(settings(scale_rewards="none", advantage_clip=5.0, loss_type=name), rewards) for name in ("grpo", "dpo")
+    )
+    assert clipped.advantages.abs().max() == 5.0 and len(free.advantages.unique()) == 4

@@ -17,7 +17,7 @@ SETTINGS |= {"max_steps": 1, "learning_rate": 0.0, "gradient_accumulation_steps"
 def test_each_call_of_a_rollout_has_the_columns_of_its_own_samples(tmp_path):
     trainer = trainer_for(tmp_path, **SETTINGS)
     trainer.train()
-    buffer = trainer.feed.buffer
+    buffer = trainer.loader.buffer
     assert [row["height"] for row in buffer.rows] == [16, 16, 32, 32]
 
     def last_latents(row, sample):

@@ -5,56 +5,63 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ..algorithms.advantage_fn import AdvantageFunction
-from ..algorithms.advantages import Advantages, compute_advantages, normalize
-from ..algorithms.gae import estimate_advantages
+from ..algorithms.advantages import (
+    Advantages,
+    compute_advantages,
+    estimate_advantages,
+    load_advantage_fn,
+    normalize,
+)
+from ..algorithms.losses import sample_weights
+from ..config.settings import DiffusionGRPOConfig
 from .value_model import ValueModel, ValueTargets
 
 
 @dataclasses.dataclass
-class Estimate:
-    """The advantages of a rollout, and values to log.
+class SampleAdvantages:
+    """What the rewards come to for some samples.
 
     Attributes:
-        advantages: advantages of this process's samples: `(samples,)`; `(samples, rewards)` for a loss that is summed
-            over rewards; `(samples, steps)` with a value model.
+        values: `(samples,)` float32; `(samples, rewards)` for a loss that is summed over rewards; `(samples, steps)`
+            with a value model.
+        targets: what the value model is trained on, if there is one.
+        weights: `(samples,)` float32 weight of each sample's loss; None where all are 1.
     """
 
+    values: Tensor
+    targets: ValueTargets | None = None
+    weights: Tensor | None = None
+
+    def __getitem__(self, indices: Tensor | slice) -> "SampleAdvantages":
+        parts = (None if part is None else part[indices] for part in (self.targets, self.weights))
+        return SampleAdvantages(self.values[indices], *parts)
+
+
+@dataclasses.dataclass
+class Estimate:
+    """The advantages of all samples of a rollout by position, and values to log; `columns` are of this process."""
+
     result: Advantages
-    advantages: Tensor
-    targets: ValueTargets | None
-    every: Tensor
+    advantages: SampleAdvantages
     columns: dict[str, list[float]]
     metrics: dict[str, float]
 
 
-class CreditAssigner:
-    """Conversion of a rollout's rewards into advantages."""
+class AdvantageEstimator:
+    """Conversion of a rollout's rewards into advantages.
+
+    Args:
+        names, weights: of each reward.
+        values: the value model, for `advantage_estimator="gae"`.
+    """
 
     def __init__(
-        self,
-        names: list[str],
-        weights: list[float],
-        *,
-        num_generations: int,
-        num_batches: int = 1,
-        kl_reward: float = 0.0,
-        scale_rewards: str = "group",
-        reward_baseline: str = "group",
-        multi_objective_aggregation: str = "sum_then_normalize",
-        advantage_clip: float | None = None,
-        reward_threshold: float | None = None,
-        advantage_fn: AdvantageFunction | None = None,
-        values: ValueModel | None = None,
-        gamma: float = 1.0,
-        gae_lambda: float = 0.95,
+        self, args: DiffusionGRPOConfig, names: list[str], weights: list[float], values: ValueModel | None = None
     ):
-        self.names, self.weights, self.values = names, weights, values
-        self._num_generations, self._num_batches, self._kl_reward = num_generations, num_batches, kl_reward
-        self._scale_rewards, self._reward_baseline = scale_rewards, reward_baseline
-        self._aggregation, self._advantage_clip = multi_objective_aggregation, advantage_clip
-        self._reward_threshold, self._gamma, self._gae_lambda = reward_threshold, gamma, gae_lambda
-        self._advantage_fn = advantage_fn
+        self._args, self.names, self._weights, self.values = args, names, torch.tensor(weights), values
+        self._ranks = args.recording.ranks
+        self._clip = None if self._ranks else args.advantage_clip
+        self._advantage_fn = load_advantage_fn(args.advantage_fn)
 
     def __call__(
         self, rewards: Tensor, positions: Tensor, divergences: Tensor | None = None, states: Tensor | None = None
@@ -62,24 +69,25 @@ class CreditAssigner:
         """Return the advantages of a rollout.
 
         Args:
+            positions: `(samples,)` int64 positions of this process's samples.
             rewards: `(samples, functions)` rewards of all processes, in the order of positions, so that groups are
                 consecutive.
             divergences: `(samples, steps)` KL divergences from the reference by position, if `kl_reward` is above 0.
         """
-        every_position = torch.arange(len(rewards))
-        batches = every_position * self._num_batches // len(rewards)
+        args, every_position = self._args, torch.arange(len(rewards))
+        batches = every_position * args.num_batches_per_step // len(rewards)
         result = compute_advantages(
             rewards,
-            every_position // self._num_generations,
-            torch.tensor(self.weights),
+            every_position // args.num_generations,
+            self._weights,
             batches=batches,
-            penalty=None if divergences is None else self._kl_reward * divergences.mean(1),
-            scale_rewards=self._scale_rewards,
+            penalty=None if divergences is None else args.kl_reward * divergences.mean(1),
+            scale_rewards=args.scale_rewards,
             # a value model needs no groups: it also learns from equal rewards
-            reward_baseline=self._reward_baseline if self.values is None else "batch",
-            multi_objective_aggregation=self._aggregation,
-            advantage_clip=self._advantage_clip,
-            reward_threshold=self._reward_threshold,
+            reward_baseline=args.reward_baseline if self.values is None else "batch",
+            multi_objective_aggregation=args.multi_objective_aggregation,
+            advantage_clip=self._clip,
+            reward_threshold=args.reward_threshold,
             advantage_fn=self._advantage_fn,
         )
         every, targets = result.advantages, None
@@ -95,15 +103,24 @@ class CreditAssigner:
         if self.values is not None:
             every, targets = self._estimate_values(result, batches, divergences, states)
             metrics |= measure_values(targets)
-            targets = targets[positions]
             columns["advantage"] = every[positions].mean(1).tolist()
-            columns["value"] = targets.values[:, 0].tolist()
+            columns["value"] = targets.values[positions, 0].tolist()
         metrics |= measure_spread("advantage", every)
         metrics["spread/advantage_mean"] = every.double().mean().item()
         metrics["frac_advantage_zero"] = (every == 0).reshape(len(every), -1).all(1).double().mean().item()
-        if self._advantage_clip is not None:
-            metrics["frac_advantage_clipped"] = (every.abs() >= self._advantage_clip).double().mean().item()
-        return Estimate(result, every[positions], targets, every, columns, metrics)
+        if self._clip is not None:
+            metrics["frac_advantage_clipped"] = (every.abs() >= self._clip).double().mean().item()
+        return Estimate(result, SampleAdvantages(every, targets), columns, metrics)
+
+    def weigh(self, found: Estimate, trained: Tensor) -> SampleAdvantages:
+        """Return the advantages, by position, with weights for the losses of the trained samples if any is not 1."""
+        is_scored = ~found.result.rewards.isnan()
+        weights = None
+        if self._args.drop_zero_advantages:
+            weights = sample_weights(found.advantages.values, trained)
+        elif self._ranks and not is_scored.all():
+            weights = is_scored.float()
+        return dataclasses.replace(found.advantages, weights=weights)
 
     def _measure(self, rewards: Tensor, result: Advantages) -> dict[str, float]:
         """Return metrics of the rewards of a rollout."""
@@ -139,18 +156,18 @@ class CreditAssigner:
         rewards = torch.zeros(states.shape[:2], dtype=torch.float64)
         rewards[:, -1] = total
         if divergences is not None:
-            rewards -= self._kl_reward * divergences.double() / divergences.shape[1]
+            rewards -= self._args.kl_reward * divergences.double() / divergences.shape[1]
         values = model(states.to(model.state_mean.device)).double().cpu()
-        advantages = estimate_advantages(rewards, values, self._gamma, self._gae_lambda)
+        advantages = estimate_advantages(rewards, values, self._args.gamma, self._args.gae_lambda)
         targets = ValueTargets(states, values.float(), (advantages + values).float())
-        if self._scale_rewards == "none":
+        if self._args.scale_rewards == "none":
             advantages = advantages.nan_to_num(nan=0.0)
         else:
             index = batches[:, None].expand_as(advantages).flatten()
             advantages = normalize(advantages.flatten(), index, index).view_as(advantages)
         advantages = advantages.masked_fill(result.is_dropped[:, None], 0.0)
-        if self._advantage_clip is not None:
-            advantages = advantages.clamp(-self._advantage_clip, self._advantage_clip)
+        if self._clip is not None:
+            advantages = advantages.clamp(-self._clip, self._clip)
         return advantages.float(), targets
 
 

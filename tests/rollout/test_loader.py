@@ -6,33 +6,31 @@ import pytest
 import torch
 
 from diffusion_grpo.config.batch_sizes import BatchSizes
-from diffusion_grpo.rollout.feed import RolloutFeed
+from diffusion_grpo.rollout.loader import RolloutLoader
 
 
 class Buffer:
     """Shows which rollout it is of."""
 
-    targets = None
-
-    def __init__(self, generation, log):
-        self.generation, self.log = generation, log
+    def __init__(self, generation):
+        self.generation = generation
 
     def micro_batch(self, slot):
         return self.generation, slot
 
-    def save(self, path, processes):
-        self.log.append((path.name, processes))
+    def value_targets(self, slot):
+        return None
 
 
 class Generator:
     """Makes a rollout's buffer; keeps what it was asked for."""
 
     def __init__(self):
-        self.calls, self.saved = [], []
+        self.calls = []
 
     def __call__(self, order, everyone, step, last_step):
         self.calls.append((everyone, step, last_step))
-        return Buffer(len(self.calls) - 1, self.saved)
+        return Buffer(len(self.calls) - 1)
 
 
 class Backend:
@@ -45,8 +43,8 @@ class Backend:
 def make(accumulation=2, steps_per_generation=4, num_iterations=1):
     sizes = BatchSizes(4, None, 2, accumulation, steps_per_generation, num_iterations)
     generator = Generator()
-    settings = {"sizes": sizes, "seed": 0, "backend": Backend(), "device": torch.device("cpu")}
-    return RolloutFeed(generator, **settings, trajectory_device="cpu"), generator
+    args = SimpleNamespace(batch_sizes=sizes, seed=0, device=torch.device("cpu"), trajectory_device="cpu")
+    return RolloutLoader(generator, args, Backend()), generator
 
 
 @pytest.mark.parametrize(
@@ -80,14 +78,15 @@ def test_after_a_reset_a_new_rollout_begins():
     assert feed.next([1], 0, 9) == (1, 0) and len(generator.calls) == 2
 
 
-def test_a_rollout_is_saved_only_while_it_is_used(tmp_path):
-    feed, generator = make()
+def test_a_rollout_is_saved_only_while_it_is_used(tmp_path, monkeypatch):
+    saved, (feed, _) = [], make()
+    monkeypatch.setattr("diffusion_grpo.rollout.loader.save_buffer", lambda buffer, path: saved.append(path.name))
     feed.save(tmp_path, 0)
     for step in range(2):
         for _ in range(2):
             feed.next([1], step, 9)
         feed.save(tmp_path, step + 1)
-    assert generator.saved == [("rollout-rank0.safetensors", 1)]  # after the first of two updates
+    assert saved == ["rollout-rank0.safetensors"]  # after the first of two updates
 
 
 def test_a_resume_within_a_rollout_reads_the_rest_of_it(tmp_path, monkeypatch):
@@ -96,11 +95,11 @@ def test_a_resume_within_a_rollout_reads_the_rest_of_it(tmp_path, monkeypatch):
 
     def restore(folder, order, inputs, rows_at, device):
         seen.append((folder, rows_at([3])))
-        return Buffer("restored", [])
+        return Buffer("restored")
 
     generator.inputs, generator.learn = None, lambda rows: seen.append(("learned", rows))
     generator.rows_at = lambda positions, indices: [(position, indices) for position in positions]
-    monkeypatch.setattr("diffusion_grpo.rollout.feed.restore_buffer", restore)
+    monkeypatch.setattr("diffusion_grpo.rollout.loader.restore_buffer", restore)
     feed.resume_from(tmp_path)
     assert feed.next([1, 2], 1, 9) == ("restored", 2) and not generator.calls
     assert seen == [("learned", [(3, [1, 2])]), (tmp_path, [(3, [1, 2])])]

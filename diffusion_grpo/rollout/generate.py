@@ -1,4 +1,4 @@
-"""Make rollouts: sample, score, assign credit, and keep what the updates need. Nothing here needs gradients."""
+"""Make rollouts: sample, score, estimate advantages, and keep what updates need. Nothing here needs gradients."""
 
 import contextlib
 import logging
@@ -9,30 +9,34 @@ import torch
 from torch import Tensor
 
 from ..algorithms.batch import Rows
-from ..algorithms.zero_advantages import sample_weights
 from ..config.settings import DiffusionGRPOConfig
 from ..data.call_form import learn_forms, refuse_single
 from ..data.inputs import PipelineInputs
+from ..distributed.backend import DistributedBackend
 from ..policy.base import Policy
-from ..policy.rollout import rollout
+from ..policy.rollout import rollout, run_prefix
 from ..policy.token_process import TokenTrajectory
 from ..policy.trajectory import CleanSamples, Prefix, Trajectory
 from ..report.samples import SampleWriter
 from ..rewards.overlap import RolloutScoring
-from .buffer import RolloutBuffer
-from .credit import CreditAssigner, Estimate
-from .diversity import make_thumbnails, measure_diversity
+from .buffer import RolloutBuffer, Samples
+from .estimator import AdvantageEstimator, Estimate
 from .order import RolloutOrder, invert
-from .prefixes import compute_prefixes, split_by_length
-from .replays import Replays
+from .passes import Passes
 from .runtime import Runtime
-from .sampling_plan import RolloutPlan, make_sampling_plan
-from .scoring import RewardScorer, gather_by_position, takes_only_latents
-from .signal import SignalCheck
+from .score import (
+    RewardScorer,
+    SignalCheck,
+    gather_by_position,
+    make_thumbnails,
+    measure_diversity,
+    takes_only_latents,
+)
+from .steps import RolloutPlan, make_sampling_plan
 from .value_model import record_conditions, reduce_calls
 
 logger = logging.getLogger(__name__)
-Samples = list[Trajectory] | list[TokenTrajectory] | list[CleanSamples]
+Calls = list[list[int]]
 
 
 class RolloutGenerator:
@@ -46,18 +50,18 @@ class RolloutGenerator:
         read_rows: Callable[[list[int]], Rows],
         *,
         scorer: RewardScorer,
-        credit: CreditAssigner,
-        replays: Replays,
+        estimator: AdvantageEstimator,
+        passes: Passes,
         writer: SampleWriter,
         runtime: Runtime,
     ):
         self._args, self._policy, self.inputs, self._read_rows = args, policy, inputs, read_rows
-        self._scorer, self._credit, self._replays, self._writer = scorer, credit, replays, writer
+        self._scorer, self._estimator, self._passes, self._writer = scorer, estimator, passes, writer
         self._backend, self._monitor = runtime.backend, runtime.monitor
         self._metrics, self._progress = runtime.metrics, runtime.progress
-        self._plan, self._recording, self._anchor = make_sampling_plan(args), replays.recording, args.anchor
+        self._plan, self._recording, self._anchor = make_sampling_plan(args), passes.recording, args.anchor
         self._noise_level = args.noise_level or policy.default_noise_level  # None for tokens
-        self._signal = SignalCheck(credit.names, warns=args.process_index == 0)
+        self._signal = SignalCheck(estimator.names, warns=args.process_index == 0)
 
     def __call__(self, order: RolloutOrder, row_indices: list[int], step: int, last_step: int) -> RolloutBuffer:
         """Make and score one rollout, and return the buffer for its updates."""
@@ -71,8 +75,8 @@ class RolloutGenerator:
         self._progress.begin("rollout", len(rows), copies=self._backend.groups.count)
         with self._monitor.barrier_after("rolls out"), scoring:
             start = time.perf_counter()
-            with self._replays.show_sampler():
-                samples, trajectories, *observed = self._replays.run(self._roll_out, rows, order, step, scoring)
+            with self._passes.show_sampler():
+                samples, trajectories, *observed = self._passes.run(self._roll_out, rows, order, step, scoring)
             self._note_trajectories(trajectories)
             self._metrics.add("time/rollout", time.perf_counter() - start - scoring.waited)
             self._progress.begin("rewards", scoring.count)
@@ -84,7 +88,7 @@ class RolloutGenerator:
             rewards = gather_by_position(self._backend, local, order)
             self._metrics.samples += len(rewards)
 
-            found = self._credit(rewards, positions, divergences, states)
+            found = self._estimator(rewards, positions, divergences, states)
             if logger.isEnabledFor(logging.DEBUG):
                 self._describe(step, trajectories[0], rewards)
             metrics = found.metrics | self._measure_diversity(samples, order)
@@ -101,10 +105,10 @@ class RolloutGenerator:
 
     def learn(self, rows: Rows) -> None:
         """Find out in which form the pipeline takes these rows, if that is not known yet."""
-        self._replays.run(self.learn_inputs, rows)
+        self._passes.run(self.learn_inputs, rows)
 
     def learn_inputs(self, rows: Rows) -> None:
-        """Do the same as `learn`, when called by `Replays.run`."""
+        """Do the same as `learn`, when called by `Passes.run`."""
         all_ask = self._backend.accelerator if self._backend.passes_together else None
         learn_forms(self.inputs, self._policy, rows, self._noise_level, accelerator=all_ask)
         if self._recording.whole_groups:
@@ -115,10 +119,10 @@ class RolloutGenerator:
     ) -> tuple[list, Samples, Tensor | None, Tensor | None]:
         """Do the part of a rollout that calls the network."""
         self.learn_inputs(rows)
-        observes = self._credit.values is not None
+        observes = self._estimator.values is not None
         with record_conditions(self._policy) if observes else contextlib.nullcontext() as conditions:
             trajectories = self._sample(rows, order, step, scoring)
-        divergences = self._replays.rollout_divergences(rows, trajectories) if self._args.kl_reward > 0 else None
+        divergences = self._passes.rollout_divergences(rows, trajectories) if self._args.kl_reward > 0 else None
         states = None
         if observes:
             calls = self.inputs.calls(rows)
@@ -137,7 +141,7 @@ class RolloutGenerator:
         calls, prefix_of = self.inputs.calls(rows), None
         if plan.prefix_lengths is not None and self._may_share_calls:
             calls = split_by_length(calls, plan.prefix_lengths)
-            prefix_of = self._take_shared_steps(rows, calls, plan)
+            prefix_of = compute_prefixes(self._policy, self.inputs, self._backend, rows, calls, plan, self._args)
         for indices, is_own in self._backend.equalize(calls):
             latents = [] if takes_latents else None
             arguments = self.inputs([rows[index] for index in indices])
@@ -173,21 +177,6 @@ class RolloutGenerator:
         differs = self._policy.draws_tokens or self.inputs.draws_globally
         return 1 < self._plan.samples_per_latent < self._plan.num_generations or not differs
 
-    def _take_shared_steps(
-        self, rows: Rows, calls: list[list[int]], plan: RolloutPlan
-    ) -> Callable[[list[int]], Prefix]:
-        return compute_prefixes(
-            self._policy,
-            self.inputs,
-            self._backend,
-            rows,
-            calls,
-            initial_seeds=plan.initial_seeds,
-            lengths=plan.prefix_lengths,
-            num_inference_steps=self._plan.num_inference_steps,
-            device=self._args.trajectory_device,
-        )
-
     def _note_trajectories(self, trajectories: Samples) -> None:
         if self._policy.draws_tokens:
             self._metrics.add_all(type(trajectories[0]).cat(trajectories).metrics())
@@ -212,28 +201,58 @@ class RolloutGenerator:
     def _buffer(self, rows: Rows, trajectories: Samples, found: Estimate, order: RolloutOrder) -> RolloutBuffer:
         trained = order.trained(found.result.ranking)
         positions = order.own(trained)
-        kept = invert(order.own(), len(order.made))[positions]
+        kept = invert(order.own(), len(order.made))[positions].tolist()
+        advantages = self._estimator.weigh(found, trained)[positions]
+        advantages.values = advantages.values.to(self._args.device)
         buffer = RolloutBuffer(
-            [rows[index] for index in kept.tolist()],
-            [trajectories[index] for index in kept.tolist()],
-            found.advantages[kept].to(self._args.device),
+            [rows[index] for index in kept],
+            [trajectories[index] for index in kept],
+            advantages,
             self.inputs,
-            order.sizes.micro_batch,
-            order.seed,
-            None if found.targets is None else found.targets[kept],
+            order,
             positions,
-            order.updates,
-            self._weigh_samples(found, trained, positions),
-            order.sizes.accumulation,
-            order.sizes.num_generations,
-            order.sizes.trained_per_prompt,
         )
-        self._replays.record_old(buffer)
+        self._passes.record_old(buffer)
         return buffer
 
-    def _weigh_samples(self, found: Estimate, trained: Tensor, positions: Tensor) -> Tensor | None:
-        """Return the weights of this process's samples; None where all are 1."""
-        if self._args.drop_zero_advantages:
-            return sample_weights(found.every, trained)[positions]
-        is_scored = ~found.result.rewards.isnan()
-        return is_scored.float()[positions] if self._recording.ranks and not is_scored.all() else None
+
+def compute_prefixes(
+    policy: Policy,
+    inputs: PipelineInputs,
+    backend: DistributedBackend,
+    rows: Rows,
+    calls: Calls,
+    plan: RolloutPlan,
+    args: DiffusionGRPOConfig,
+) -> Callable[[list[int]], Prefix]:
+    """Take the steps from an initial latent to its samples' first noise once, and predict the step after them.
+
+    Latents that share a call in the rollout also share a call here. A micro-batch with the same latents makes the same
+    call in a replay, so that its prediction is the same bit for bit.
+    """
+    seeds, first_of, shared = plan.initial_seeds.tolist(), {}, []
+    for call in calls:
+        new = {seeds[index]: index for index in reversed(call) if seeds[index] not in first_of}
+        first_of |= new
+        shared += [sorted(new.values())] if new else []
+    prefixes: dict[int, Prefix] = {}
+    for indices, _ in backend.equalize(shared):  # a repeated call gives the same latents
+        prefix = run_prefix(
+            policy,
+            inputs([rows[index] for index in indices]),
+            plan.prefix_lengths[indices[0]],
+            num_inference_steps=args.num_inference_steps,
+            initial_seeds=plan.initial_seeds[indices],
+            device=args.trajectory_device,
+        )
+        prefixes |= {index: prefix[[number]] for number, index in enumerate(indices)}
+    return lambda indices: Prefix.cat([prefixes[first_of[seeds[index]]] for index in indices])
+
+
+def split_by_length(calls: Calls, lengths: list[int]) -> Calls:
+    """Split pipeline calls so that all samples of a call branch at the same step."""
+    return [
+        [index for index in call if lengths[index] == length]
+        for call in calls
+        for length in dict.fromkeys(lengths[index] for index in call)
+    ]

@@ -9,7 +9,7 @@ from diffusion_grpo.config.batch_sizes import BatchSizes
 from diffusion_grpo.distributed.backend import DistributedBackend
 from diffusion_grpo.distributed.context_parallel import ContextGroups
 from diffusion_grpo.rollout.order import RolloutOrder
-from diffusion_grpo.rollout.scoring import check_extra_column, gather_by_position
+from diffusion_grpo.rollout.score import check_extra_column, gather_by_position
 
 SIZES = {"num_generations": 4, "best_of_n": None, "micro_batch": 2, "num_iterations": 1}
 

@@ -5,42 +5,27 @@ from pathlib import Path
 import torch
 
 from ..algorithms.batch import MicroBatch
-from ..config.batch_sizes import BatchSizes
+from ..config.settings import DiffusionGRPOConfig
 from ..distributed.backend import DistributedBackend
 from .buffer import RolloutBuffer
-from .generation import RolloutGenerator
+from .generate import RolloutGenerator
 from .order import RolloutOrder
 from .restore import restore_buffer, rollout_file, save_buffer
 from .value_model import ValueTargets
 
 
-class RolloutFeed:
-    """Feed of the micro-batches of a run."""
+class RolloutLoader:
+    """Loader of the micro-batches of a run."""
 
-    def __init__(
-        self,
-        generator: RolloutGenerator,
-        *,
-        sizes: BatchSizes,
-        seed: int,
-        backend: DistributedBackend,
-        device: torch.device,
-        trajectory_device: str | torch.device,
-    ):
-        self._generator, self._sizes, self._seed, self._backend = generator, sizes, seed, backend
-        self._device, self._trajectory_device = device, trajectory_device
+    def __init__(self, generator: RolloutGenerator, args: DiffusionGRPOConfig, backend: DistributedBackend):
+        self._generator, self._args, self._backend = generator, args, backend
         self._checkpoint: Path | None = None
         self.reset()
 
     def reset(self) -> None:
-        """Forget the current rollout, so that the next micro-batch starts a new one."""
+        """Forget the current rollout, so that the next micro-batch starts a new one, of the sizes set now."""
         self.buffer: RolloutBuffer | None = None
-        self._slot, self._update, self._micro_step = 0, -1, 0
-
-    def resize(self, sizes: BatchSizes) -> None:
-        """Split rollouts into micro-batches of another size from now on, starting with a new rollout."""
-        self._sizes = sizes
-        self.reset()
+        self._sizes, self._slot, self._update, self._micro_step = self._args.batch_sizes, 0, -1, 0
 
     def resume_from(self, checkpoint: Path) -> None:
         """Start from a checkpoint, which may have been written within a rollout."""
@@ -65,8 +50,8 @@ class RolloutFeed:
         self._micro_step += 1
         generation, self._slot = divmod(micro_batch, self._sizes.slots)
         if self._slot == 0 or self.buffer is None:
-            everyone = self._backend.gather(torch.tensor(row_indices, device=self._device)).tolist()
-            order = RolloutOrder(self._sizes, self._seed, generation)
+            everyone = self._backend.gather(torch.tensor(row_indices, device=self._args.device)).tolist()
+            order = RolloutOrder(self._sizes, self._args.seed, generation)
             if self._slot == 0:
                 self.buffer = self._generator(order, everyone, step, last_step)
             else:
@@ -76,14 +61,13 @@ class RolloutFeed:
     @property
     def value_targets(self) -> ValueTargets | None:
         """The value model's targets in the last micro-batch handed out; None without a value model."""
-        return None if self.buffer.targets is None else self.buffer.value_targets(self._slot)
+        return self.buffer.value_targets(self._slot)
 
     def save(self, folder: Path, step: int) -> None:
         """Write the current rollout into a checkpoint after `step` updates, unless it is used up."""
         is_within = self.buffer is not None and step * self._sizes.accumulation % self._sizes.slots
         if is_within and self._backend.groups.is_first:
-            path = rollout_file(folder, self._sizes.data_process)
-            save_buffer(self.buffer, path, self._sizes.data_processes)
+            save_buffer(self.buffer, rollout_file(folder, self._sizes.data_process))
 
     def _restore(self, order: RolloutOrder, row_indices: list[int]) -> RolloutBuffer:
         def rows_at(positions: list[int]) -> list[dict]:
@@ -92,4 +76,4 @@ class RolloutFeed:
             return rows
 
         folder = self._checkpoint or Path()
-        return restore_buffer(folder, order, self._generator.inputs, rows_at, self._trajectory_device)
+        return restore_buffer(folder, order, self._generator.inputs, rows_at, self._args.trajectory_device)

@@ -1,13 +1,15 @@
 """Replays without a gradient: the values of each sample at each of its steps."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from diffusion_grpo.algorithms.base import Recording
 from diffusion_grpo.algorithms.batch import MicroBatch
 from diffusion_grpo.policy.trajectory import StepDistribution, StepScale
-from diffusion_grpo.rollout.replays import Replays
+from diffusion_grpo.rollout.passes import Passes
 from tests.algorithms.test_batch import batch_of, make_inputs, rows_of, samples_of
 from tests.renoised_parts import mean, problem, squares
 
@@ -31,7 +33,7 @@ class Network:
 class Backend:
     """Of a process that makes one pass more, as others make."""
 
-    def equalize_outside_updates(self, passes):
+    def equalize(self, passes):
         return [(one, True) for one in passes] + [(passes[-1], False)]
 
 
@@ -46,7 +48,9 @@ class Inputs:
 
 
 def make(policy, reference=None):
-    return Replays(policy, reference, Inputs(), Backend(), batch_size=2)
+    args = SimpleNamespace(rollout_call_size=2, beta=1.0, recording=Recording(), anchor="own")
+    runtime = SimpleNamespace(backend=Backend(), metrics=None)
+    return Passes(args, policy, Inputs(), runtime, reference=reference)
 
 
 STEPS = [[0, 1], [1, 2], [0, 2], [1, 2]]

@@ -1,0 +1,334 @@
+"""Score samples: call the rewards, measure how much samples differ, and warn if nothing can be learned from them.
+
+Rollouts are scored while the next samples are made, evaluations after some prompts at a time. Rewards get the same
+keywords in both.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import TrainerState
+
+from ..algorithms.batch import Rows
+from ..data.prompts import get_prompts
+from ..distributed.backend import DistributedBackend
+from ..media.samples import as_images, copy_value, frame_positions
+from ..rewards import Reward, RewardError
+from ..rewards.answers import Batch
+from ..rewards.calls import Scoring
+from ..rewards.contract import is_marked
+from ..rewards.overlap import Overlap, RolloutScoring, collect_values, waits_for_all
+from .order import RolloutOrder
+from .runtime import Runtime
+
+MOST_IN_A_ROW = 10  # one rollout without a reward may be bad luck with its prompts; many in a row are a mistake
+SIDE = 32  # side of a thumbnail in pixels: shows composition and colour, not grain
+FRAMES = 4  # evenly spaced frames compared per video
+logger = logging.getLogger(__name__)
+
+
+def takes_only_latents(reward: Reward) -> bool:
+    """Return whether a reward takes only latents and needs no pixels."""
+    return is_marked(reward.function, "takes_latents")
+
+
+class RewardScorer:
+    """Caller of the rewards."""
+
+    def __init__(
+        self,
+        rewards: list[Reward],
+        *,
+        runtime: Runtime,
+        overlap: Overlap,
+        fps: float,
+        sampling_rate: int | None,
+        state: Callable[[], TrainerState],
+        failures: Path,
+    ):
+        self.rewards, self._overlap, self._state, self._failures = rewards, overlap, state, failures
+        self._backend, self._monitor = runtime.backend, runtime.monitor
+        self._fps, self._sampling_rate = fps, sampling_rate
+
+    # Rollouts
+
+    def begin_rollout(self, order: RolloutOrder, rows: Rows) -> RolloutScoring:
+        """Return the object that takes the samples of a rollout as they are made."""
+        groups = (order.own() // order.sizes.num_generations).tolist()
+
+        def begin(
+            funcs: list[Reward], indices: list[int], samples: list[Any] | None, latents: list[Tensor] | None
+        ) -> Scoring:
+            chosen = [rows[index] for index in indices]
+            return self._scoring(funcs, samples, chosen, [groups[index] for index in indices], latents, indices)
+
+        return RolloutScoring(self.rewards, groups, begin, self._overlap, self._announce)
+
+    def finish_rollout(
+        self,
+        scoring: RolloutScoring,
+        log_metric: Callable[[str, float], None],
+        extra: dict[str, list],
+        watch: Callable[[int], None],
+    ) -> Tensor:
+        """Wait for the rewards of this process's samples, (samples, functions), with NaN for None."""
+        scoring.wait(watch)
+        return self._values(scoring.result, log_metric, extra, scoring.count)
+
+    # Evaluations
+
+    def score(
+        self,
+        funcs: list[Reward],
+        samples: list,
+        rows: Rows,
+        groups: list[int],
+        batch_size: int,
+        log_metric: Callable[[str, float], None],
+        extra: dict[str, list],
+        latents: list[Tensor] | None = None,
+        first: int = 0,
+    ) -> Tensor:
+        """Score samples; return (samples, functions) float32 rewards, with NaN for None.
+
+        As in a rollout, a reward is called for some groups at a time, so that its network needs no more memory than
+        there. Rewards that compare all samples, and those whose network is moved for each call, are called once.
+        """
+        whole = [number for number, reward in enumerate(funcs) if waits_for_all(reward)]
+        split = [number for number in range(len(funcs)) if number not in whole]
+        chosen = [(split, indices) for indices in batch_groups(groups, batch_size) if split]
+        chosen += [(whole, list(range(len(samples))))] if whole else []
+        parts = []
+        for numbers, indices in chosen:
+            own = ([part[index] for index in indices] for part in (samples, rows, groups))
+            some = None if latents is None else [latents[index] for index in indices]
+            places = [first + index for index in indices]
+            scoring = self._scoring([funcs[number] for number in numbers], *own, some, places)
+            parts.append((indices, numbers, scoring))
+        self._overlap.score([scoring for *_, scoring in parts], self._announce)
+        values = functools.partial(collect_values, parts, (len(samples), len(funcs)))
+        return self._values(values, log_metric, extra, len(samples))
+
+    def gather_at(self, values: Tensor, positions: list[int], total: int) -> Tensor:
+        """Return the values of all processes by position, (total, ...) float32 on the CPU; a collective.
+
+        Args:
+            values: (positions, ...) values of this process.
+        """
+        every = torch.zeros(total, *values.shape[1:])
+        every[positions] = values.float()
+        accelerator = self._backend.accelerator
+        return accelerator.reduce(every.to(accelerator.device), "sum").cpu()
+
+    # Both
+
+    def _scoring(
+        self,
+        funcs: list[Reward],
+        samples: list | None,
+        rows: Rows,
+        groups: list[int],
+        latents: list[Tensor] | None,
+        indices: list[int] | None = None,
+    ) -> Scoring:
+        kinds = {} if samples is None else {"videos" if isinstance(samples[0], list) else "images": samples}
+        batch = Batch(
+            **kinds,
+            latents=latents,
+            prompts=get_prompts(rows),
+            columns={name: [row[name] for row in rows] for name in rows[0] if name != "prompt"},
+            groups=groups,
+            fps=self._fps,
+            sampling_rate=self._sampling_rate,
+            trainer_state=self._state(),
+            indices=indices,
+        )
+        return Scoring(funcs, batch)
+
+    def _values(self, values: Callable, log_metric: Callable, extra: dict[str, list], count: int) -> Tensor:
+        return values(
+            self._failures,
+            log_metric,
+            lambda name, column: extra.update({name: check_extra_column(name, column, count)}),
+        )
+
+    def _announce(self, names: str | None) -> None:
+        self._monitor.set_task("rolls out" if names is None else f"computes the reward {names}")
+
+
+def check_extra_column(name: str, values: Sequence[Any], count: int) -> list[Any]:
+    """Return the values that a reward passed to `log_extra` as a list, one per sample."""
+    values = values.tolist() if hasattr(values, "tolist") else list(values)
+    if len(values) != count:
+        raise ValueError(
+            f"log_extra({name!r}, ...) got {len(values)} values for {count} samples; give one per sample."
+        )
+    return values
+
+
+def gather_by_position(backend: DistributedBackend, local: Tensor | None, order: RolloutOrder) -> Tensor | None:
+    """Return the values of all processes by position, on the CPU; a collective. None stays None."""
+    if local is None:
+        return None
+    every = backend.gather(local.to(backend.accelerator.device))
+    return every.cpu()[order.rank_of_position()]
+
+
+def batch_groups(groups: list[int], batch_size: int) -> list[list[int]]:
+    """Return batches of indices, each with whole groups: at most `batch_size` samples, or one group if it is larger.
+
+    Examples:
+        >>> batch_groups([0, 0, 1, 1, 2, 2], batch_size=5)
+        [[0, 1, 2, 3], [4, 5]]
+    """
+    members: dict[int, list[int]] = {}
+    for index, group in enumerate(groups):
+        members.setdefault(group, []).append(index)
+    batches: list[list[int]] = []
+    for own in members.values():
+        if batches and len(batches[-1]) + len(own) <= batch_size:
+            batches[-1] += own
+        else:
+            batches.append(list(own))
+    return batches
+
+
+# Diversity: how much the samples of a prompt differ, by thumbnails or by embeddings from a reward's network
+
+
+def kind_of(samples: list[Any]) -> str | None:
+    """Return the kind of samples: "images", "videos", or None for others (sound, embeddings, latents)."""
+    first = as_images(samples[:1])[0]
+    frames = first if isinstance(first, list) else [first]
+    if not frames or not all(isinstance(frame, Image.Image) for frame in frames):
+        return None
+    return "videos" if isinstance(first, list) else "images"
+
+
+def make_thumbnails(samples: list[Any]) -> Tensor | None:
+    """Return thumbnails of images or videos, `(samples, numbers)` uint8; None for other samples."""
+    if kind_of(samples) is None:
+        return None
+    videos = [sample if isinstance(sample, list) else [sample] for sample in as_images(samples)]
+    return torch.from_numpy(np.stack([_thumbnail(video) for video in videos]))
+
+
+def _thumbnail(video: list[Image.Image]) -> np.ndarray:
+    """Shrink an image, or always `FRAMES` frames of a video, so that all samples have equally many numbers."""
+    places = frame_positions(FRAMES, len(video)) if len(video) > 1 else [0]
+    places += [places[-1]] * (FRAMES - len(places)) if len(video) > 1 else []
+    size, box = (SIDE, SIDE), Image.Resampling.BOX
+    return np.stack([np.asarray(video[place].convert("RGB").resize(size, box)) for place in places]).ravel()
+
+
+def pixel_distance(points: Tensor) -> Tensor:
+    """Return (n, n) root mean square differences of thumbnails: 0 if equal, 1 between black and white."""
+    points = points.double() / 255
+    return torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist") / points.shape[1] ** 0.5
+
+
+def cosine_distance(points: Tensor) -> Tensor:
+    """Return (n, n) cosine distances of embeddings: 0 for the same direction, 1 at right angles."""
+    points = torch.nn.functional.normalize(points.double(), dim=1)
+    return (1 - points @ points.T).clamp(min=0)
+
+
+def measure_diversity(
+    points: Tensor, groups: Tensor, distance: Callable[[Tensor], Tensor] = pixel_distance
+) -> float | None:
+    """Return the mean distance between samples of a group, averaged over its pairs and then over groups.
+
+    Args:
+        points: `(samples, numbers)` values that `distance` compares.
+        groups: `(samples,)` int64 group of each sample.
+        distance: maps `(n, numbers)` points to `(n, n)` distances.
+    """
+    means = []
+    for group in groups.unique():
+        own = distance(points[groups == group])
+        if len(own) > 1:
+            means.append(own.sum().item() / (len(own) * (len(own) - 1)))
+    return sum(means) / len(means) if means else None
+
+
+def find_embedders(rewards: list[Reward]) -> list[Reward]:
+    """Return rewards with a method `embed` from PIL images to `(images, numbers)`, such as those with CLIP."""
+    return [reward for reward in rewards if callable(getattr(reward.function, "embed", None))]
+
+
+def embed_samples(reward: Reward, samples: list[Any]) -> Tensor:
+    """Return `(samples, numbers)` float32 embeddings on the CPU; a video's is the mean over some of its frames."""
+    videos = [sample if isinstance(sample, list) else [sample] for sample in as_images(samples)]
+    chosen = [[video[place] for place in frame_positions(FRAMES, len(video))] for video in videos]
+    images = [copy_value(frame) for frames in chosen for frame in frames]
+    found = torch.as_tensor(reward.function.embed(images)).float().cpu()
+    return torch.stack([part.mean(0) for part in found.split([len(frames) for frames in chosen])])
+
+
+# What a rollout leaves to learn
+
+
+class SignalCheck:
+    """Check of each rollout, which warns once of each reason why it is useless."""
+
+    def __init__(self, names: list[str], most: int = MOST_IN_A_ROW, warns: bool = True):
+        self.names, self.most, self.in_a_row, self.warns = ", ".join(names), most, 0, warns
+        self._warned: set[str] = set()
+
+    def add(self, rewards: Tensor, metrics: dict[str, float]) -> None:
+        """Check a rollout.
+
+        Args:
+            rewards: `(samples, functions)` rewards of all processes, with NaN for `None`.
+        """
+        is_unscored = bool(rewards.isnan().all())
+        self.in_a_row = self.in_a_row + 1 if is_unscored else 0
+        if self.in_a_row >= self.most:
+            raise RewardError(
+                f"All rewards ({self.names}) of the last {self.in_a_row} rollouts were None, so nothing is learned; "
+                "check that the prompts and columns hold what these rewards look for."
+            )
+        if is_unscored:
+            self._warn(
+                "All rewards (%s) of this rollout were None; after %d such rollouts in a row the run stops.",
+                self.names,
+                self.most,
+            )
+        elif metrics.get("diversity") == 0:
+            self._warn(
+                "The samples of each prompt in this rollout look the same, so their rewards say nothing about what to "
+                "change; raise noise_level, or add noise to earlier steps (trained_steps)."
+            )
+        elif metrics["frac_advantage_zero"] == 1 and metrics["frac_reward_zero_std"] == 1:
+            self._warn(
+                "All samples of a prompt in this rollout got the same reward, so every gradient is 0 (%s: %s). If "
+                "that is the best score, take harder prompts; otherwise use a reward that tells better samples from "
+                "worse ones.",
+                self.names,
+                _describe_range(rewards),
+            )
+        elif metrics["frac_advantage_zero"] == 1:
+            self._warn("All advantages of this rollout are 0, so every gradient is; check reward_threshold.")
+        elif metrics.get("frac_advantage_clipped") == 1:
+            self._warn(
+                "All advantages of this rollout are clipped to the same size, so the best sample counts no more than "
+                "the second best; raise advantage_clip."
+            )
+
+    def _warn(self, message: str, *values: object) -> None:
+        if self.warns and message not in self._warned:
+            self._warned.add(message)
+            logger.warning(message, *values)
+
+
+def _describe_range(rewards: Tensor) -> str:
+    known = rewards[~rewards.isnan()]
+    low, high = known.min().item(), known.max().item()
+    return f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
