@@ -15,11 +15,11 @@ from transformers.training_args import OptimizerNames
 from ..algorithms.base import Algorithm
 from ..algorithms.registry import load_algorithm
 from ..config.settings import DiffusionGRPOConfig
-from ..distributed.sharding import Sharding
 from ..training.lazy_modules import list_text_encoders
 from ..training.memory import count_bytes
 from .batches import Batches
 from .measure import DECODING, DENOISING, ENCODING, UPDATE, Measurement
+from .sharding import Sharding
 
 LOADING = "loading"  # before anything is on the accelerator
 PREPARING = "preparing"  # prompts are encoded before the network is on the accelerator

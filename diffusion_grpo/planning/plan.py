@@ -26,7 +26,6 @@ from ..data.calls import BATCHED, LISTED, SINGLE, Form
 from ..data.inputs import PipelineInputs
 from ..distributed.launch import check_processes, read_settings
 from ..distributed.refusals import check_optimizer, check_quantization
-from ..distributed.sharding import Sharding, override_launch_settings
 from ..policy.base import Policy
 from ..policy.network_gate import NetworkAccess
 from ..policy.token import make_policy
@@ -38,6 +37,7 @@ from ..weights.quantization import choose_specs, name_method
 from .batches import Batches
 from .measure import CallSizes, CountedMasks, Measurement, add_means, measure, measure_renoised
 from .memory import Memory, Parts, add_up, estimate_memory, has_old_policy, keeps_means
+from .sharding import Sharding, override_launch_settings
 from .weightless import build_weightless_pipeline, decode_as_set, find_configuration, move_to_cpu
 
 if TYPE_CHECKING:

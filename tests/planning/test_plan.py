@@ -19,11 +19,11 @@ from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.cli.train import build_trainer
 from diffusion_grpo.config.arguments import LaunchArguments
 from diffusion_grpo.config.parse import parse_train_arguments
-from diffusion_grpo.distributed.sharding import Sharding
 from diffusion_grpo.planning import plan as plan_module
 from diffusion_grpo.planning.batches import Batches
 from diffusion_grpo.planning.measure import CallSizes
 from diffusion_grpo.planning.plan import Built, count_evaluations, make_planned_config, plan, read_run
+from diffusion_grpo.planning.sharding import Sharding
 from diffusion_grpo.policy.stochastic_steps import StochasticScheduler
 from diffusion_grpo.training.out_of_memory import weigh_run
 

@@ -207,7 +207,7 @@ def test_the_loss_scale_is_restored_where_the_engine_comes_after_the_weights(tmp
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if has_scaler else None
     torch.save(torch.amp.GradScaler("cpu", init_scale=512.0).state_dict(), tmp_path / "scaler.pt")
     trainer.accelerator.scaler = scaler
-    monkeypatch.setattr(type(trainer.backend), "loads_before_engine", True)
+    monkeypatch.setattr(trainer, "is_fsdp_enabled", True)
     monkeypatch.setattr(Trainer, "_prepare_for_training", lambda *args: ("model", "data"))
     for name in ("_load_from_checkpoint", "_load_optimizer_and_scheduler"):
         monkeypatch.setattr(trainer, name, lambda checkpoint: None)

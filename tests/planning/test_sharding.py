@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from diffusion_grpo import DiffusionGRPOConfig
-from diffusion_grpo.distributed.sharding import Sharding, override_launch_settings
+from diffusion_grpo.planning.sharding import Sharding, override_launch_settings
 
 OWN_FILE = {"deepspeed_config_file": "zero3.json"}
 
