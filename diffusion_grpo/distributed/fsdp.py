@@ -22,7 +22,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 from torch.distributed.tensor import DTensor
 
 from ..policy.network_gate import replace_attribute
-from . import late_weights
+from . import late_weights, refusals
 from .backend import DistributedBackend
 from .checkpoints import save_shards
 from .context_parallel import ContextGroups
@@ -62,11 +62,7 @@ class FSDP2Backend(DistributedBackend):
         if draws_tokens:
             raise ValueError(f"FSDP does not train {', '.join(component)}: {TOKENS}")
         if len(component) > 1 and own_steps:
-            raise ValueError(
-                f"{', '.join(component)} take turns, and with step_selection='prompt' or 'sample' "
-                "processes would train different ones at once; set step_selection='rollout' or 'sliding', "
-                "or name one network in train_component."
-            )
+            refusals.refuse_turns(component, *refusals.OWN_STEPS)
 
     def wrap_prepare(self, model: nn.Module) -> contextlib.AbstractContextManager:
         return replace_attribute(accelerate.accelerator, "fsdp2_prepare_model", shard_model)

@@ -1,6 +1,7 @@
 """What processes that share the training state cannot do: checked before a run, and by its plan."""
 
 from collections.abc import Collection
+from typing import NoReturn
 
 # optimizers with compressed states, under transformers' names
 TORCHAO = ("adamw_torch_8bit", "adamw_torch_4bit")
@@ -12,6 +13,10 @@ BITSANDBYTES = (
     *("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"),
 )
 TENSOR_SUBCLASSES = {"torchao", "quanto"}  # DeepSpeed can neither flatten nor swap these
+OWN_STEPS = (
+    "with step_selection='prompt' or 'sample' processes would train different ones at once",
+    "set step_selection='rollout' or 'sliding'",
+)
 
 
 def check_optimizer(sharding: str, name: str) -> None:
@@ -49,3 +54,10 @@ def check_group_offload(sharding: str) -> None:
             "group_offload moves weights that DeepSpeed and FSDP2 move themselves; leave it out (zero3_offload and "
             "fsdp_offload_params keep weights in CPU memory too), or start without them."
         )
+
+
+def refuse_turns(component: tuple[str, ...], reason: str, change: str) -> NoReturn:
+    """Refuse to train several networks that take turns."""
+    raise ValueError(
+        f"{', '.join(component)} take turns, and {reason}; {change}, or name one network in train_component."
+    )

@@ -24,7 +24,7 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_
 from trl.models.utils import add_hooks, remove_hooks
 
 from ..policy.network_gate import HOOKS, NetworkAccess, replace_attribute
-from . import late_weights
+from . import late_weights, refusals
 from .backend import DistributedBackend
 from .checkpoints import restore_engine
 from .collectives import redirect
@@ -78,18 +78,10 @@ class DeepSpeedBackend(DistributedBackend):
         if "optimizer" in self._plugin.hf_ds_config.config:
             raise ValueError(ONE_GROUP.format(networks=", ".join(component)))
         if self.stage >= 2 and own_steps and processes > 1:
-            reason, change = (
-                "with step_selection='prompt' or 'sample' processes would train different ones at once",
-                "set step_selection='rollout' or 'sliding'",
-            )
-        elif self.stage == 3 and self._plugin.hf_ds_config.get_value("zero_optimization.offload_optimizer"):
-            reason = "ZeRO-3 offloads gradients of one of them only"
+            refusals.refuse_turns(component, *refusals.OWN_STEPS)
+        if self.stage == 3 and self._plugin.hf_ds_config.get_value("zero_optimization.offload_optimizer"):
             change = "leave out offload_optimizer, or use ZeRO-2"
-        else:
-            return
-        raise ValueError(
-            f"{', '.join(component)} take turns, and {reason}; {change}, or name one network in train_component."
-        )
+            refusals.refuse_turns(component, "ZeRO-3 offloads gradients of one of them only", change)
 
     def bind(self, accelerator: Accelerator, model: nn.Module, networks: list[nn.Module]) -> None:
         super().bind(accelerator, model, networks)
