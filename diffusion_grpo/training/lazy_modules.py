@@ -50,7 +50,7 @@ class LazyModule(nn.Module):
         part: nn.Module | None = None,
     ):
         super().__init__()
-        self.__dict__.update(_kind=kind, _made_as=dtype, _read=read, _waiting=part)  # hidden from `to` and others
+        self.__dict__.update(_kind=kind, made_as=dtype, _read=read, waiting=part)  # hidden from `to` and others
         self.__dict__.update(config=config, __module__=kind.__module__)
         self.training = False
         self.register_module("_part", None)
@@ -91,11 +91,11 @@ class LazyModule(nn.Module):
 
     def read(self) -> nn.Module:
         """Read the encoder into CPU memory, in the dtype to which the pipeline was cast meanwhile."""
-        part = (self._waiting or self._read()).requires_grad_(False).eval()
-        if self.dtype not in (part.dtype, self._made_as) and is_plain(part):
+        part = (self.waiting or self._read()).requires_grad_(False).eval()
+        if self.dtype not in (part.dtype, self.made_as) and is_plain(part):
             part.to(self.dtype)
         self._place = self._place.to(part.dtype)
-        self.__dict__["_made_as"] = None  # was only what the encoder was expected to be
+        self.__dict__["made_as"] = None  # was only what the encoder was expected to be
         return part
 
     def load(self) -> nn.Module:
@@ -109,8 +109,8 @@ class LazyModule(nn.Module):
     def free(self) -> None:
         """Free the encoder's memory."""
         self._part = None
-        if self._waiting is not None:
-            self._waiting.to("cpu")
+        if self.waiting is not None:
+            self.waiting.to("cpu")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the encoder."""

@@ -125,7 +125,7 @@ def test_encoders_are_freed_at_once_although_hooks_refer_to_them():
     gc.disable()
     try:
         encode(pipe)
-        freed = [weakref.ref(getattr(pipe, name)._part) for name in NAMES]
+        freed = [weakref.ref(getattr(pipe, name).load()) for name in NAMES]
         assert all(part() is not None for part in freed)
         free_encoders(pipe)
         assert [part() for part in freed] == [None] * 3
