@@ -116,7 +116,7 @@ class StochasticScheduler:
 
     def step(self, model_output: Tensor, timestep: Any, sample: Tensor, *args, return_dict: bool = True, **kwargs):
         """Step as in diffusers, but let the driver choose the next latent. Return `SchedulerOutput` or a tuple."""
-        self._locate(timestep)
+        self.locate(timestep)
         self._step_index = self.position
         self.options = {name: value for name, value in kwargs.items() if value is not None}
         try:
@@ -130,7 +130,7 @@ class StochasticScheduler:
         self._step_index = self.position  # read by pipelines that add noise between steps
         return SchedulerOutput(prev_sample=latents) if return_dict else (latents,)
 
-    def _locate(self, timestep: Any) -> None:
+    def locate(self, timestep: Any) -> None:
         """At the first step of the loop, note where in the schedule it starts."""
         if self.first is not None:
             return
@@ -401,7 +401,7 @@ class SigmaSteps(StochasticScheduler):
         return _StepOrEstimate(lambda: take(return_dict=False)[0], estimate)
 
     def _estimate(self, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
-        self._locate(timestep)
+        self.locate(timestep)
         self._step_index = self.position + 1  # as in diffusers; pipelines that take no step undo it
         return self._clean(prediction, sample, self.sigmas[self.position])
 

@@ -34,16 +34,16 @@ class SampleWriter:
         groups: ContextGroups,
         sampling_rate: int | None,
     ):
-        self._args, self._inputs, self._reward_names = args, inputs, reward_names
+        self.args, self._inputs, self._reward_names = args, inputs, reward_names
         self._groups, self._rate = groups, sampling_rate
 
     def saves_all(self, step: int) -> bool:
         """Return whether the rollout after `step` updates is kept as a whole: the first at or after each multiple."""
-        return self._is_due(self._args.save_samples_steps, step)
+        return self._is_due(self.args.save_samples_steps, step)
 
     def count_kept(self, step: int, last_step: int) -> int:
         """Return how many samples, first by position, of the rollout after `step` of `last_step` updates are kept."""
-        args, sizes = self._args, self._args.batch_sizes
+        args, sizes = self.args, self.args.batch_sizes
         if args.save_samples_steps is not None:
             return sizes.samples_per_rollout if self.saves_all(step) else 0
         is_last = step + sizes.updates_per_rollout >= last_step
@@ -53,7 +53,7 @@ class SampleWriter:
         )
 
     def _is_due(self, every: int | None, step: int) -> bool:
-        return every is not None and step % every < self._args.batch_sizes.updates_per_rollout
+        return every is not None and step % every < self.args.batch_sizes.updates_per_rollout
 
     def write(
         self,
@@ -73,12 +73,12 @@ class SampleWriter:
         if not self._groups.is_first:
             return
         files = self._write_files(step, last_step, rows, samples, positions)
-        if not (self._args.log_completions or files):
+        if not (self.args.log_completions or files):
             return
         table = {"step": [step] * len(rows), "prompt": [row.get("prompt", "") for row in rows]}
         table |= dict(zip(self._reward_names, rewards.T.tolist(), strict=True))
         part = f"-rank{self._groups.index}" if self._groups.count > 1 else ""
-        folder = Path(self._args.output_dir) / "samples"
+        folder = Path(self.args.output_dir) / "samples"
         write_table(folder / f"step-{step:06d}{part}.parquet", columns | files | table)
 
     def _write_files(
@@ -88,7 +88,7 @@ class SampleWriter:
         number = self.count_kept(step, last_step)
         if number == 0 or samples[0] is None:  # None: rewards see only latents
             return {}
-        root = Path(self._args.output_dir)
+        root = Path(self.args.output_dir)
         folder = root / "samples" / f"step-{step:06d}"
         stems = [folder / f"{position:04d}" if position < number else None for position in positions.tolist()]
         inputs = [stem and stem.with_name(f"{stem.name}-input") for stem in stems]

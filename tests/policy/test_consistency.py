@@ -41,7 +41,7 @@ def test_a_step_with_its_noise_is_that_of_diffusers(name):
             scheduler.scale_model_input(sample, timestep) if hasattr(scheduler, "scale_model_input") else None
         options = {"eta": level} if name.startswith("tcd") else {}
         expected = theirs.step(prediction, timestep, sample, generator=torch.manual_seed(index), **options).prev_sample
-        mine._locate(timestep)
+        mine.locate(timestep)
         mean, std = mine.distribution(prediction, timestep, sample, level)
         noise = torch.randn(SHAPE, generator=torch.manual_seed(index))
         torch.testing.assert_close(mean + std * noise, expected, rtol=2e-5, atol=2e-5)
@@ -54,7 +54,7 @@ def test_a_step_with_its_noise_is_that_of_diffusers(name):
 def test_steps_without_noise_of_their_own_have_the_noise_of_their_latent():
     scheduler = prepared(stochastic_scheduler(LCMScheduler()))
     timestep = scheduler.timesteps[0]
-    scheduler._locate(timestep)
+    scheduler.locate(timestep)
     sample, prediction = torch.randn(1, 4, 3, 5).expand(3, -1, -1, -1), torch.zeros(3, 4, 3, 5)
     scheduler.driver = Driver(torch.tensor([7, 8, 7]), 3, 0.0)
     first, second, third = scheduler.deterministic(prediction, timestep, sample)

@@ -33,7 +33,7 @@ def make_writer(folder, groups=None, **settings):
 def test_which_samples_are_kept(tmp_path, settings, expected):
     writer = make_writer(tmp_path, num_completions_to_log=3, **settings)
     steps = range(0, 10, settings.get("num_iterations", 1))
-    per_rollout = writer._args.batch_sizes.samples_per_rollout
+    per_rollout = writer.args.batch_sizes.samples_per_rollout
     counts = {step: writer.count_kept(step, last_step=10) for step in steps}
     assert {step: count for step, count in counts.items() if count} == {
         step: per_rollout if count == 16 else count for step, count in expected.items()
