@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import tiny_pipelines
-import torch
 from command_line import make_config
 from datasets import Dataset, Image
 from peft import LoraConfig
@@ -226,8 +225,7 @@ def test_a_column_that_only_a_watched_reward_names_is_not_idle(tmp_path, caplog)
 
 def test_one_process_without_an_engine_is_the_plain_backend():
     backend = choose_backend(make_config(bf16=True))
-    assert type(backend) is DistributedBackend and backend._half == torch.bfloat16 and backend.groups.size == 1
-    assert choose_backend(make_config())._half is None
+    assert type(backend) is DistributedBackend and backend.groups.size == 1
     groups = make_groups(make_config())
     assert (groups.size, groups.is_first) == (1, True)
 
