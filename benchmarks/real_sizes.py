@@ -342,6 +342,48 @@ MODELS: dict[str, dict[str, Any]] = {
         },
         "small": {"num_layers": 1, "num_attention_heads": 2},
     },
+    "FLUX.3-klein": {
+        "pipeline": "Flux3ModularPipeline",
+        "blocks": "Flux3AutoBlocks",
+        "scheduler": ("FlowMatchEulerDiscreteScheduler", {"shift": 6.93}),
+        "tokenizers": {"tokenizer": lambda: make_processor(8192)},
+        "parts": {
+            "transformer": (
+                "Flux3Transformer2DModel",
+                {
+                    "in_channels": 128,
+                    "cond_in_channels": 128,
+                    "num_layers": 5,
+                    "num_single_layers": 28,
+                    "attention_head_dim": 128,
+                    "num_attention_heads": 24,
+                    "joint_attention_dim": 20480,
+                },
+            ),
+            "vae": ("AutoencoderKLFlux2", {}),
+            "text_encoder": (
+                "Qwen3VLForConditionalGeneration",
+                {
+                    "text_config": {
+                        "hidden_size": 2560,
+                        "intermediate_size": 9728,
+                        "num_hidden_layers": 36,
+                        "num_attention_heads": 32,
+                        "num_key_value_heads": 8,
+                        "head_dim": 128,
+                        "vocab_size": 151936,
+                        "rope_parameters": {
+                            "rope_type": "default",
+                            "mrope_section": [24, 20, 20],
+                            "rope_theta": 5_000_000.0,
+                        },
+                    },
+                    "vision_config": {"depth": 24, "hidden_size": 1024, "out_hidden_size": 2560},
+                },
+            ),
+        },
+        "small": {"num_layers": 1, "num_single_layers": 1},
+    },
     "Wan2.1-1.3B": {
         "pipeline": "WanPipeline",
         "scheduler": ("UniPCMultistepScheduler", WAN_SCHEDULER),
@@ -546,8 +588,23 @@ def write_model(name: str, folder: Path, is_tiny: bool = False) -> Path:
         (folder / part).mkdir(parents=True, exist_ok=True)
         (folder / part / "config.json").write_text(json.dumps({"_class_name": cls} | config))
         index[part] = ["diffusers" if hasattr(diffusers, cls) else "transformers", cls]
-    (folder / "model_index.json").write_text(json.dumps(index))
+    if "blocks" in model:  # a modular pipeline
+        index = {name: _locate(folder, name, value) for name, value in index.items()}
+        index["_blocks_class_name"] = model["blocks"]
+    (folder / f"{'modular_' if 'blocks' in model else ''}model_index.json").write_text(json.dumps(index))
     return folder
+
+
+def _locate(folder: Path, name: str, entry: Any) -> Any:
+    """Return a component's entry in a modular index, which says where its files are."""
+    place = {"pretrained_model_name_or_path": str(folder), "subfolder": name, "type_hint": entry}
+    return [*entry, place | {"variant": None, "revision": None}] if isinstance(entry, list) else entry
+
+
+def make_processor(length: int) -> transformers.LlavaProcessor:
+    """Make a processor of prompts that loads without torchvision, in place of Qwen 3 VL's."""
+    chat = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    return transformers.LlavaProcessor(transformers.CLIPImageProcessor(), make_tokenizer(length), chat_template=chat)
 
 
 def _shrink(config: dict[str, Any]) -> dict[str, Any]:

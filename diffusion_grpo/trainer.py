@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from accelerate.utils.memory import clear_device_cache
 from datasets import Dataset
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, ModularPipeline
 from peft import PeftConfig
 from torch import Tensor, nn
 from transformers import TrainerCallback
@@ -56,7 +56,8 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
     https://huggingface.co/papers/2505.05470; DDPO, https://huggingface.co/papers/2305.13301).
 
     Args:
-        model: Hub id or folder of a pipeline, "tiny" for the embedded one, or a `DiffusionPipeline`.
+        model: Hub id or folder of a pipeline, "tiny" for the embedded one, a `DiffusionPipeline`, or a
+            `ModularPipeline` with its components loaded.
         reward_funcs: a function, a name of `diffusion_grpo.rewards.REWARDS`, a dotted path, a list of these, or a
             mapping from these to weights or options (`rewards.load_rewards`). A function is called with the keyword
             arguments `prompts`, `completions` (also as `images` or `videos`), every dataset column, `trainer_state`,
@@ -100,7 +101,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
 
     def __init__(
         self,
-        model: str | Path | DiffusionPipeline,
+        model: str | Path | DiffusionPipeline | ModularPipeline,
         reward_funcs: RewardFunc | list[RewardFunc],
         args: DiffusionGRPOConfig | None = None,
         train_dataset: Prompts | None = None,

@@ -27,6 +27,7 @@ STAND_INS = {  # file of settings: a tiny pipeline of the classes that it trains
     "fast/wan22_a14b": "wan_experts",
     "fast/wan22_ti2v_5b": "wan_ti2v",
     "flux": "flux",
+    "flux3": "flux3",
     "flux_kontext": "flux_kontext",
     "glm_image_ar": "glm_image",
     "glm_image_dit": "glm_image",

@@ -3,13 +3,15 @@
     make sweep ARGS="--diffusers PATH"      # PATH: a checkout of huggingface/diffusers
 
 In: a checkout of diffusers, of which only `tests/` is used: its tiny components and inputs. Out: a table, class by
-class, and docs/supported_pipelines.md. Each class runs in a worker process under a time limit; a worker
+class, and docs/supported_pipelines.md. A modular class is examined around the components of the classic classes of the
+same model, or around those of tests/tiny_pipelines. Each class runs in a worker process under a time limit; a worker
 that hangs or dies is replaced, and the sweep goes on.
 """
 
 import argparse
 import ast
 import contextlib
+import functools
 import importlib.machinery
 import importlib.util
 import inspect
@@ -27,20 +29,32 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 from diffusers import DiffusionPipeline
+from diffusers.modular_pipelines.modular_pipeline import MODULAR_PIPELINE_MAPPING
+from diffusers.pipelines.auto_pipeline import _get_model
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(Path(__file__).parent))
 
+import tiny_pipelines  # noqa: E402
 from stand_ins import offline  # noqa: E402
 
 from diffusion_grpo import check_pipeline  # noqa: E402
+from diffusion_grpo.policy.modular import as_pipeline  # noqa: E402
 
 PAGE = ROOT / "docs" / "supported_pipelines.md"
 WHERE = "--diffusers must name a checkout of diffusers' sources: git clone https://github.com/huggingface/diffusers"
+MODULAR_TITLE = "## Modular pipelines"
+TINY = "tiny_pipelines"  # in place of a module of diffusers' tests
 SKIPPED = re.compile("Slow|Nightly|Integration|Dummies")
 SET_BY_CHECK = ("generator", "num_inference_steps", "output_type", "return_dict")
+
+
+def modular_cases() -> list[tuple[str, str]]:
+    """(module, name) of the tiny pipelines of models that have no classic form."""
+    return [(TINY, name) for name in tiny_pipelines.MODULAR if not name.startswith("modular_")]
 
 
 def cases(checkout: Path) -> list[tuple[str, str]]:
@@ -116,16 +130,37 @@ def shorten_head(module: torch.nn.Module) -> None:
         module.lm_head = torch.nn.Linear(head.in_features, 8, bias=head.bias is not None)
 
 
-def examine(module: str, name: str, verbose: bool) -> dict[str, Any] | None:
+def as_modular(pipe: DiffusionPipeline, inputs: dict[str, Any]) -> tuple[DiffusionPipeline, dict[str, Any]]:
+    """The modular pipeline of the same model around the same components."""
+    choose = MODULAR_PIPELINE_MAPPING[_get_model(type(pipe).__name__)]
+    modular = getattr(diffusers, choose(dict(pipe.config)))()
+    modular.update_components(
+        **{k: v for k, v in pipe.components.items() if k in modular.component_names and v is not None}
+    )
+    parameters = inspect.signature(type(as_pipeline(modular)).__call__).parameters
+    scale = inputs.get("true_cfg_scale", inputs.get("guidance_scale"))
+    inputs = {"guidance_scale": scale, "negative_prompt": "", **inputs} if scale else inputs
+    return modular, {name: value for name, value in inputs.items() if name in parameters}
+
+
+def examine(module: str, name: str, is_modular: bool, verbose: bool) -> dict[str, Any] | None:
     """One row of the table, or None where the class builds no pipeline."""
-    cls = load_case(module, name)
-    if cls is None:
+    if module == TINY:
+        row, make = {"case": name, "pipeline": name}, functools.partial(tiny_pipelines.build, name)
+    elif (cls := load_case(module, name)) is not None:
+        row = {"case": f"{module.removeprefix('tests.pipelines.')}.{name}", "pipeline": cls.pipeline_class.__name__}
+        make = functools.partial(build, cls)
+        if is_modular and _get_model(cls.pipeline_class.__name__) not in MODULAR_PIPELINE_MAPPING:
+            return None
+    else:
         return None
-    row = {"case": f"{module.removeprefix('tests.pipelines.')}.{name}", "pipeline": cls.pipeline_class.__name__}
     start = time.perf_counter()
     try:
         with offline():
-            pipe, inputs = build(cls)
+            pipe, inputs = make()
+            if is_modular and module != TINY:
+                pipe, inputs = as_modular(pipe, inputs)
+            row["pipeline"] = type(pipe).__name__
     except Exception as error:
         trace = traceback.format_exc() if verbose else None
         return row | {"not_built": f"{type(error).__name__}: {error}"[:300], "trace": trace}
@@ -150,7 +185,7 @@ def work(connection, verbose: bool) -> None:
             try:
                 row = examine(*case, verbose)
             except BaseException as error:
-                row = {"case": ".".join(case), "not_built": f"{type(error).__name__}: {error}"[:300]}
+                row = {"case": ".".join(case[:2]), "not_built": f"{type(error).__name__}: {error}"[:300]}
         connection.send(row)
 
 
@@ -160,7 +195,7 @@ class Worker:
     def __init__(self, verbose: bool):
         self.verbose, self.process = verbose, None
 
-    def examine(self, case: tuple[str, str], limit: float) -> dict[str, Any] | None:
+    def examine(self, case: tuple[str, str, bool], limit: float) -> dict[str, Any] | None:
         """The row of one class, within `limit` seconds."""
         if self.process is None:
             context = multiprocessing.get_context("fork")  # what is imported already need not be imported again
@@ -178,7 +213,7 @@ class Worker:
         self.process.kill()
         self.process.join()
         self.process = None
-        return {"case": ".".join(case), "not_built": problem}
+        return {"case": ".".join(case[:2]), "not_built": problem}
 
 
 def prepare(checkout: Path) -> None:
@@ -209,10 +244,27 @@ def best_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [best[name] for name in sorted(best)]
 
 
-def page(rows: list[dict[str, Any]]) -> str:
-    """docs/supported_pipelines.md."""
-    import diffusers
+def modular_section(rows: list[dict[str, Any]]) -> str:
+    """The part of docs/supported_pipelines.md on modular pipelines, in which every class of diffusers has a row."""
+    by_name = {row.get("pipeline", row["case"]): row for row in rows}
+    kinds = [name for name in dir(diffusers) if name.endswith("ModularPipeline") and name != "ModularPipeline"]
+    lines = []
+    for kind in kinds:
+        row = by_name.get(kind, {"not_built": "no tiny components"})
+        is_missing = "not_built" in row or has_inner_error(row)
+        verdict = "trains" if row.get("trains") else "not examined" if is_missing else "refused"
+        why = _cell(row.get("reason") or row.get("not_built")).removeprefix(kind).strip()
+        lines.append(f"| {kind} | {verdict} | {row.get('scheduler', '') if row.get('trains') else why} |")
+    trained = sum(" | trains | " in line for line in lines)
+    return (
+        f"{MODULAR_TITLE}\n\n**{trained} of {len(kinds)}** modular classes train with tiny components of the classic "
+        "classes of the same model, or of their own; see [modular pipelines](models/modular.md).\n\n"
+        "| class | | scheduler, or reason |\n|---|---|---|\n" + "\n".join(lines) + "\n"
+    )
 
+
+def page(rows: list[dict[str, Any]]) -> str:
+    """docs/supported_pipelines.md, without the part on modular pipelines."""
     missing = [row for row in rows if "not_built" in row or has_inner_error(row)]
     built = [row for row in rows if row not in missing]
     trained = [row for row in built if row["trains"]]
@@ -267,18 +319,22 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=60, help="seconds for one class")
     parser.add_argument("--trace", action="store_true", help="print stack traces")
     parser.add_argument("--rows", type=Path, help="also write the rows as JSON lines to this file")
+    parser.add_argument("--modular", action="store_true", help="examine modular pipelines only")
     parser.add_argument("--resume", action="store_true", help="examine only what does not train in --rows yet")
     parser.add_argument("--no-page", action="store_true", help="leave docs/supported_pipelines.md alone")
     args = parser.parse_args()
     if args.diffusers is None or not (args.diffusers / "tests" / "pipelines").is_dir():
         sys.exit(WHERE)
     prepare(args.diffusers.resolve())
-    wanted = [case for case in cases(args.diffusers.resolve()) if re.search(args.only, ".".join(case))]
+    classic = cases(args.diffusers.resolve())
+    every = [(*case, False) for case in ([] if args.modular else classic)]
+    every += [(*case, True) for case in (*classic, *modular_cases())]
+    wanted = [case for case in every if re.search(args.only, ".".join(case[:2]))]
     worker, rows = Worker(args.trace), []
     if args.resume and args.rows.exists():
         rows = [row for row in map(json.loads, args.rows.read_text().splitlines()) if row.get("trains")]
         done = {row["case"] for row in rows}
-        wanted = [case for case in wanted if ".".join(case).removeprefix("tests.pipelines.") not in done]
+        wanted = [case for case in wanted if ".".join(case[:2]).removeprefix("tests.pipelines.") not in done]
     for case in wanted:
         row = worker.examine(case, args.limit)
         if row is None:
@@ -293,7 +349,11 @@ def main() -> None:
     trained, missing = sum(bool(row.get("trains")) for row in best), sum("not_built" in row for row in best)
     print(f"{trained} train, {len(best) - trained - missing} refused, {missing} not built, of {len(best)} classes")
     if not args.only and not args.no_page:
-        PAGE.write_text(page(best))
+        is_modular = lambda row: "ModularPipeline" in row.get("pipeline", "")  # noqa: E731
+        first, _, _ = PAGE.read_text().partition(MODULAR_TITLE)
+        if not args.modular:
+            first = page([row for row in best if not is_modular(row)]) + "\n"
+        PAGE.write_text(first + modular_section([row for row in best if is_modular(row)]))
 
 
 if __name__ == "__main__":

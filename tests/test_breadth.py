@@ -15,6 +15,7 @@ from diffusion_grpo.policy.token import make_policy
 from diffusion_grpo.training.model_checks import check_sigmas
 
 NAMES = sorted(tiny_pipelines.EVERY)
+NAMES += [name for name in tiny_pipelines.MODULAR if not name.startswith("modular_")]  # without a classic form
 SPACED = ["flux", "flux2", "flux_controlnet", "flux_img2img", "flux_inpaint", "flux_kontext", "hunyuan_video"]
 SPACED += ["hunyuan_video_image", "ltx2", "qwen_image", "qwen_image_edit", "sd3"]
 SPACED += ["sd3_controlnet", "sd3_img2img", "sd3_pag", "z_image"]

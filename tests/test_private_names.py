@@ -52,6 +52,13 @@ USED = {
     ),
     "_dynamo": ("torch", "compiled blocks have as many graphs as they need"),
     "_execution_device": ("diffusers:DiffusionPipeline", "seeds are drawn on the device that the pipeline uses"),
+    "_blocks": ("diffusers:ModularPipeline", "blocks of modular pipelines are called with gradients"),
+    "_component_specs": ("diffusers:ModularPipeline", "components are loaded from the revision of a run"),
+    "_pretrained_model_name_or_path": ("diffusers:ModularPipeline", "run.json and the card name the base model"),
+    "_resolve_quant_config": (
+        "diffusers:PipelineQuantizationConfig",
+        "modular pipelines are quantised as classic ones",
+    ),
     "_exclude_from_cpu_offload": ("diffusers:DiffusionPipeline", "offload_frozen leaves these parts in place"),
     "_backends": ("transformers.utils.import_utils", "processors that lack torchvision are refused early"),
     "_indices": ("datasets:Dataset", "prompts of a shuffled dataset are read many at a time"),

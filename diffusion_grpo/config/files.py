@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+INDEXES = ("model_index.json", "modular_model_index.json")  # of classic and of modular pipelines
+
 
 def read_text(path: str | Path) -> str:
     """Read a text file in UTF-8, with or without a byte order mark."""
@@ -39,10 +41,10 @@ def check_model_name(model: str) -> None:
         return
     if folder.is_file():
         raise ValueError(f"model: {model} is a file; give the folder of a diffusers pipeline, a Hub id, or `tiny`.")
-    if folder.is_dir() and not (folder / "model_index.json").is_file():
+    if folder.is_dir() and not any((folder / name).is_file() for name in INDEXES):
         raise ValueError(
-            f"model: {model} contains no model_index.json, so it is not the folder of a diffusers pipeline; give such "
-            "a folder, a Hub id, or `tiny`."
+            f"model: {model} contains no model_index.json or modular_model_index.json, so it is not the folder of a "
+            "diffusers pipeline; give such a folder, a Hub id, or `tiny`."
         )
     if not folder.exists() and (model.startswith((".", "/", "~")) or model.count("/") != 1):
         raise ValueError(

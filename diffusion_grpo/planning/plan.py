@@ -31,7 +31,7 @@ from ..policy.network_gate import NetworkAccess
 from ..policy.token import make_policy
 from ..policy.unguided import switch_guidance_off
 from ..training.model import check_reentrant, prepare_model
-from ..training.model_checks import check_peft_config
+from ..training.model_checks import check_peft_config, list_components, read_index
 from ..weights.lora import read_config
 from ..weights.quantization import choose_specs, name_method
 from .batches import Batches
@@ -231,9 +231,7 @@ def _plan_model(
 
 def _find_specs(folder: Path, args: DiffusionGRPOConfig, parts: Parts, is_full_training: bool) -> dict[str, Any]:
     """Find out how each network is quantised, without a check for packages and a GPU, which only the run needs."""
-    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
-    components = {name: tuple(entry) for name, entry in index.items() if isinstance(entry, list) and None not in entry}
-    specs = choose_specs(args, components, tuple(parts.networks))
+    specs = choose_specs(args, list_components(read_index(str(folder), args)), tuple(parts.networks))
     trained = [name for name in specs if name in parts.networks]
     if trained and is_full_training:
         raise ValueError(f"{', '.join(trained)} is quantised, and only a LoRA can be trained on that; set use_peft.")

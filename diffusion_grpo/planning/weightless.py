@@ -21,6 +21,7 @@ from ..config.settings import DiffusionGRPOConfig
 from ..training.decoding import set_decoding
 from ..training.model import choose_dtype, set_scheduler
 from ..training.model_checks import check_processors
+from ..training.modular_loading import is_modular, list_parts, read_modular
 
 WEIGHTS = ["*.safetensors", "*.bin", "*.msgpack", "*.h5", "*.ckpt", "*.pt", "*.onnx*", "*.gguf"]
 
@@ -41,10 +42,14 @@ def build_weightless_pipeline(
 
     How it decodes is set by [`decode_as_set`].
     """
-    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
-    check_processors(index, args.model_init_kwargs or {})
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     dtype = choose_dtype(args, is_full_training)
+    if is_modular(folder, {}):
+        return set_scheduler(
+            _build_modular(folder, args.model_init_kwargs or {}, dtype, mode), args.scheduler_kwargs
+        ), mode
+    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    check_processors(index, args.model_init_kwargs or {})
     parts: dict[str, Any] = {}
     for name, entry in index.items():
         if name.startswith("_"):
@@ -53,10 +58,25 @@ def build_weightless_pipeline(
         if not isinstance(entry, list) or entry[0] is None or entry[1] is None or is_left_out:
             parts[name] = None if isinstance(entry, list) else entry
             continue
-        own = dtype.get(name, dtype.get("default", torch.float32)) if isinstance(dtype, dict) else dtype
-        parts[name] = _build_part(folder / name, entry, own, mode)
+        parts[name] = _build_part(folder / name, entry, _choose_own(dtype, name), mode)
     pipe = getattr(diffusers, index["_class_name"])(**parts)
     return set_scheduler(pipe, args.scheduler_kwargs), mode
+
+
+def _build_modular(folder: Path, given: dict[str, Any], dtype: Any, mode: FakeTensorMode) -> DiffusionPipeline:
+    """Build a modular pipeline, whose components may come from several places."""
+    pipe, parts = read_modular(folder, given), {}
+    for name, entry in list_parts(pipe).items():
+        spec = pipe.get_component_spec(name)
+        if spec.pretrained_model_name_or_path and given.get(name, entry) is not None:
+            place = find_configuration(spec.pretrained_model_name_or_path) / (spec.subfolder or "")
+            parts[name] = _build_part(place, entry, _choose_own(dtype, name), mode)
+    pipe.update_components(**parts)
+    return pipe
+
+
+def _choose_own(dtype: Any, name: str) -> torch.dtype | None:
+    return dtype.get(name, dtype.get("default", torch.float32)) if isinstance(dtype, dict) else dtype
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..pipelines import family_of
 from .drivers import UnsupportedPipeline
 from .language_model import Drawn, draw
+from .modular import as_pipeline
 from .network_gate import NetworkAccess, NetworkGates, replace_attribute
 from .prompt_cache import PromptCache
 from .token_process import Sampling, TokenDistribution, TokenTrajectory
@@ -51,7 +52,7 @@ class Policy(ABC):
         access: NetworkAccess | None = None,
         sampling: dict[str, float | None] | None = None,
     ):
-        self.pipe = pipe
+        self.pipe = pipe = as_pipeline(pipe)
         self.undecorated = inspect.unwrap(type(pipe).__call__)  # the original, without torch.no_grad
         self.component = policy_component(pipe, component)
         self.family = family_of(pipe)
@@ -194,6 +195,8 @@ def call_arguments(
     is_image = {"height", "num_frames"} & set(parameters)  # not sound or depth maps
     if "output_type" in parameters and (is_image or parameters["output_type"].default == "pil"):
         arguments.setdefault("output_type", "pil")
+    if hasattr(pipe, "sample_outputs"):  # a modular pipeline
+        arguments.setdefault("output", pipe.sample_outputs)
     return arguments
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, ModularPipeline
 from torch import Tensor, nn
 
 from .attention import avoid_cudnn_attention
@@ -57,7 +57,7 @@ class ReplayReport:
 
 
 def check_pipeline(
-    pipe: DiffusionPipeline,
+    pipe: DiffusionPipeline | ModularPipeline,
     inputs: dict[str, Any],
     num_inference_steps: int = 4,
     sde_type: str = "auto",
@@ -69,7 +69,7 @@ def check_pipeline(
     Scheduler, forward, gradients, training mode and frozen parameters of the pipeline are left as they were.
 
     Args:
-        pipe: any diffusers pipeline.
+        pipe: any diffusers pipeline, classic or modular.
         inputs: keyword arguments of its `__call__`, e.g. `{"prompt": ["a cat", "a dog"], "height": 512}`.
         num_inference_steps: length of the loop, at least 2; the last step has no noise and is not replayed.
         sde_type, noise_level: the SDE, see [`~diffusion_grpo.policy.schedulers.stochastic_scheduler`].

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, ModularPipeline, SchedulerMixin
 from torch import Tensor, nn
 
 from ..media.files import extract_samples
 from .base import POLICY_COMPONENTS, Policy, without_filters
 from .drivers import Driver, ProbeDriver, StepScored, UnsupportedPipeline
+from .modular import as_pipeline, ask_for_latents
 from .network_gate import NetworkAccess, NetworkGates, replace_attribute
 from .recording import BranchRecorder, FinishDriver, PrefixDriver, Recorder, SolverRecorder, join_clean
 from .replaying import PredictDriver, RenoiseDriver, ReplayDriver
@@ -64,7 +65,12 @@ class DenoisingPolicy(Policy):
         sampling: dict[str, float | None] | None = None,
         log_prob_type: str = "gaussian",
     ):
+        pipe = as_pipeline(pipe)
         self.scheduler = _make_scheduler(pipe, sde_type, log_prob_type)
+        # of modular pipelines, where each has a schedule of its own and takes its steps in the same loop
+        parts = pipe.components.items() if isinstance(pipe, ModularPipeline) else ()
+        others = {k: v for k, v in parts if isinstance(v, SchedulerMixin) and k != "scheduler"}
+        self.others = {k: stochastic_scheduler(v, sde_type, log_prob_type) for k, v in others.items()}
         super().__init__(pipe, component, access, sampling)
 
     @property
@@ -118,7 +124,7 @@ class DenoisingPolicy(Policy):
         scheduler: Any = None,
     ) -> Any:
         """Run the pipeline under the recorder and return its samples; add their latents to the request if wanted."""
-        shown = inputs if request.is_decoded else inputs | {"output_type": "latent"}
+        shown = inputs if request.is_decoded else inputs | ask_for_latents(self.pipe)
         arguments = self.call_arguments(shown, request.num_inference_steps, request.initial_seeds)
         samples = None
         with self.acting(recorder, scheduler=scheduler), contextlib.suppress(StepScored):
@@ -310,7 +316,8 @@ class DenoisingPolicy(Policy):
         pipe, original = self.pipe, self.pipe.scheduler
         inner = {k: v for k, v in pipe.__dict__.items() if isinstance(v, DiffusionPipeline)}  # inner pipelines
         holders = [holder for holder in (pipe, *inner.values()) if getattr(holder, "scheduler", None) is original]
-        self.scheduler.driver = driver
+        for each in (self.scheduler, *self.others.values()):
+            each.driver = driver
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.gates.put_up(driver, forwards))
             stack.enter_context(self.prompts.serve(pipe))
@@ -319,6 +326,8 @@ class DenoisingPolicy(Policy):
             # in __dict__: a pipeline's own __setattr__ would write our class into its config
             for holder in holders:
                 stack.enter_context(replace_attribute(holder, "scheduler", scheduler or self.scheduler))
+            for name, other in self.others.items():
+                stack.enter_context(replace_attribute(pipe, name, other))
             for holder in (pipe, *inner.values()):
                 stack.enter_context(replace_attribute(holder, "_progress_bar_config", {"disable": True}))
                 stack.enter_context(without_filters(holder))
@@ -328,7 +337,8 @@ class DenoisingPolicy(Policy):
                 yield
                 self.access.hook.finish()
             finally:
-                self.scheduler.driver = None
+                for each in (self.scheduler, *self.others.values()):
+                    each.driver = None
 
     @contextlib.contextmanager
     def _writing(self, driver: Driver) -> Iterator[None]:
@@ -348,18 +358,18 @@ class DenoisingPolicy(Policy):
     # Latents, for rewards that take them
 
     def check_latents(self) -> None:
-        if "output_type" not in inspect.signature(self.undecorated).parameters:
+        if not ask_for_latents(self.pipe):
             raise UnsupportedPipeline(
-                f"A reward takes latents, but {type(self.pipe).__name__} gives none: its call has no output_type; use "
-                "rewards that take the finished samples."
+                f"A reward takes latents, but {type(self.pipe).__name__} gives none; use rewards that take the "
+                "finished samples."
             )
 
     def _call_for_latents(self, inputs: dict[str, Any], request: RolloutRequest, recorder: Recorder) -> Any:
         """Return the latents of the same call, without running a network or a decoder for them."""
-        inputs = inputs | {"output_type": "latent"}
+        inputs = inputs | ask_for_latents(self.pipe)
         arguments = self.call_arguments(inputs, request.num_inference_steps, recorder.initial_seeds)
         with self.acting(FinishDriver(recorder)):
-            return self.pipe(**arguments)[0]
+            return extract_samples(self.pipe, self.pipe(**arguments))
 
     def _split_latents(self, found: Any, recorder: Recorder) -> list[Tensor]:
         """Return one float32 latent per sample; refuse other results, or larger ones than the steps left."""

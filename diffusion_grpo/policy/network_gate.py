@@ -75,6 +75,7 @@ class NetworkGates:
     def _gate(self, driver: Driver, number: int, network: nn.Module, real: Callable, run: Callable) -> Callable:
         """Build a forward that is skipped if its result is known; `run` is the forward with its hooks."""
 
+        @functools.wraps(network.forward)  # modular pipelines look up which arguments the network takes
         def gate(*args, **kwargs):
             kwargs, must_run = self._adjust_call(kwargs)
             driver.note_call(number)

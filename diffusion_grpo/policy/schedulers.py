@@ -26,6 +26,7 @@ from diffusers import (
     FlowMatchHeunDiscreteScheduler,
     HeunDiscreteScheduler,
     LMSDiscreteScheduler,
+    MiniMaxH3Scheduler,
     PNDMScheduler,
     SchedulerMixin,
     UnCLIPScheduler,
@@ -40,6 +41,7 @@ from .stochastic_steps import (
     CosineSteps,
     DDIMSteps,
     FlowSteps,
+    PackedFlowSteps,
     SigmaSteps,
     StochasticScheduler,
     UnsupportedScheduler,
@@ -89,6 +91,8 @@ def _kind(scheduler: SchedulerMixin) -> tuple[type[StochasticScheduler], type] |
             return kind, type(scheduler)
     if isinstance(scheduler, FlowMatchEulerDiscreteScheduler) and scheduler.config.get("sigma_max", 1.0) > 1:
         return SigmaSteps, type(scheduler)  # Cosmos 2 converts its network's output to that of EDM
+    if isinstance(scheduler, MiniMaxH3Scheduler):
+        return PackedFlowSteps, type(scheduler)
     if _is_flow(scheduler):
         is_heun = isinstance(scheduler, FlowMatchHeunDiscreteScheduler)
         base = FlowMatchEulerDiscreteScheduler if is_heun else type(scheduler)
@@ -132,7 +136,8 @@ def _ddim_config(scheduler: SchedulerMixin) -> dict[str, Any]:
     return config
 
 
-_DRAWS_NOISE = (
+_DRAWS_NOISE = (  # or hands over a sample without an axis of the batch
+    MiniMaxH3Scheduler,
     DDPMScheduler,
     DDPMWuerstchenScheduler,
     EulerAncestralDiscreteScheduler,

@@ -274,6 +274,14 @@ class FlowSteps(StochasticScheduler):
         return CleanEstimate(sample - sigma * prediction, sigma, sample, moves)
 
 
+class PackedFlowSteps(FlowSteps):
+    """The same for one sample without an axis of the batch, and a prediction that points to the data (MiniMax-H3)."""
+
+    def step(self, model_output: Tensor, timestep: Any, sample: Tensor, *args, return_dict: bool = True, **kwargs):
+        (latents,) = super().step(-model_output[None], timestep, sample[None], *args, return_dict=False, **kwargs)
+        return SchedulerOutput(prev_sample=latents[0]) if return_dict else (latents[0],)
+
+
 class DDIMSteps(StochasticScheduler):
     """Variance-preserving latents, written with alphas: DDIM for epsilon-, v- and sample-prediction."""
 

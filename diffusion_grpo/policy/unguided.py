@@ -8,6 +8,7 @@ from typing import Any
 from diffusers import DiffusionPipeline
 from torch import nn
 
+from . import modular
 from .drivers import UnsupportedPipeline
 
 # values at which scales have no effect; a prior's own guidance is not included, because it makes the condition
@@ -30,8 +31,13 @@ def switch_guidance_off(
     If the network takes the guidance scale as an input (FLUX, HunyuanVideo), this scale is kept; `true_cfg_scale` is
     classifier-free guidance under another name.
     """
-    guider = getattr(pipe, "guider", None)
+    guider = None if hasattr(pipe, "guidance_scales") else getattr(pipe, "guider", None)
     refuse_guider(type(pipe).__name__, None if guider is None else type(guider).__name__)
+    if any(getattr(getattr(network, "config", None), "flow_map", False) for network in networks):
+        raise UnsupportedPipeline(
+            f"The network of {type(pipe).__name__} is a flow map, which predicts the jump to the next step and no "
+            "clean sample, but losses on re-noised samples train that; use loss_type='grpo'."
+        )
     parameters = inspect.signature(inspect.unwrap(type(pipe).__call__)).parameters
     refuse_unknown_scales(type(pipe), inputs)
     used = _list_used(type(pipe), inputs)
@@ -39,6 +45,7 @@ def switch_guidance_off(
     if any(_embeds_guidance(pipe, network) for network in networks):
         del scales["guidance_scale"]
     off = {name: value for name, value in scales.items() if name in used}
+    off |= dict.fromkeys(getattr(pipe, "guidance_scales", ()), modular.OFF)
     return (_drop_negatives(pipe, parameters, inputs) if off else inputs) | off
 
 
@@ -65,6 +72,7 @@ def find_default_guidance(pipe: DiffusionPipeline, networks: Sequence[nn.Module]
     if not isinstance(default, (int, float)):
         return None
     off = switch_guidance_off(pipe, networks, {"guidance_scale": default})["guidance_scale"]
+    off = 1.0 if off == modular.OFF else off
     return float(default) if default > off else None
 
 

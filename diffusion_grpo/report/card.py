@@ -16,6 +16,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData, metadata_load
 from PIL import Image
 
+from ..config.files import INDEXES
 from ..data.held_out import describe_prompts
 from ..weights.public_names import strip_folders
 from .record import SETTINGS_FILE
@@ -36,7 +37,7 @@ UNPUBLISHED = ["_*", "checkpoint-*", "tmp-*", "abandoned/*", "policy/*pytorch_lo
 # Pushed without push_samples: weights and the configs that diffusers needs, the card and its images, and run.json,
 # which says to which network a LoRA belongs
 PUBLISHED = ["README.md", "curve.png", "grid.png", "*.safetensors", "*.safetensors.index.json", "*config.json"]
-PUBLISHED += ["model_index.json", "train.yaml", "run.json"]
+PUBLISHED += [*INDEXES, "train.yaml", "run.json"]
 PUBLISHED += ["images/*-before.*", "images/*-after.*", "images/*-input.*"]
 SAMPLES = ["samples/*", "evaluations/*", "validation/*", "failures/*", "runs/*"]
 
@@ -105,7 +106,7 @@ def write_model_card(
     pairs = [] if results is None else write_card_samples(results)
     evaluations = [entry for entry in history if "eval_reward" in entry]
     method, papers = name_method(run)
-    is_whole = (folder / "model_index.json").is_file()  # a checkpoint of full training holds networks only
+    is_whole = any((folder / name).is_file() for name in INDEXES)  # a checkpoint of full training holds networks only
     datasets = details.texts("dataset_name", "dataset_tags")
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True

@@ -19,15 +19,23 @@ def write_usage(run: dict[str, Any], source: str, prompt: str | None, is_on_hub:
     if dtype is None and not is_embedded and not (is_full_training and is_whole):
         dtype = "float32"  # without it, text encoders are loaded as they were saved, often in half precision
     lines = ["import torch"] if dtype else []
-    lines += ["from diffusers import DiffusionPipeline"]
+    kind = "ModularPipeline" if "modular" in run else "DiffusionPipeline"
+    lines += [f"from diffusers import {kind}"]
     how = f", dtype=torch.{dtype}" if dtype else ""
     if is_full_training and is_whole:
-        lines += ["", f"pipe = DiffusionPipeline.from_pretrained({json.dumps(source)}{how})"]
+        lines += ["", *_load(kind, json.dumps(source), how)]
     else:
         lines += _load_base(run, how)
         lines += _load_networks(run, source, how) if is_full_training else _load_lora(run, source, is_on_hub)
         lines += _set_scheduler(run["settings"].get("scheduler_kwargs"))
-    return "\n".join([*lines, *_call(run.get("evaluation_call"), prompt)])
+    return "\n".join([*lines, *_call(run.get("evaluation_call"), prompt, run.get("modular"))])
+
+
+def _load(kind: str, source: str, how: str) -> list[str]:
+    """Return the lines that load a whole pipeline; a modular one loads its components in a second step."""
+    if kind != "ModularPipeline":
+        return [f"pipe = {kind}.from_pretrained({source}{how})"]
+    return [f"pipe = {kind}.from_pretrained({source})", f"pipe.load_components({how.removeprefix(', ')})"]
 
 
 def is_repo_id(name: str) -> bool:
@@ -56,7 +64,8 @@ def _load_base(run: dict[str, Any], how: str) -> list[str]:
     note = "  # a folder on the machine that trained it" if is_local else ""
     given = run["settings"].get("model_init_kwargs") or {}
     which = "".join(f", {name}={_write(given[name])}" for name in ("revision", "variant") if given.get(name))
-    return [*lines, "", f"pipe = DiffusionPipeline.from_pretrained({base}{which}{how}){note}"]
+    first, *more = _load("ModularPipeline" if "modular" in run else "DiffusionPipeline", f"{base}{which}", how)
+    return [*lines, "", first + note, *more]
 
 
 def _load_networks(run: dict[str, Any], source: str, how: str) -> list[str]:
@@ -94,22 +103,31 @@ def _set_scheduler(settings: dict[str, Any] | None) -> list[str]:
     return [f"pipe.scheduler = pipe.scheduler.from_config(pipe.scheduler.config, {changes})  # as in training"]
 
 
-def _call(call: dict[str, Any] | None, prompt: str | None) -> list[str]:
+def _call(call: dict[str, Any] | None, prompt: str | None, modular: dict[str, Any] | None) -> list[str]:
     """Return the lines that make a sample; none for a run of a version that did not record the call.
 
-    Inputs that only a dataset has, such as images to edit, are written as `...`.
+    A modular pipeline gets its guidance scale from its guider, and is asked for its samples by their name. Inputs that
+    only a dataset has, such as images to edit, are written as `...`.
     """
     if call is None:
         return []
     # by name: the first parameter of many pipelines is another one, such as the image
     first = [f"prompt={_write(prompt or 'a prompt')}"] if "prompt" in call["inputs"] else []
     own = [f"{name}=..." for name in call["inputs"] if name != "prompt"]
-    arguments = [*first, *own, *(f"{name}={_write(value)}" for name, value in call["arguments"].items())]
+    fixed, item, lines = dict(call["arguments"]), "[0][0]", [""]
+    if modular is not None:
+        scales = {part: fixed.pop(name) for name, part in modular["scales"].items() if name in fixed}
+        lines += [
+            f"pipe.update_components({part}=pipe.{part}.new(guidance_scale={_write(value)}))"
+            for part, value in scales.items()
+        ]
+        fixed, item = fixed | {"output": modular["output"]}, "[0]"
+    arguments = [*first, *own, *(f"{name}={_write(value)}" for name, value in fixed.items())]
     note = "# as in the evaluations" + ("; put your own inputs in place of ..." if own else "")
-    line = f"sample = pipe({', '.join(arguments)})[0][0]"
+    line = f"sample = pipe({', '.join(arguments)}){item}"
     if len(line) > WIDEST:
-        line = "\n".join(["sample = pipe(", *(f"    {argument}," for argument in arguments), ")[0][0]"])
-    return ["", note, line]
+        line = "\n".join(["sample = pipe(", *(f"    {argument}," for argument in arguments), f"){item}"])
+    return [*lines, note, line]
 
 
 def _write(value: Any) -> str:

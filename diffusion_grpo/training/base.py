@@ -24,6 +24,7 @@ from ..distributed.backend import DistributedBackend
 from ..distributed.collectives import gather_json, is_shared
 from ..report.card import CardDetails
 from ..report.record import ResumeError, check_same_run, write_json
+from ..weights.files import name_repository
 from . import checkpoints
 
 logger = logging.getLogger(__name__)
@@ -414,6 +415,7 @@ class DiffusersTrainer(Trainer):
             self.push_in_progress = PushInProgress(jobs)
 
     def _upload(self, folder: str, message: str, **kwargs: Any) -> Any:
+        name_repository(Path(folder), Path(folder).resolve().name, self.hub_model_id)
         defaults = {"run_as_future": True, "token": self.args.hub_token, "revision": self.args.hub_revision}
         return hf_api().upload_folder(
             repo_id=self.hub_model_id, folder_path=folder, commit_message=message, **defaults | kwargs

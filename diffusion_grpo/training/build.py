@@ -219,6 +219,8 @@ def describe_model(
     found |= {"prompts_hash": prompts} if (prompts := hash_prompts(train_dataset)) else {}
     found |= {"dtype": dtype} if (dtype := name_half_dtype(pipe)) else {}
     found |= {"quantized": methods} if (methods := describe_quantization(pipe)) else {}
+    if hasattr(pipe, "sample_outputs"):
+        found["modular"] = {"output": pipe.sample_outputs[0], "scales": pipe.guidance_scales}
     kept = list_kept_adapters(pipe, model, component)
     return found | ({"kept_adapters": kept} if kept else {})
 

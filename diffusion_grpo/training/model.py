@@ -40,10 +40,12 @@ from .model_checks import (
     name_source,
     read_index,
 )
+from .modular_loading import check_components, is_modular, load_components
 
 
 def check_model(model: Any) -> None:
-    """Refuse a model that is neither a name nor a pipeline."""
+    """Refuse a model that is neither a name nor a pipeline with all of its components."""
+    check_components(model)
     if isinstance(model, (str, DiffusionPipeline)):
         return
     if isinstance(model, nn.Module):
@@ -52,7 +54,7 @@ def check_model(model: Any) -> None:
             "DiffusionPipeline.from_pretrained(..., transformer=network)."
         )
     found = "None" if model is None else f"a {type(model).__name__}"
-    raise TypeError(f"model is {found}; pass a Hub id, a folder, 'tiny' or a DiffusionPipeline.")
+    raise TypeError(f"model is {found}; pass a Hub id, a folder, 'tiny', a DiffusionPipeline or a ModularPipeline.")
 
 
 def check_own_optimizer(
@@ -151,7 +153,9 @@ def _load_parts(
 def from_pretrained(model: str, **kwargs: Any) -> DiffusionPipeline:
     """Load a pipeline as diffusers does; if a folder has weights only of a variant, such as fp16, load that one."""
     source = name_source(model)
-    return DiffusionPipeline.from_pretrained(source, **{"variant": find_variant(source)} | kwargs)
+    kwargs = {"variant": find_variant(source)} | kwargs
+    load = load_components if is_modular(source, kwargs) else DiffusionPipeline.from_pretrained
+    return load(source, **kwargs)
 
 
 def set_up_pipeline(pipe: DiffusionPipeline, args: DiffusionGRPOConfig) -> DiffusionPipeline:
@@ -165,11 +169,14 @@ def set_up_pipeline(pipe: DiffusionPipeline, args: DiffusionGRPOConfig) -> Diffu
 def loads_encoders_late(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) -> bool:
     """Return whether text encoders are loaded only if a prompt is not in the cache.
 
-    They are not if a LoRA is loaded first, which may have layers in them, or if `model_init_kwargs` gives an encoder
-    or tokenizer as an object: it is in memory already, and only its contents can identify it.
+    They are not if a LoRA is loaded first, which may have layers in them, in a modular pipeline, or if
+    `model_init_kwargs` gives an encoder or tokenizer as an object: it is in memory already, and only its contents can
+    identify it.
     """
     given = args.model_init_kwargs or {}
     if not isinstance(model, str) or args.cache_prompt_embeds == "off" or args.lora_path is not None:
+        return False
+    if is_modular(name_source(model), hub_kwargs(args)):
         return False
     parts = [part for name, part in given.items() if is_part_of_encoding(name)]
     return "custom_pipeline" not in given and all(part is None or isinstance(part, str) for part in parts)

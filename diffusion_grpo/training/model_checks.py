@@ -26,8 +26,8 @@ from ..policy.base import POLICY_COMPONENTS, policy_component, split_component
 from ..policy.schedulers import stochastic_scheduler
 from ..policy.unguided import refuse_guider, refuse_unknown_scales
 from .block_swap import find_hook
+from .modular_loading import HUB_KWARGS, is_modular, list_parts, read_modular
 
-HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
 SPACINGS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
 SAFE_INITS = ("true", "false", "gaussian", "orthogonal")  # they leave the base model unchanged
 
@@ -48,6 +48,9 @@ def hub_kwargs(args: Any) -> dict[str, Any]:
 
 def read_index(model: str, args: Any) -> dict[str, Any]:
     """Return the contents of a named model's `model_index.json`: the class of each component."""
+    if is_modular(name_source(model), hub_kwargs(args)):
+        pipe = read_modular(name_source(model), args.model_init_kwargs or {})
+        return {"_class_name": type(pipe).__name__, **list_parts(pipe)}
     return DiffusionPipeline.load_config(name_source(model), **hub_kwargs(args))
 
 
@@ -57,6 +60,8 @@ def pipeline_class(model: str | DiffusionPipeline, args: Any) -> type[DiffusionP
         return type(model)
     if "custom_pipeline" in (args.model_init_kwargs or {}):
         return None
+    if is_modular(name_source(model), hub_kwargs(args)):
+        return type(read_modular(name_source(model), args.model_init_kwargs or {}))
     return getattr(diffusers, str(read_index(model, args).get("_class_name")), None)
 
 
@@ -130,7 +135,13 @@ def _check_named_scheduler(model: str, args: DiffusionGRPOConfig) -> None:
     cls = getattr(diffusers, str((index.get("scheduler") or [None, None])[1]), None)
     if cls is None or "scheduler" in (args.model_init_kwargs or {}):
         return
-    scheduler = cls.from_pretrained(name_source(model), subfolder="scheduler", **hub_kwargs(args))
+    if is_modular(name_source(model), hub_kwargs(args)):
+        spec = read_modular(name_source(model), args.model_init_kwargs or {}).get_component_spec("scheduler")
+        if not spec.pretrained_model_name_or_path:
+            return
+        scheduler = spec.load(**{k: v for k, v in hub_kwargs(args).items() if k != "revision"})
+    else:
+        scheduler = cls.from_pretrained(name_source(model), subfolder="scheduler", **hub_kwargs(args))
     scheduler = change_scheduler(scheduler, args.scheduler_kwargs or {})
     if args.sigmas is not None:
         check_sigmas(scheduler)
@@ -168,6 +179,8 @@ def _check_guider(
     """Refuse guidance that cannot be switched off, if the algorithm trains predictions without guidance."""
     if pipeline is not None:
         refuse_unknown_scales(pipeline, args.pipeline_kwargs or {})
+    if hasattr(pipeline, "guidance_scales"):  # a modular one is called without its guiders
+        return
     if isinstance(model, DiffusionPipeline):
         guider = getattr(model, "guider", None)
         refuse_guider(type(model).__name__, None if guider is None else type(guider).__name__)

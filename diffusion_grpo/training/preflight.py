@@ -28,6 +28,7 @@ from ..distributed.choose import make_backend
 from ..distributed.context_parallel import ContextGroups
 from ..distributed.refusals import BITSANDBYTES, TORCHAO
 from ..distributed.zero import set_learning_rate
+from ..policy.modular import as_pipeline
 from ..policy.prompt_cache import check_encode_prompt
 from ..report.record import describe_script, find_license, make_record
 from ..rewards import (
@@ -124,6 +125,7 @@ def check_run(
 
     For the arguments see [`~diffusion_grpo.trainer.DiffusionGRPOTrainer`].
     """
+    model = as_pipeline(model)
     args = prepare_args(model, args)
     set_log_level(args)
     if isinstance(model, str):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, ModularPipeline
 from diffusers.loaders import PeftAdapterMixin
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from huggingface_hub import hf_hub_download, snapshot_download
@@ -32,6 +32,7 @@ from ..policy.network_gate import replace_attribute
 from .public_names import public_source_name
 
 SOURCE = "_name_or_path"  # config entry in which diffusers says where a pipeline or network was loaded from
+LOADED_FROM = "pretrained_model_name_or_path"  # the same of each component of a modular pipeline
 POLICY_FOLDER = "policy"  # subfolder for the policy itself, next to its published average
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -85,6 +86,7 @@ def save_policy(
     elif whole_pipeline:
         pipe.save_pretrained(folder)
         _publish_sources(folder, pipe.components, pipe)
+        name_repository(folder, str(folder), folder.resolve().name)
     else:
         model.save_pretrained(folder / name)
         _publish_sources(folder, (name,), pipe)
@@ -103,6 +105,18 @@ def _publish_sources(folder: Path, names: Iterable[str], pipe: DiffusionPipeline
         if f'"{SOURCE}"' in text:
             content = json.loads(text, object_hook=publish)
             path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def name_repository(folder: Path, former: str, name: str) -> None:
+    """Write into a modular pipeline's index where its components are: readers on the Hub load them from there."""
+    index = folder / ModularPipeline.config_name
+    if index.is_file():
+
+        def rename(spec: dict[str, Any]) -> dict[str, Any]:
+            return spec | {LOADED_FROM: name} if spec.get(LOADED_FROM) == former else spec
+
+        content = json.loads(index.read_text(encoding="utf-8"), object_hook=rename)
+        index.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _first(model: nn.Module, component: tuple[str, ...]) -> tuple[nn.Module, str]:

@@ -236,6 +236,7 @@ MATRIX = {
     "offloaded": FULL | SAVED | AVERAGED | {"offload": True},
     "bf16": SETTINGS | {"bf16": True, "beta": 0.1},
     "all weights": FULL | {"gradient_checkpointing": True},
+    "modular": SETTINGS | {"name": "modular_flux2", "guidance_scale": 4.0},
     "guided": SETTINGS | GUIDED | {"beta": 0.1},
 }
 ONE_STEP = {"num_inference_steps": 5, "trained_steps": [1, 4], "num_trained_steps": 1, "noisy_steps": "trained"}

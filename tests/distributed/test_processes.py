@@ -40,9 +40,10 @@ def result(folder, processes, **settings):
     return json.loads((folder / "result.json").read_text()), load_file(folder / "weights.safetensors")
 
 
-def test_two_processes_train_what_one_trains(tmp_path):
-    alone, weights = result(tmp_path / "one", 1)
-    both, together = result(tmp_path / "two", 2)
+@pytest.mark.parametrize("name", ["sd3", pytest.param("modular_flux2", marks=pytest.mark.distributed)])
+def test_two_processes_train_what_one_trains(tmp_path, name):
+    alone, weights = result(tmp_path / "one", 1, name=name)
+    both, together = result(tmp_path / "two", 2, name=name)
     assert (alone["wrapper"], both["wrapper"]) == ("PeftModel", "DistributedDataParallel")
     assert alone["ratio"] == both["ratio"] == 0.0
     assert alone["rewards"] == both["rewards"]

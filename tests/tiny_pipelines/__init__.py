@@ -13,11 +13,14 @@ from collections.abc import Iterator
 import torch
 from diffusers import DiffusionPipeline
 
-from . import basic, conditioned, glm, large, more, physical, sound
+from diffusion_grpo.policy.modular import as_pipeline
+
+from . import basic, conditioned, glm, large, modular, more, physical, sound
 from .basic import clip_tokenizer, randomize
 
 __all__ = [
     "EVERY",
+    "MODULAR",
     "PIPELINES",
     "PROMPTS",
     "build",
@@ -32,10 +35,11 @@ PROMPTS = ['the word "RAIN" in red', "a cat"]  # of different lengths, so that p
 PIPELINES = basic.PIPELINES  # the plain ones
 GROUPS = (basic, conditioned, more, large, physical, sound, glm)
 EVERY = {name: pipeline for group in GROUPS for name, pipeline in group.PIPELINES.items()}
+MODULAR = modular.PIPELINES
 
 
 def build(name: str, seed: int = 0) -> tuple[DiffusionPipeline, dict]:
-    """Builds the pipeline `name` of `EVERY` in less than a second.
+    """Builds the pipeline `name` of `EVERY` or `MODULAR` in less than a second.
 
     Returns:
         The pipeline, on the CPU in float32 and in eval mode, and keyword arguments of its `__call__` for two samples:
@@ -44,7 +48,8 @@ def build(name: str, seed: int = 0) -> tuple[DiffusionPipeline, dict]:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        pipe, inputs = EVERY[name]()
+        pipe, inputs = (EVERY | MODULAR)[name]()
+        pipe = as_pipeline(pipe)
         randomize(policy(pipe))
     for component in pipe.components.values():
         if isinstance(component, torch.nn.Module):

@@ -1,0 +1,175 @@
+"""A modular pipeline is the same policy as a classic one with its components, and guiders act as they do there."""
+
+import copy
+import inspect
+
+import pytest
+import tiny_pipelines
+import torch
+from diffusers import (
+    AdaptiveProjectedGuidance,
+    DiffusionPipeline,
+    ModularPipeline,
+    StableDiffusion3AutoBlocks,
+    TangentialClassifierFreeGuidance,
+)
+from diffusers.modular_pipelines import (
+    InputParam,
+    LoopSequentialPipelineBlocks,
+    ModularPipelineBlocks,
+    SequentialPipelineBlocks,
+)
+from peft import LoraConfig, get_peft_model
+from tiny_runs import LORA
+
+from diffusion_grpo import check_pipeline
+from diffusion_grpo.policy.drivers import UnsupportedPipeline
+from diffusion_grpo.policy.modular import as_pipeline
+from diffusion_grpo.policy.rollout import DenoisingPolicy, denoise, replay, rollout, sample_seed
+
+BOTH = [name for name in tiny_pipelines.MODULAR if name.startswith("modular_")]
+
+# guidance by two passes, where the classic pipeline makes one of twice the size, rounds differently
+ROUNDED = {"modular_sd3": 5e-6, "modular_sdxl": 3e-5}
+
+
+def measure(pipe, inputs):
+    """Samples, log-probabilities, and the gradient of a LoRA whose second matrices are not zero."""
+    torch.manual_seed(0)
+    policy = DenoisingPolicy(pipe)
+    config = LoraConfig(**LORA, init_lora_weights=False)
+    loras = [get_peft_model(network.requires_grad_(False), config) for network in policy.networks]
+    rows = 1 if isinstance(inputs["prompt"], str) else len(inputs["prompt"])
+    settings = {"seeds": [sample_seed(0, row) for row in range(rows)], "num_inference_steps": 3}
+    samples, trajectory = rollout(policy, inputs | {"output_type": "pt"}, **settings)
+    scored = replay(policy, inputs | {"output_type": "pt"}, trajectory, 1)
+    scored.log_prob.sum().backward()
+    gradients = [p.grad for lora in loras for p in lora.parameters() if p.grad is not None]
+    return torch.as_tensor(samples), trajectory.log_probs, torch.cat([g.flatten() for g in gradients])
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_the_modular_form_gives_the_same_samples_log_probabilities_and_gradient(name):
+    pipe, inputs = tiny_pipelines.build(name)
+    classic, given = build_classic(name)
+    found, expected = measure(pipe, inputs), measure(classic, given)
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == other.shape
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=ROUNDED.get(name, 1e-6))
+    assert found[2].abs().max() > 1e-4
+
+
+def build_classic(name):
+    """The classic pipeline whose components a modular one has, with the same weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        pipe, inputs = tiny_pipelines.modular.PIPELINES[name].args[1]()
+        tiny_pipelines.randomize(tiny_pipelines.policy(pipe))
+    for part in pipe.components.values():
+        if isinstance(part, torch.nn.Module):
+            part.eval()
+    return pipe, {"prompt": list(tiny_pipelines.PROMPTS), **inputs}
+
+
+def test_the_pipeline_keeps_its_own_interface():
+    pipe, inputs = tiny_pipelines.MODULAR["modular_sd3"]()
+    for part in pipe.components.values():
+        if isinstance(part, torch.nn.Module):
+            part.eval()
+    call = inputs | {"prompt": tiny_pipelines.PROMPTS, "num_inference_steps": 2, "output_type": "pt"}
+    del call["guidance_scale"]
+    before = pipe(**call, generator=torch.Generator().manual_seed(0), output="images")
+    as_pipeline(pipe)
+    assert isinstance(pipe, DiffusionPipeline) and isinstance(pipe, ModularPipeline)
+    assert type(pipe).__name__ == "StableDiffusion3ModularPipeline"
+    state = pipe(**call, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(state.images, before) and state.latents.shape[0] == 2
+    scale = inspect.signature(type(pipe).__call__).parameters["guidance_scale"]
+    assert scale.default == pipe.guider.guidance_scale and as_pipeline(pipe) is pipe
+
+
+def count_passes(pipe, inputs, run):
+    made, network = [], pipe.transformer
+    forward = network.forward
+    network.forward = lambda *args, **kwargs: made.append(1) or forward(*args, **kwargs)
+    try:
+        return run(DenoisingPolicy(pipe), inputs), len(made)
+    finally:
+        del network.forward
+
+
+def test_losses_on_renoised_samples_make_one_pass():
+    pipe, inputs = tiny_pipelines.build("modular_wan")
+    seeds = {"seeds": [3, 4], "num_inference_steps": 3}
+    (_, clean), passes = count_passes(
+        pipe, inputs, lambda policy, call: rollout(policy, call, steps=[[1], [1]], keeps_clean=True, **seeds)
+    )
+    assert passes == 6  # two in each step
+    found, passes = count_passes(pipe, inputs, lambda policy, call: denoise(policy, call, clean, 1))
+    assert passes == 2  # one for the shape of the output, one in the step
+    plain, given = tiny_pipelines.build("wan")
+    torch.testing.assert_close(found.clean, denoise(DenoisingPolicy(plain), given, clean, 1).clean, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("guider", [TangentialClassifierFreeGuidance(4.0), AdaptiveProjectedGuidance(4.0)])
+def test_other_guiders_are_replayed(guider):
+    pipe, inputs = tiny_pipelines.build("modular_wan")
+    pipe.update_components(guider=guider)
+    report = check_pipeline(pipe, {k: v for k, v in inputs.items() if k != "guidance_scale"}, num_inference_steps=3)
+    assert report.trains and report.max_ratio_error == 0.0, report.reason
+
+
+def test_a_guider_with_a_memory_is_refused():
+    pipe, inputs = tiny_pipelines.build("modular_wan")
+    pipe.update_components(guider=AdaptiveProjectedGuidance(4.0, adaptive_projected_guidance_momentum=-0.5))
+    report = check_pipeline(pipe, inputs, num_inference_steps=3)
+    assert not report.trains and "momentum_buffer" in report.reason
+
+
+class Halve(ModularPipelineBlocks):
+    """A user's block in the loop: it halves the prediction."""
+
+    @property
+    def inputs(self):
+        return [InputParam("strength_of_it", default=0.5)]
+
+    @torch.no_grad()
+    def __call__(self, components, block_state, i, t):
+        block_state.noise_pred = block_state.noise_pred * block_state.strength_of_it
+        return components, block_state
+
+
+def own_blocks():
+    """SD3's blocks for text to image, with `Halve` between the network and the scheduler."""
+    # a copy, because all instances share the blocks inside
+    blocks = copy.deepcopy(StableDiffusion3AutoBlocks().get_workflow("text2image").sub_blocks)
+    for block in blocks.values():
+        if isinstance(block, LoopSequentialPipelineBlocks):
+            block.sub_blocks.insert("halve", Halve(), 1)
+    return SequentialPipelineBlocks.from_blocks_dict(blocks)
+
+
+def test_own_blocks_train():
+    plain, inputs = tiny_pipelines.build("modular_sd3")
+    pipe = own_blocks().init_pipeline()
+    pipe.update_components(**{name: part for name, part in plain.components.items() if name != "guider"})
+    reports = [
+        check_pipeline(pipe, inputs | {"strength_of_it": share}, num_inference_steps=3, noise_level=0.5)
+        for share in (0.5, 0.25)
+    ]
+    assert all(report.trains and report.max_ratio_error == 0.0 for report in reports), reports
+    assert reports[0].grad_norm > reports[1].grad_norm
+
+
+def test_blocks_without_a_sample_are_refused():
+    blocks = own_blocks()
+    blocks.sub_blocks.popitem()
+    with pytest.raises(UnsupportedPipeline, match="sample"):
+        as_pipeline(SequentialPipelineBlocks.from_blocks_dict(blocks.sub_blocks).init_pipeline())
+
+
+def test_a_missing_guider_is_refused():
+    pipe, _ = tiny_pipelines.MODULAR["modular_wan"]()
+    pipe.guider = None
+    with pytest.raises(UnsupportedPipeline, match="guider"):
+        as_pipeline(pipe)

@@ -1,0 +1,130 @@
+"""Modular pipelines by name: loaded, trained, resumed, saved, and loaded again by plain diffusers."""
+
+import json
+import re
+import shutil
+
+import pytest
+import tiny_pipelines
+import torch
+from diffusers import ModularPipeline
+from tiny_runs import logged, trained_weights, trainer_for
+
+from diffusion_grpo.planning.plan import plan
+
+SD3 = {"pipeline_kwargs": {"max_sequence_length": 32, "negative_prompt": ""}, "max_steps": 3}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Return the folder of a pipeline by its name."""
+    made = {}
+
+    def write(name):
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("models") / name
+            tiny_pipelines.build(name)[0].save_pretrained(str(made[name]), overwrite_modular_index=True)
+        return str(made[name])
+
+    return write
+
+
+def sample(pipe, inputs):
+    call = {k: v for k, v in inputs.items() if k != "guidance_scale"} | {"num_inference_steps": 2, "output_type": "pt"}
+    return pipe(**call, generator=torch.Generator().manual_seed(0), output="images")
+
+
+def load(folder):
+    pipe = ModularPipeline.from_pretrained(str(folder))
+    pipe.load_components(dtype=torch.float32)
+    return pipe
+
+
+def test_a_lora_resumes_and_loads_in_plain_diffusers(folders, tmp_path):
+    model = folders("modular_sd3")
+    whole = trainer_for(tmp_path / "run", model=model, save_strategy="steps", save_steps=2, **SD3)
+    whole.train()
+    assert logged(whole, "ratio/max_error") == [0.0] * 3
+    shutil.copytree(tmp_path / "run", tmp_path / "half")
+    shutil.rmtree(tmp_path / "half" / "checkpoint-3")
+    resumed = trainer_for(tmp_path / "half", model=model, save_strategy="steps", save_steps=2, **SD3)
+    resumed.train(resume_from_checkpoint=True)
+    weights = trained_weights(whole)
+    assert all(torch.equal(value, weights[name]) for name, value in trained_weights(resumed).items())
+
+    whole.save_model()
+    inputs = tiny_pipelines.build("modular_sd3")[1]
+    plain = load(model)
+    before = sample(plain, inputs)
+    plain.load_lora_weights(tmp_path / "run")
+    after = sample(plain, inputs)
+    assert not torch.allclose(after, before)
+    torch.testing.assert_close(after, sample(whole.pipe, inputs), rtol=0, atol=1e-5)
+
+    code = re.search(r"```python\n(.*?)```", (tmp_path / "run" / "README.md").read_text(), re.DOTALL)[1]
+    code = code.replace('"modular_sd3"', json.dumps(model)).replace('"run"', json.dumps(str(tmp_path / "run")))
+    made = {}
+    exec(code, made)
+    assert made["sample"].size == (16, 16) and made["pipe"].guider.guidance_scale == 4.5
+
+
+def test_full_training_of_flux3_saves_a_whole_pipeline(folders, tmp_path):
+    trainer = trainer_for(tmp_path / "run", "flux3", lora=False, model=folders("flux3"), max_steps=1)
+    trainer.train()
+    trainer.save_model()
+    assert str(tmp_path) not in (tmp_path / "run" / "modular_model_index.json").read_text()
+    saved, trained = load(tmp_path / "run").transformer, trainer.pipe.transformer
+    before = load(folders("flux3")).transformer.state_dict()
+    assert all(torch.equal(value, trained.state_dict()[name]) for name, value in saved.state_dict().items())
+    assert any(not torch.equal(value, before[name]) for name, value in saved.state_dict().items())
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "nft"])
+def test_prompts_are_encoded_once(loss_type, tmp_path):
+    weights = []
+    for kind in ("off", "memory"):
+        pipe, _ = tiny_pipelines.build("flux3")
+        trainer = trainer_for(
+            tmp_path / kind, "flux3", model=pipe, max_steps=1, loss_type=loss_type, cache_prompt_embeds=kind
+        )
+        trainer.train()
+        weights.append(trained_weights(trainer))
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+def test_a_plan_counts_the_memory(folders, tmp_path):
+    config = tmp_path / "train.yaml"
+    words = {"model": folders("flux3"), "reward_funcs": "tiny_runs.brightness", "output_dir": str(tmp_path / "run")}
+    words |= {"dataset": str(tmp_path / "prompts.txt"), "height": 64, "width": 64, "use_peft": True, "use_cpu": True}
+    (tmp_path / "prompts.txt").write_text("a cat\na dog\n")
+    config.write_text(json.dumps(words | {"pipeline_kwargs": {"text_encoder_out_layers": [1, 2]}}))
+    made = plan(str(config), [])
+    pipe = load(folders("flux3"))
+    assert made.model["weights"] > sum(weight.numel() for weight in pipe.transformer.parameters())
+    assert made.total.accelerator > 0
+
+
+def test_what_cannot_be_loaded_is_refused(folders, tmp_path):
+    pipe, _ = tiny_pipelines.build("modular_sd3")
+    bare = ModularPipeline.from_pretrained(folders("modular_sd3"))
+    with pytest.raises(ValueError, match="load_components"):
+        trainer_for(tmp_path / "run", model=bare, **SD3)
+
+    copied = shutil.copytree(folders("modular_sd3"), tmp_path / "copied")
+    shutil.rmtree(copied / "transformer")
+    path = copied / "modular_model_index.json"
+    path.write_text(path.read_text().replace(folders("modular_sd3"), str(copied)))
+    with pytest.raises(ValueError, match="transformer"):
+        trainer_for(tmp_path / "run", model=str(copied), **SD3)
+
+    index = json.loads((copied / "modular_model_index.json").read_text())
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "modular_model_index.json").write_text(
+        json.dumps({k: v for k, v in index.items() if not isinstance(v, list)})
+    )
+    with pytest.raises(ValueError, match="model: "):
+        trainer_for(tmp_path / "run", model=str(empty), **SD3)
+    pipe.update_components(transformer=None)
+    with pytest.raises(ValueError, match="transformer"):
+        trainer_for(tmp_path / "run", model=pipe, **SD3)
