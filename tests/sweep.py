@@ -130,13 +130,20 @@ def shorten_head(module: torch.nn.Module) -> None:
         module.lm_head = torch.nn.Linear(head.in_features, 8, bias=head.bias is not None)
 
 
+def modular_class(pipeline: type[DiffusionPipeline], config: dict[str, Any]) -> type | None:
+    """The modular class of the same model: as diffusers chooses it, or by its name; None where there is none."""
+    choose = MODULAR_PIPELINE_MAPPING.get(_get_model(pipeline.__name__))
+    name = pipeline.__name__.replace("Pipeline", "ModularPipeline") if choose is None else choose(config)
+    return getattr(diffusers, name, None)
+
+
 def as_modular(pipe: DiffusionPipeline, inputs: dict[str, Any]) -> tuple[DiffusionPipeline, dict[str, Any]]:
     """The modular pipeline of the same model around the same components."""
-    choose = MODULAR_PIPELINE_MAPPING[_get_model(type(pipe).__name__)]
-    modular = getattr(diffusers, choose(dict(pipe.config)))()
-    modular.update_components(
-        **{k: v for k, v in pipe.components.items() if k in modular.component_names and v is not None}
-    )
+    modular = modular_class(type(pipe), dict(pipe.config))()
+    if hasattr(modular, "disable_safety_checker"):
+        modular.disable_safety_checker()
+    parts = {k: v for k, v in pipe.components.items() if k in modular.component_names and v is not None}
+    modular.update_components(**parts, **{k: v for k, v in pipe.config.items() if k in modular._config_specs})
     parameters = inspect.signature(type(as_pipeline(modular)).__call__).parameters
     scale = inputs.get("true_cfg_scale", inputs.get("guidance_scale"))
     inputs = {"guidance_scale": scale, "negative_prompt": "", **inputs} if scale else inputs
@@ -150,7 +157,7 @@ def examine(module: str, name: str, is_modular: bool, verbose: bool) -> dict[str
     elif (cls := load_case(module, name)) is not None:
         row = {"case": f"{module.removeprefix('tests.pipelines.')}.{name}", "pipeline": cls.pipeline_class.__name__}
         make = functools.partial(build, cls)
-        if is_modular and _get_model(cls.pipeline_class.__name__) not in MODULAR_PIPELINE_MAPPING:
+        if is_modular and modular_class(cls.pipeline_class, {}) is None:
             return None
     else:
         return None
@@ -352,8 +359,8 @@ def main() -> None:
         is_modular = lambda row: "ModularPipeline" in row.get("pipeline", "")  # noqa: E731
         first, _, _ = PAGE.read_text().partition(MODULAR_TITLE)
         if not args.modular:
-            first = page([row for row in best if not is_modular(row)]) + "\n"
-        PAGE.write_text(first + modular_section([row for row in best if is_modular(row)]))
+            first = page([row for row in best if not is_modular(row)])
+        PAGE.write_text(first.rstrip() + "\n\n" + modular_section([row for row in best if is_modular(row)]))
 
 
 if __name__ == "__main__":

@@ -141,6 +141,8 @@ def minimax_h3() -> Case:
             latent_channels=4,
             num_attention_heads=2,
             decoder_dim=128,
+            latents_mean=[0.0] * 4,
+            latents_std=[1.0] * 4,
         ),
     )
     return pipe, {"prompt": "a cat", "height": 16, "width": 16, "num_frames": 124}
@@ -161,6 +163,8 @@ PIPELINES: dict[str, Callable[[], Case]] = {
         around, "QwenImageModularPipeline", large.qwen_image, true_cfg_scale=None, guidance_scale=4.0
     ),
     "modular_wan_experts": functools.partial(around, "Wan22ModularPipeline", more.PIPELINES["wan_experts"]),
+    "flux2_klein": functools.partial(around, "Flux2KleinModularPipeline", large.flux2, guidance_scale=None),
     "flux3": flux3,
     "flux3_distilled": functools.partial(flux3, Flux3DistilledModularPipeline),
+    "minimax_h3": minimax_h3,
 }
