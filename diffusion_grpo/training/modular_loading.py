@@ -1,7 +1,7 @@
 """Load modular pipelines by name: first their index and blocks, then their components."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ def is_modular(source: str | Path, hub: Mapping[str, Any]) -> bool:
     """Return whether a folder or Hub id holds a modular pipeline and no classic one."""
     if Path(source).is_dir():
         return not (Path(source) / DiffusionPipeline.config_name).is_file()
-    return _is_modular_id(str(source), **{name: hub[name] for name in HUB_KWARGS if name in hub})
+    known = {name: hub[name] for name in HUB_KWARGS if isinstance(hub.get(name), Hashable) and name in hub}
+    return _is_modular_id(str(source), **known)
 
 
 @functools.cache
