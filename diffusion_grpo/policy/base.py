@@ -58,7 +58,7 @@ class Policy(ABC):
         self.family = family_of(pipe)
         self.access = access or NetworkAccess()
         self.sampling = self._make_sampling(sampling or {})
-        self.gates = NetworkGates(lambda: self.networks, self.access, self.family.network_call)
+        self.gates = NetworkGates(lambda: self.networks, self.access, self.adjust_call)
         self.prompts = PromptCache()
         self.draws_globally = False
 
@@ -147,6 +147,10 @@ class Policy(ABC):
     ) -> dict[str, Any]:
         """See [`call_arguments`]."""
         return call_arguments(self.pipe, inputs, num_inference_steps, initial_seeds)
+
+    def adjust_call(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+        """Return the keyword arguments of a trained network's call, and whether it must run in every replay."""
+        return self.family.network_call(kwargs)
 
     def _make_sampling(self, wanted: dict[str, float | None]) -> Sampling | None:
         if self.writer is not None:

@@ -73,6 +73,11 @@ class DenoisingPolicy(Policy):
         self.others = {k: stochastic_scheduler(v, sde_type, log_prob_type) for k, v in others.items()}
         super().__init__(pipe, component, access, sampling)
 
+    def adjust_call(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+        if self.others:  # one latent is written over before the step of the other is scored
+            kwargs = {name: value.clone() if torch.is_tensor(value) else value for name, value in kwargs.items()}
+        return super().adjust_call(kwargs)
+
     @property
     def default_noise_level(self) -> float:
         return self.scheduler.sde.noise_level

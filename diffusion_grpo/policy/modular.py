@@ -221,7 +221,7 @@ def _undecorated(base: type[ModularPipelineBlocks], encodes: bool) -> type[Modul
         if not any(part is not None for part in parts) and set(names) <= set(self.input_names):
             return components, state  # it rewrites prompts with a model that was left out
         inputs = {each.name: state.get(each.name) for each in self.inputs}
-        is_guided = any(guider.num_conditions > 1 for guider in components._own_guiders.values())
+        is_guided = any(guider.num_conditions > 1 for guider in getattr(components, "_own_guiders", {}).values())
         results = components.encode_prompt(step=self.step, is_guided=is_guided, **inputs)
         for each, result in zip(self.intermediate_outputs, results, strict=True):
             state.set(each.name, result, each.kwargs_type)

@@ -37,7 +37,7 @@ def around(kind: str, classic: Callable[[], tuple], **inputs) -> Case:
     return pipe, {name: value for name, value in (given | inputs).items() if value is not None}
 
 
-def qwen3_vl(vocabulary, layers: int = 2) -> torch.nn.Module:
+def qwen3_vl(vocabulary, layers: int) -> torch.nn.Module:
     """Qwen 3 VL, with one layer for images."""
     ids = dict(zip(language.QWEN_SPECIAL, vocabulary.convert_tokens_to_ids(language.QWEN_SPECIAL), strict=True))
     text = {"vocab_size": len(vocabulary), "hidden_size": WIDTH, "intermediate_size": WIDTH, "head_dim": 8}
@@ -62,7 +62,7 @@ def flux3(kind: type[ModularPipeline] = Flux3ModularPipeline) -> Case:
     processor = LlavaProcessor(CLIPImageProcessor(), vocabulary, chat_template=language.QWEN3_CHAT)
     pipe = kind()
     pipe.update_components(
-        text_encoder=qwen3_vl(vocabulary),
+        text_encoder=qwen3_vl(vocabulary, layers=32),  # of which eight are read
         tokenizer=processor,
         vae=AutoencoderKLFlux2(
             block_out_channels=(4, 4, 4, 4),
@@ -78,13 +78,13 @@ def flux3(kind: type[ModularPipeline] = Flux3ModularPipeline) -> Case:
             num_single_layers=1,
             attention_head_dim=16,
             num_attention_heads=2,
-            joint_attention_dim=2 * WIDTH,
+            joint_attention_dim=8 * WIDTH,
             timestep_channels=32,
             axes_dims_rope=(4, 4, 4, 4),
             flow_map=kind is Flux3DistilledModularPipeline,
         ),
     )
-    inputs = {"prompt": "a cat", "height": 64, "width": 64, "text_encoder_out_layers": (1, 2)}
+    inputs = {"prompt": "a cat", "height": 64, "width": 64}
     return pipe, inputs | ({} if "guider" not in pipe.components else {"guidance_scale": 3.5})
 
 

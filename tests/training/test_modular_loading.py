@@ -97,7 +97,7 @@ def test_a_plan_counts_the_memory(folders, tmp_path):
     words = {"model": folders("flux3"), "reward_funcs": "tiny_runs.brightness", "output_dir": str(tmp_path / "run")}
     words |= {"dataset": str(tmp_path / "prompts.txt"), "height": 64, "width": 64, "use_peft": True, "use_cpu": True}
     (tmp_path / "prompts.txt").write_text("a cat\na dog\n")
-    config.write_text(json.dumps(words | {"pipeline_kwargs": {"text_encoder_out_layers": [1, 2]}}))
+    config.write_text(json.dumps(words))
     made = plan(str(config), [])
     pipe = load(folders("flux3"))
     assert made.model["weights"] > sum(weight.numel() for weight in pipe.transformer.parameters())
