@@ -116,7 +116,7 @@ class _Adapted:
             guiders = {name: copy.copy(part) for name, part in own.items()}
             for name, guider in guiders.items():
                 stack.enter_context(replace_attribute(self, name, guider))
-            stack.enter_context(replace_attribute(self, "_own_guiders", own))
+            stack.enter_context(replace_attribute(self, "own_guiders", own))
             for scale, name in self.guidance_scales.items():
                 value = inputs.pop(scale, None)
                 if value == OFF:
@@ -140,7 +140,7 @@ def _run(call: Callable, self: Any, state: PipelineState | None = None, output: 
         stack.enter_context(replace_attribute(LOG, "disabled", True))  # errors are raised, and most end a replay
         for block in _list_blocks(self._blocks):
             stack.enter_context(replace_attribute(block, "_progress_bar_config", bar))
-        stack.enter_context(replace_attribute(self._blocks, "_has_gradient", torch.is_grad_enabled()))
+        stack.enter_context(replace_attribute(self._blocks, "has_gradient", torch.is_grad_enabled()))
         return call(self, state, output, **inputs)
 
 
@@ -149,11 +149,11 @@ def _encode_prompt(self: Any, step: int, is_guided: bool, **inputs: Any) -> Any:
 
     It sees the pipeline's own guiders: some encoders fail in calls whose scale makes one pass.
     """
-    block, state = self._encoders[step], PipelineState()
+    block, state = self.prompt_encoders[step], PipelineState()
     for each in block.inputs:
         state.set(each.name, inputs.get(each.name), each.kwargs_type)
     with contextlib.ExitStack() as stack:
-        for name, guider in self.__dict__.get("_own_guiders", {}).items():
+        for name, guider in self.__dict__.get("own_guiders", {}).items():
             stack.enter_context(replace_attribute(self, name, guider))
         block.encode(self, state)
     return tuple(state.get(each.name) for each in block.intermediate_outputs)
@@ -183,7 +183,7 @@ def _describe(base: type, parameters: list[inspect.Parameter], encoders: list[An
     rest = inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)
     known = [_parameter("step", None), _parameter("is_guided", None), *(shared[name] for name in names), rest]
     encode_prompt.__signature__ = inspect.Signature([self, *known])
-    return namespace | {"encode_prompt": encode_prompt, "_encoders": property(_find_encoders)}
+    return namespace | {"encode_prompt": encode_prompt, "prompt_encoders": property(_find_encoders)}
 
 
 def _find_encoders(pipe: Any) -> list[Any]:
@@ -211,7 +211,7 @@ def _undecorated(base: type[ModularPipelineBlocks], encodes: bool) -> type[Modul
 
     @functools.wraps(run)
     def call(self, *args, **kwargs):
-        mode = self.__dict__.get("_has_gradient")  # of the outermost block, inside diffusers' own no_grad
+        mode = self.__dict__.get("has_gradient")  # of the outermost block, inside diffusers' own no_grad
         with contextlib.nullcontext() if mode is None else torch.set_grad_enabled(mode):
             return run(self, *args, **kwargs)
 
@@ -221,7 +221,7 @@ def _undecorated(base: type[ModularPipelineBlocks], encodes: bool) -> type[Modul
         if not any(part is not None for part in parts) and set(names) <= set(self.input_names):
             return components, state  # it rewrites prompts with a model that was left out
         inputs = {each.name: state.get(each.name) for each in self.inputs}
-        is_guided = any(guider.num_conditions > 1 for guider in getattr(components, "_own_guiders", {}).values())
+        is_guided = any(guider.num_conditions > 1 for guider in getattr(components, "own_guiders", {}).values())
         results = components.encode_prompt(step=self.step, is_guided=is_guided, **inputs)
         for each, result in zip(self.intermediate_outputs, results, strict=True):
             state.set(each.name, result, each.kwargs_type)

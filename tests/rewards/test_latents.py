@@ -100,5 +100,5 @@ def test_a_pipeline_without_latents_is_refused() -> None:
         def __init__(self):
             self.pipe = object()
 
-    with pytest.raises(UnsupportedPipeline, match="no output_type"):
+    with pytest.raises(UnsupportedPipeline, match="takes latents"):
         NoType().check_latents()
