@@ -104,7 +104,7 @@ def test_predictions_on_renoised_samples_are_compared_too():
     both = (given.clean, given.reference.clean)
     expected = squares(given, *both)[:, None].expand(6, 2)
     torch.testing.assert_close(distances, expected.detach())
-    sizes = [mean(given, ((given.origin - clean) / given.share) ** 2).sqrt() for clean in both]
+    sizes = [mean(given, ((given.origin - clean) / given.sigma) ** 2).sqrt() for clean in both]
     assert others == {"velocity/ratio_to_ref": pytest.approx((sizes[0] / sizes[1]).mean().item())}
     assert given.policy.calls == given.reference.calls  # also in the pass that is repeated beside other processes
 
