@@ -22,7 +22,7 @@ from diffusion_grpo.algorithms import grpo
 from diffusion_grpo.data import inputs
 from diffusion_grpo.distributed import failure, late_weights
 from diffusion_grpo.policy import network_gate
-from diffusion_grpo.rollout import generation
+from diffusion_grpo.rollout import generate
 from diffusion_grpo.training import evaluation_samples
 from diffusion_grpo.weights import files as hub
 
@@ -186,7 +186,7 @@ def die(folder, settings, moment, calls):
     if moment == "reward":
         return fail(folder, settings, "dead")
     if rank() == (0 if moment == "checkpoint" else 1):  # process 0 is the one that writes
-        place = {"rollout": (generation, "rollout"), "update": (grpo.GRPO, "loss"), "checkpoint": (hub, "save_policy")}
+        place = {"rollout": (generate, "rollout"), "update": (grpo.GRPO, "loss"), "checkpoint": (hub, "save_policy")}
         kill_in(*place[moment], calls)
     failure.HEARTBEAT = 0.5
     built(folder, settings).train()

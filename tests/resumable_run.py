@@ -4,7 +4,7 @@ from rank_runs import kill_in
 from tiny_runs import trainer_for
 
 from diffusion_grpo.algorithms import grpo
-from diffusion_grpo.rollout import generation
+from diffusion_grpo.rollout import generate
 from diffusion_grpo.weights import files as hub
 
 
@@ -15,7 +15,7 @@ def run(folder, settings, kill_at=None, calls_before=0):
     after `calls_before` calls of it.
     """
     own = trainer_for(folder, **settings)
-    places = {"rollout": (generation, "rollout"), "update": (grpo.GRPO, "loss"), "checkpoint": (hub, "save_policy")}
+    places = {"rollout": (generate, "rollout"), "update": (grpo.GRPO, "loss"), "checkpoint": (hub, "save_policy")}
     if kill_at is not None:
         kill_in(*places[kill_at], calls_before)
     own.train(resume_from_checkpoint=True)

@@ -33,7 +33,7 @@ from diffusion_grpo.config.fields import list_fields, own_fields, script_fields
 from diffusion_grpo.data import call_form
 from diffusion_grpo.data.calls import BATCHED, Form
 from diffusion_grpo.pipelines import FAMILIES
-from diffusion_grpo.rollout import generation
+from diffusion_grpo.rollout import generate
 from diffusion_grpo.trainer import RatioError
 from diffusion_grpo.training.callbacks import ReportCallback
 
@@ -415,13 +415,13 @@ def noted(reward: Callable, seen: dict[str, Any]) -> Callable:
 
 def spy_on_rollouts(patch, seen: dict[str, Any]) -> None:
     """Note where trajectories are kept: what is set to go to the CPU goes there by that name."""
-    original = generation.rollout
+    original = generate.rollout
 
     def spied(*args, device, **kwargs):
         seen["kept_on"].add(type(device).__name__)
         return original(*args, device=device, **kwargs)
 
-    patch.setattr(generation, "rollout", spied)
+    patch.setattr(generate, "rollout", spied)
 
 
 def watch_networks(trainer: DiffusionGRPOTrainer, seen: dict[str, Any], drift: bool) -> None:
