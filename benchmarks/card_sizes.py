@@ -59,7 +59,6 @@ class Case:
 SQUARE = {"height": 1024, "width": 1024}
 CASES = {  # by the name of the model in `real_sizes.py`
     "FLUX.1-dev": Case("flux", "24gb/flux", "1024 px", SQUARE),
-    "FLUX.3-klein": Case("flux3", "flux3", "512 px", {}),
     "SD3.5-M": Case("sd3", "24gb/sd35_large", "1024 px", SQUARE),
     "SD3.5-L": Case("sd3", "24gb/sd35_large", "1024 px", SQUARE),
     "SD1.5": Case("stable_diffusion", "sd15", "512 px", {}),
