@@ -208,7 +208,8 @@ def train_row(
     counter, commit = PassCounter(), read_commit()  # before the run: a checkout may move on meanwhile
     enable_tf32(False)
     with tempfile.TemporaryDirectory() as folder:
-        script, lora, config = parse_recipe(recipe, learning_rate, seed, folder, sizes)
+        updates = recipe.passes_per_update and {"max_steps": round(max_passes / recipe.passes_per_update)}
+        script, lora, config = parse_recipe(recipe, learning_rate, seed, folder, (updates or {}) | (sizes or {}))
         trainer = build_trainer(script, lora, config)
         for callback in (PrinterCallback, RewardProgressCallback, ReportCallback):
             trainer.remove_callback(callback)

@@ -48,6 +48,7 @@ class Recipe:
         settings: what it changes in `BASE` and in the demo's settings.
         max_passes: its budget: network passes per sample of an update, summed over updates.
         tuned_as: the recipe whose learning rate it has; None if it is tuned itself.
+        passes_per_update: per sample, for settings that depend on the number of updates of a run (`target_change`).
     """
 
     name: str
@@ -55,6 +56,7 @@ class Recipe:
     settings: dict[str, Any]
     max_passes: float = SHORT
     tuned_as: str | None = None
+    passes_per_update: float | None = None
 
 
 # Flow-GRPO (2505.05470) without guidance: every step but the last is stochastic and trained. Its scripts for SD3 also
@@ -76,6 +78,9 @@ MOVING = {"step_selection": "sliding", "step_interval": 4}
 FIRST_STEP = {"num_inference_steps": 6, "trained_steps": [0, 1]}
 FIRST_OF_4 = {"num_inference_steps": 4, "trained_steps": [0, 1]}
 # The first of six steps, and three longer ones after it
+# Three even steps from noise to data, in place of the schedule's
+FIRST_OF_3 = {"num_inference_steps": 3, "sigmas": [1.0, 0.6677, 0.3353], "trained_steps": [0, 1], "num_iterations": 2}
+REGULATED = {"target_change": 0.25}
 COARSE = {"num_inference_steps": 4, "sigmas": [1.0, 0.8, 0.53, 0.27], "trained_steps": [0, 1], "num_iterations": 2}
 
 # Algorithms on re-noised samples roll out without noise, and train at levels of the rollout's steps after the first
@@ -120,6 +125,17 @@ RECIPES = {
             "the first of 6 steps trained, one latent per prompt, each rollout used twice",
             FIRST_STEP | {"num_iterations": 2},
             LONG,
+        ),
+        Recipe(
+            "first_of_3_twice",
+            "the first of 3 even steps trained, one latent per prompt, each rollout used twice",
+            FIRST_OF_3,
+        ),
+        Recipe(
+            "first_of_3_regulated",
+            "the same, with a learning rate that regulates itself (target_change 0.25)",
+            FIRST_OF_3 | REGULATED,
+            passes_per_update=1.24,
         ),
         Recipe(
             "first_of_6_coarse",

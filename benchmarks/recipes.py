@@ -65,8 +65,8 @@ def run_phase(phase: str, recipes: list[Recipe], arguments: argparse.Namespace) 
     """Make the rows of a phase that are not there yet, and return what could not be made, a line each."""
     problems = []
     for recipe in recipes:
-        if phase == "tune" and recipe.tuned_as:
-            continue
+        if recipe.passes_per_update or (phase == "tune" and recipe.tuned_as):
+            continue  # the former have no rate to be tuned, and are run by --row
         for seed in [seed for seed in SEEDS[phase] if seed in arguments.seeds]:
             problems += run_seed(recipe, seed, arguments)
     return problems

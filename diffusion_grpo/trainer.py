@@ -147,6 +147,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             self._sampler: GroupSampler | None = None
             self._noted_settings = preflight.note_settings(self.args)
             self._make_collaborators(given.is_full_training)
+            self.inputs.check_overrides(self.args.eval_pipeline_kwargs or {})
 
     def _make_collaborators(self, is_full_training: bool) -> None:
         """Create the objects that train, then those that sample and score, then those that save the run."""
@@ -178,6 +179,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             built.loader,
             built.evaluator,
         )
+        self.step_size = build.make_step_size(args, self.passes, runtime)
         self.use_checkpointer(built.checkpointer)
         self.run |= build.describe_model(policy, self.model, self.inputs, self.train_dataset, self.eval_dataset)
         if self.is_world_process_zero():
@@ -186,6 +188,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             self.callback_handler,
             args,
             self.learner,
+            self.step_size,
             accelerator=self.accelerator,
             progress=self.progress,
             run=self.run,
@@ -297,6 +300,8 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         """Create the optimizer as in `Trainer`, and let the backend change it."""
         optimizer = super().create_optimizer(model)
         self.backend.prepare_optimizer(optimizer, self.model)
+        if self.step_size is not None:
+            self.step_size.attach(optimizer)
         return optimizer
 
     def on_engine_ready(self) -> None:
@@ -317,6 +322,8 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         )
         with self.metrics.time("time/update"):
             if place.is_first:
+                if self.step_size is not None:
+                    self.step_size.watch(batch)
                 self.backend.begin_update(self.optimizer)
             self.update.train_values(self.loader.value_targets, place)
             loss = self.update.train_policy(model, batch, place)
@@ -345,6 +352,9 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             self.update.check_gradient_norm(grad_norm, self.state.global_step + 1)
         return grad_norm
 
+    def _get_learning_rate(self) -> float:
+        return super()._get_learning_rate() * (1.0 if self.step_size is None else self.step_size.scale)
+
     def _save_before_stopping(self) -> None:
         """Save a checkpoint of the last update to resume from; all processes take part."""
         if self.state.global_step > 0:
@@ -360,7 +370,8 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         pipeline_kwargs: dict[str, Any] | None = None,
     ) -> dict[str, float]:
         """Sample held-out prompts without noise and score them with all rewards, including evaluation-only ones."""
-        self.inputs.check_overrides(pipeline_kwargs or {})
+        overrides = (self.args.eval_pipeline_kwargs or {}) | (pipeline_kwargs or {})
+        self.inputs.check_overrides(overrides)
         is_other = eval_dataset is not None and self.eval_dataset is not None and eval_dataset is not self.eval_dataset
         is_earlier = self.run.get("published_after", self.state.global_step) != self.state.global_step
         # of an ended run in the folder, this trainer may know nothing
@@ -375,7 +386,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         self.model.eval()
         if self.embeds is not None:
             with self._explain_out_of_memory(is_evaluating=True):
-                self.embeds.prepare(self.accelerator, list(datasets.values()), [], **(pipeline_kwargs or {}))
+                self.embeds.prepare(self.accelerator, list(datasets.values()), [], **overrides)
         try:
             with (
                 self.monitor.propagate_errors(),
@@ -385,7 +396,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
                 metrics = self.evaluator.evaluate(
                     datasets,
                     metric_key_prefix,
-                    pipeline_kwargs or {},
+                    overrides,
                     self.state.global_step,
                     self.state.log_history,
                     is_kept,
@@ -405,7 +416,9 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         """Sample `validation_prompts` with the weights that evaluations use."""
         self.model.eval()
         with self._explain_out_of_memory(is_evaluating=True):
-            return self.evaluator.write_validation(self.args.validation_prompts, self.state.global_step)
+            return self.evaluator.write_validation(
+                self.args.validation_prompts, self.args.eval_pipeline_kwargs or {}, self.state.global_step
+            )
 
     # Log
 

@@ -20,7 +20,7 @@ from zero_run import deepspeed_config, use_deepspeed_on_a_cpu
 from diffusion_grpo import trainer as trainer_module
 from diffusion_grpo.algorithms import grpo
 from diffusion_grpo.data import inputs
-from diffusion_grpo.distributed import failure, late_weights
+from diffusion_grpo.distributed import collectives, failure, late_weights
 from diffusion_grpo.policy import network_gate
 from diffusion_grpo.rollout import generate
 from diffusion_grpo.training import evaluation_samples
@@ -98,6 +98,18 @@ def train(folder, settings, rewards="brightness", resume=None):
             save_file(trained_weights(own), Path(folder) / "weights.safetensors")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def regulate(folder, settings):
+    """Train with a learning rate that regulates itself, and write every process's state of it and sum of weights."""
+    own = built(folder, settings)
+    own.train()
+    with own.learner.weights.show_whole():
+        total = sum(value.double().sum().item() for value in trained_weights(own).values())
+    states = collectives.gather_json(own.accelerator, [own.state.stateful_callbacks["StepSize"], total])
+    if own.is_world_process_zero():
+        (Path(folder) / "result.json").write_text(json.dumps(states))
+    torch.distributed.destroy_process_group()
 
 
 def train_apart(folder, settings, resume=None):

@@ -6,7 +6,8 @@ from ..algorithms.base import Anchor, Recording
 from ..algorithms.registry import find_recording
 from .batch_sizes import BatchSizes
 
-DICTIONARIES = ("pipeline_kwargs", "scheduler_kwargs", "model_init_kwargs", "loss_kwargs", "quantization")
+DICTIONARIES = ("pipeline_kwargs", "eval_pipeline_kwargs", "scheduler_kwargs", "model_init_kwargs", "loss_kwargs")
+DICTIONARIES += ("quantization",)
 
 
 class Sizes:

@@ -26,6 +26,14 @@ class SamplingSettings:
         default=None,
         metadata={"help": "Number of denoising steps in evaluations; by default the same as in training."},
     )
+    eval_pipeline_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Arguments of the pipeline's call in evaluations and for validation_prompts, in place of those of "
+            "training and of dataset columns: another height, width or guidance_scale, for example; on the command "
+            "line, as JSON."
+        },
+    )
     sigmas: list[float] | None = field(
         default=None,
         metadata={

@@ -26,6 +26,15 @@ class UpdateSettings:
             "of each algorithm lists its settings (docs/algorithms/index.md); grpo has none."
         },
     )
+    target_change: Positive | None = field(
+        default=None,
+        metadata={
+            "help": "Regulate the learning rate instead of choosing it: each update changes the policy's predictions, "
+            "relative to their size, by target_change / sqrt(number of updates); 0.25 is a good start. The change is "
+            "measured in every update. learning_rate becomes the upper limit (by default 0.01), and the first update "
+            "has a ten-thousandth of it. By default the rate is learning_rate."
+        },
+    )
     beta: NotNegative = field(
         default=0.0,
         metadata={

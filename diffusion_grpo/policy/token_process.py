@@ -187,6 +187,11 @@ class TokenDistribution:
     log_prob: Tensor
     mask: Tensor
 
+    @property
+    def prediction(self) -> Tensor:
+        """The (batch, tokens) probabilities of the recorded ids, 0 for tokens that do not count, without gradient."""
+        return self.log_prob.detach().exp() * self.mask
+
     def rounding(self) -> Tensor:
         """Return how far half precision may move the ratio of a token from 1, 0-dimensional.
 

@@ -58,6 +58,14 @@ class SampleTensors:
         """Return metrics of a rollout."""
         return {}
 
+    def perturb(self, share: float = 0.01) -> "SampleTensors":
+        """Return the samples with noise, equal for all, in their latents, if they have any."""
+        latents = self.tensors().get("latents")
+        if latents is None:
+            return self
+        noise = torch.randn(latents.shape[1:], generator=torch.Generator().manual_seed(0))
+        return dataclasses.replace(self, latents=latents + share * latents.std() * noise.to(latents))
+
     def over_steps(self, values: Tensor) -> Tensor:
         """Average (batch, steps) values over steps; return (batch,)."""
         return values.mean(1)
@@ -199,15 +207,21 @@ class Denoised:
         """Return the (batch,) ratio of the norm of `v` to that of the reference, as `velocity/ratio_to_ref`."""
         return {"velocity/ratio_to_ref": self.norm() / reference.norm().clamp(min=1e-12)}
 
-    @torch.no_grad()
-    def size(self) -> Tensor:
-        """Return the (batch,) root mean square of the network's own prediction, in units of `v`; float64.
+    @property
+    def prediction(self) -> Tensor:
+        """The network's own prediction up to its sign, (batch, ...) in units of `v`, without gradient.
 
-        If the prediction changes by a share of its size, `v` changes by the same share of this value. It equals `norm`
-        for flow matching, and differs if `v` contains a part of the noised sample (noise prediction, EDM).
+        It is `v` for flow matching, and differs if `v` contains a part of the noised sample (noise prediction, EDM).
         """
         still = self.origin if self.clean_at_zero is None else self.clean_at_zero
-        return self.mean(((self.clean - still) / self.sigma) ** 2).sqrt().clamp(min=1e-12)
+        return (self.clean.detach() - still) / self.sigma
+
+    def size(self) -> Tensor:
+        """Return the (batch,) root mean square of the network's own prediction; float64, without gradient.
+
+        If the prediction changes by a share of its size, `v` changes by the same share of this value.
+        """
+        return self.mean(self.prediction**2).sqrt().clamp(min=1e-12)
 
     @torch.no_grad()
     def difference(self, other: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ samples.
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Protocol
@@ -128,6 +129,22 @@ class Passes:
                 for index, sample in zip(indices, clean, strict=True):
                     found[index].append(sample.to(batch.samples[index].latents))
         return [torch.stack(steps) for steps in found]
+
+    @torch.no_grad()
+    def predict_twice(self, batch: MicroBatch) -> list[tuple[Tensor, Tensor]]:
+        """Return the policy's predictions in each pass of a micro-batch, for its samples and for nearby latents."""
+        parts, predictions = batch.parts, []
+        for (number, step), is_own in self._passes(batch):
+            part = parts[number].at_step(step)
+            nearby = dataclasses.replace(part, trajectory=part.trajectory.perturb())
+            pair = (self._predict(part, step), self._predict(nearby, step))
+            predictions += [pair] if is_own else []
+        return predictions
+
+    def _predict(self, part: Part, step: int) -> Tensor:
+        if isinstance(part.trajectory, CleanSamples):
+            return self._policy.denoise(part.inputs, part.trajectory, step).prediction.float()
+        return self._policy.replay(**part.replay_arguments(step)).prediction.float()
 
     def sequence_log_ratio(self, batch: MicroBatch) -> Tensor:
         """Return each sample's log-ratio, (batch,), averaged over its trained steps."""

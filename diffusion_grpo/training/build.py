@@ -1,5 +1,6 @@
 """Make the objects that the trainer holds from the settings, which are handed on whole."""
 
+import functools
 import json
 import logging
 from collections.abc import Callable
@@ -53,6 +54,7 @@ from .evaluation_samples import EvaluationSettings
 from .learner import Learner
 from .preflight import RunRewards
 from .progress import UpdateProgress, replace_progress
+from .step_size import StepSize
 from .trackers import patch_trackers
 from .update import PolicyUpdate
 
@@ -147,6 +149,14 @@ def build(
     return Built(update, passes, loader, evaluator, checkpointer)
 
 
+def make_step_size(args: DiffusionGRPOConfig, passes: Passes, runtime: Runtime) -> StepSize | None:
+    """Make the object that regulates the learning rate; return None if the rate is that of the settings."""
+    if args.target_change is None:
+        return None
+    predict = functools.partial(passes.run, passes.predict_twice)
+    return StepSize(args.target_change, predict, runtime.backend, runtime.metrics)
+
+
 def make_evaluation_settings(args: DiffusionGRPOConfig, fps: float, sampling_rate: int | None) -> EvaluationSettings:
     """Make the settings of evaluations."""
     return EvaluationSettings(
@@ -233,7 +243,9 @@ def describe_call(inputs: PipelineInputs, data: Dataset | dict[str, Dataset] | N
     first = next(iter(data.values())) if isinstance(data, dict) else data
     taken = [name for name in ([] if first is None else list_given(first)) if name in inputs.accepted]
     arguments = {"num_inference_steps": _count_evaluation_steps(inputs.args)}
-    for name, value in inputs.fixed.items():
+    overrides = inputs.args.eval_pipeline_kwargs or {}
+    taken = [name for name in taken if name not in overrides]
+    for name, value in (inputs.fixed | overrides).items():
         if name in taken:
             continue
         try:
@@ -253,6 +265,7 @@ def add_callbacks(
     handler: CallbackHandler,
     args: DiffusionGRPOConfig,
     learner: Learner,
+    step_size: StepSize | None,
     *,
     accelerator: Accelerator,
     progress: UpdateProgress,
@@ -264,8 +277,8 @@ def add_callbacks(
     handler.add_callback(GoingBackCallback)
     if learner.values is not None:
         handler.add_callback(ValueCallback(learner.values, accelerator))
-    for moving in filter(None, (learner.average, learner.old_policy)):
-        handler.add_callback(moving)
+    for callback in filter(None, (step_size, learner.average, learner.old_policy)):
+        handler.add_callback(callback)
     if args.sync_ref_model:
         alpha, interval = args.ref_model_mixup_alpha, args.ref_model_sync_steps
         handler.add_callback(SyncRefModelCallback(learner.weights, lambda: learner.reference.weights, alpha, interval))

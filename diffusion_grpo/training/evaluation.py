@@ -144,19 +144,19 @@ class Evaluator:
         return metrics
 
     @torch.no_grad()
-    def write_validation(self, prompts: list[str], step: int) -> Path:
+    def write_validation(self, prompts: list[str], pipeline_kwargs: dict[str, Any], step: int) -> Path:
         """Sample fixed prompts, from the same seeds each time and without noise in the steps; score nothing.
 
         The weights are those that evaluations use.
         """
         with self._averaged_weights():
-            return self._write_validation(prompts, step)
+            return self._write_validation(prompts, pipeline_kwargs, step)
 
-    def _write_validation(self, prompts: list[str], step: int) -> Path:
+    def _write_validation(self, prompts: list[str], pipeline_kwargs: dict[str, Any], step: int) -> Path:
         positions, own = self._share_positions(len(prompts))
         rows = [{"prompt": prompts[position]} for position in positions]
         self._generator.learn(rows)
-        samples = self._replays.run(self._sampler.sample, rows, positions, {})
+        samples = self._replays.run(self._sampler.sample, rows, positions, pipeline_kwargs)
         number = own if self._backend.groups.is_first else 0
         folder = self._settings.folder / "validation" / f"step-{step:06d}"
         stems = [folder / f"{position:04d}" for position in positions[:number]]

@@ -72,6 +72,7 @@ READ_ONCE -= {"num_generations_eval", "eval_num_inference_steps"}
 CHEAP = {"images": ["brightness", "sharpness", "colorfulness", "jpeg_compressibility"]}
 CHEAP["videos"] = [*CHEAP["images"], "flicker", "motion"]
 LORA_LEARNING_RATE, FULL_LEARNING_RATE = 3e-4, 1e-5  # used if the settings give none
+LARGEST_LEARNING_RATE = 0.01  # with target_change, which scales it down
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +218,8 @@ def prepare_training(args: DiffusionGRPOConfig, peft_config: PeftConfig | None) 
     if args.sync_ref_model and not is_full_training:
         raise ValueError("sync_ref_model=True needs full training: a LoRA's reference is the frozen base.")
     if args.learning_rate is None:
-        set_learning_rate(args, FULL_LEARNING_RATE if is_full_training else LORA_LEARNING_RATE)
+        usual = FULL_LEARNING_RATE if is_full_training else LORA_LEARNING_RATE
+        set_learning_rate(args, usual if args.target_change is None else LARGEST_LEARNING_RATE)
     return is_full_training
 
 

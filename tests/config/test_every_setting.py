@@ -137,6 +137,7 @@ SETTINGS: dict[str, Turned | Elsewhere] = {
     "num_generations_eval": Turned(2, "evaluation", EVALUATED),
     "num_inference_steps": Turned(4, "steps@1 samples@1 passes"),
     "eval_num_inference_steps": Turned(6, "evaluation passes", EVALUATED),
+    "eval_pipeline_kwargs": Turned({"height": 32}, "evaluation", EVALUATED),
     "sigmas": Turned([1.0, 0.6, 0.3], "samples@1 path@1 gradient@1", {"eval_num_inference_steps": 3}),
     "guidance_scale": Turned(1.0, "samples@1 path@1 passes gradient@1 evaluation", EVALUATED),
     "height": Turned(32, "sizes samples@1 evaluation", EVALUATED),
@@ -167,6 +168,7 @@ SETTINGS: dict[str, Turned | Elsewhere] = {
     # Optimisation
     "loss_type": Turned(f"{__name__}.doubled", "gradient@1", {"trained_steps": "all", "noisy_steps": "all"}),
     "loss_kwargs": Turned({"factor": 2.0}, "gradient@1", {"loss_type": f"{__name__}.multiplied"}),
+    "target_change": Turned(0.1, "weights@1 learning_rate@1 passes"),
     "beta": Turned(1.0, "gradient@2 kl@2"),
     "kl_reward": Turned(10000.0, "advantages@2 kl/rollout@2"),
     "epsilon": Turned(10.0, "gradient@2 clip_ratio/low_mean@2", AGAIN | {"epsilon_high": 1e-05}),

@@ -163,6 +163,21 @@ def test_samples_rewards_and_weights_of_any_number_of_processes(tmp_path, settin
 
 
 @pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(mode, marks=pytest.mark.distributed)
+        for mode in ("ddp", "fsdp2", "zero2", "zero3", "zero3-layered")
+    ],
+)
+def test_processes_agree_on_the_step_size(tmp_path, mode):
+    """Each measures samples of its own; with rates of their own, they would train weights of their own."""
+    settings = SETTINGS | {"mode": mode, "target_change": 0.1, "learning_rate": 1.0, "max_steps": 6}
+    ranks_server.succeed(tmp_path, 2, rank_runs.regulate, tmp_path / "run", settings)
+    one, other = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert one == other and one[0]["rate"] > 1e-3 and len(one[0]["gains"]) == 5
+
+
+@pytest.mark.parametrize(
     ("mode", "held_out"),
     [
         ("ddp", list("abcdefghi")),  # three parts, of which one process has two

@@ -56,6 +56,9 @@ def test_the_call_of_evaluations_has_plain_arguments_and_names_inputs():
         "max_sequence_length": 8,
     }
     assert describe_call(inputs, {"held out": dataset}) == found
+    args.eval_pipeline_kwargs = {"height": 64}
+    larger = describe_call(inputs, dataset)
+    assert "height" not in larger["inputs"] and larger["arguments"]["height"] == 64
 
 
 @pytest.mark.parametrize("loss", ["dpo", "nft"])

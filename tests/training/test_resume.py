@@ -36,6 +36,7 @@ GUARD = WITHIN | {
     "step_selection": "sample",
 }
 FULL = PLAIN | {"lora": False, "beta": 0.05, "sync_ref_model": True, "ref_model_sync_steps": 2, "best_of_n": 2}
+FULL |= {"target_change": 0.1, "learning_rate": 1.0}
 
 
 def run(folder: Path, settings: dict, kill_at: str | None = None, kill_after: int = 0) -> int:
@@ -130,6 +131,7 @@ def test_resume_from_every_checkpoint(tmp_path, settings):
         assert all(torch.equal(value, expected[name]) for name, value in policy_weights(again).items())
         assert logged(again, "reward") == logged(whole, "reward")
         assert logged(again, "kl/old") == logged(whole, "kl/old")
+        assert logged(again, "prediction/change") == logged(whole, "prediction/change")
         if "loss_type" in settings:
             kept = load_file(tmp_path / "whole" / f"checkpoint-{step}" / "rollout-rank0.safetensors")
             assert kept["means.0"].dtype == torch.float32 and max(logged(again, "kl/old")) > 0

@@ -1,0 +1,113 @@
+"""The learning rate that regulates itself: the controller against a reference in float64, and its runs."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig
+from tiny_runs import SMOOTH, brightness, logged, trainer_for
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import TrainerState
+
+from diffusion_grpo.training.metrics import Metrics
+from diffusion_grpo.training.step_size import StepSize
+
+BACKEND = SimpleNamespace(accelerator=SimpleNamespace(device="cpu"), gather=lambda tensor: tensor)
+SIZE, UPDATES, CHANGE = 1000, 40, 0.3
+
+
+def make(predict, limit=100.0, change=CHANGE, schedule=lambda update: 1.0):
+    """A controller of plain gradient descent on one vector, whose prediction is `predict(vector)`."""
+    weight = torch.nn.Parameter(torch.ones(SIZE, dtype=torch.float64))
+    optimizer = torch.optim.SGD([weight], lr=limit)
+    step_size = StepSize(change, lambda batch: predict(weight.detach()), BACKEND, Metrics())
+    step_size.attach(optimizer)
+    step_size.attach(optimizer)  # Trainer prepares an optimizer twice
+    state = TrainerState(max_steps=UPDATES)
+    step_size.on_train_begin(None, state, None)
+    return step_size, weight, optimizer, LambdaLR(optimizer, schedule), state
+
+
+def test_the_rate_follows_a_reference():
+    """Gradients change their size by a factor of 30; the schedule warms up and falls."""
+    generator = np.random.default_rng(0)
+    gradients = generator.normal(size=(UPDATES, SIZE)) * generator.uniform(0.1, 3.0, size=(UPDATES, 1))
+    schedule = [min(1.0, (update + 1) / 4) * (1 - update / UPDATES) for update in range(UPDATES + 1)]
+    step_size, weight, optimizer, scheduler, state = make(
+        lambda weight: [(weight.clone(), 2 * weight)], schedule=lambda update: schedule[update]
+    )
+    expected, rate, gains, target = np.ones(SIZE), 100.0 * 1e-4, [], CHANGE / UPDATES**0.5
+    changes = []
+    for update, gradient in enumerate(gradients):
+        step_size.watch(None)
+        weight.grad = torch.tensor(gradient)
+        optimizer.step()
+        scheduler.step()
+        step_size.on_step_end(None, state, None)
+        moved = expected - rate * schedule[update] * gradient
+        changes.append(np.linalg.norm(moved - expected) / np.linalg.norm(expected))
+        if gains:  # by the last measurement, no update is larger than the target
+            assert gains[-1] * rate * schedule[update] <= target * schedule[update] * 1.000001
+        gains.append(changes[-1] / (rate * schedule[update]))
+        rate = min(4 * rate, target / max(gains[-1], np.median(gains[-5:])))
+        expected = moved
+        np.testing.assert_allclose(weight.detach().numpy(), expected, rtol=1e-5)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(100.0 * schedule[update + 1])  # as without it
+    assert step_size._metrics.values["prediction/change"] == pytest.approx(changes, rel=1e-5)
+    assert 0.2 * target < np.median(changes) < target
+
+
+def test_the_rate_stays_below_the_limit_and_a_skipped_update_counts_for_nothing():
+    step_size, weight, optimizer, _, state = make(lambda weight: [(weight.clone(), weight.clone())], limit=1e-3)
+    for _ in range(9):
+        step_size.watch(None)
+        before, weight.grad = weight.detach().clone(), torch.ones_like(weight)
+        optimizer.step()
+        step_size.on_step_end(None, state, None)
+    assert (before - weight).detach().numpy() == pytest.approx(1e-3)
+    kept = str(state.stateful_callbacks)
+    step_size.watch(None)
+    step_size.on_step_end(None, state, None)  # without a step, as fp16 does where gradients overflow
+    assert str(state.stateful_callbacks) == kept and len(step_size._metrics.values["prediction/change"]) == 9
+
+
+def test_rounding_is_no_change():
+    """Each prediction has an error of 1 %, as in bfloat16; the update changes it by 0.2 %."""
+    noise = torch.Generator().manual_seed(0)
+
+    def predict(weight):
+        return [tuple(weight + 0.01 * torch.randn(100, SIZE, generator=noise) for _ in range(2))]
+
+    step_size, weight, optimizer, _, state = make(predict, limit=20.0)
+    step_size.watch(None)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    step_size.on_step_end(None, state, None)
+    assert step_size._metrics.values["prediction/change"] == [pytest.approx(0.002, rel=0.1)]
+
+
+TOKENS = {"name": "glm_image", "train_component": "vision_language_encoder", "epsilon": 0.2, "rewards": brightness}
+TOKENS |= {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        SMOOTH | {"num_iterations": 2},
+        SMOOTH | {"loss_type": "nft"},
+        SMOOTH | {"name": "sd15", "lora": False, "bf16": True, "max_ratio_error": None, "learning_rate": 0.1},
+        TOKENS,
+    ],
+    ids=["grpo", "nft", "full, bf16", "tokens"],
+)
+def test_runs_reach_the_target(tmp_path, settings):
+    """From far below, in steps of 4; 10 updates of a tiny random network."""
+    usual = {"learning_rate": 1.0, "max_steps": 10, "gradient_accumulation_steps": 1, "num_inference_steps": 3}
+    trainer = trainer_for(tmp_path, **usual | settings, target_change=0.1)
+    trainer.train()
+    rates, changes = logged(trainer, "learning_rate"), logged(trainer, "prediction/change")
+    target = 0.1 / 10**0.5
+    assert rates[0] == pytest.approx(1e-4 * trainer.args.learning_rate) and changes[0] < target
+    assert max(now / last for last, now in zip(rates, rates[1:])) <= 4.001
+    assert 0.25 * target < np.median(changes[-4:]) < 2 * target
