@@ -16,7 +16,7 @@ import transformers as tf
 from torch import nn
 
 from diffusion_grpo.rewards.models.aesthetic import build_predictor
-from diffusion_grpo.rewards.models.lpips import Features
+from diffusion_grpo.rewards.similarity import Features
 
 from .real_sizes import build_pipeline, write_model
 

@@ -33,9 +33,10 @@ def only_what_is_checked(name, options):
         folder = Path(source.place).resolve()
         if folder.is_dir():
             copy = Path(tempfile.mkdtemp(dir=folder.parent))
-            for file in source.find():
+            for names in source.files:
+                file = next(name for name in names if source.path(name) is not None)
                 (copy / file).parent.mkdir(parents=True, exist_ok=True)
-                (copy / file).symlink_to(folder / file)
+                (copy / file).exists() or (copy / file).symlink_to(folder / file)
             linked[source.setting] = str(copy)
     return {**options, **linked}
 

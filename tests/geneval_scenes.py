@@ -2,8 +2,8 @@
 
 from PIL import Image, ImageDraw
 
-from diffusion_grpo.rewards.geneval.reward import GenEval
-from diffusion_grpo.rewards.geneval.scoring import NAMED, Detection
+from diffusion_grpo.rewards.geneval import GenEval
+from diffusion_grpo.rewards.geneval_detectors import NAMED, Detection
 
 SIZE = 200
 

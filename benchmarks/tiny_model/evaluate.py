@@ -12,9 +12,8 @@ from pathlib import Path
 import torch
 from diffusers import StableDiffusion3Pipeline
 
-from diffusion_grpo.rewards.images.color import color, find_color_name, nearest_color
-from diffusion_grpo.rewards.ocr.tesseract import tesseract
-from diffusion_grpo.rewards.ocr.text import text
+from diffusion_grpo.rewards.ocr import tesseract, text
+from diffusion_grpo.rewards.pixels import color, find_color_name, nearest_color
 from diffusion_grpo.tiny import PATH, prompts
 
 from .render import HEIGHT, WIDTH

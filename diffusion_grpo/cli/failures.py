@@ -10,7 +10,7 @@ def is_explained(error: Exception) -> bool:
     from ..algorithms.base import RatioError
     from ..data.columns import RowError
     from ..distributed.failure import RankError
-    from ..rewards.answers import RewardError
+    from ..rewards.call import RewardError
     from ..training.finite import NonFiniteError
     from ..training.out_of_memory import NotEnoughMemoryError
 
@@ -22,7 +22,7 @@ def print_failure(error: Exception) -> None:
 
     If a reward raised it, the traceback comes first, starting at the reward's own code: its author needs it.
     """
-    from ..rewards.answers import RewardError
+    from ..rewards.call import RewardError
 
     if (cause := error.__cause__) is not None and isinstance(error, RewardError):
         traceback.print_exception(cause.with_traceback(skip_own_frames(cause)))

@@ -41,12 +41,10 @@ def add_serve(serve: argparse.ArgumentParser) -> None:
 
 def run_list(arguments: argparse.Namespace) -> int:
     """Print what each built-in reward measures, its range and what it needs. Return the exit code."""
-    from ..rewards import REWARDS
-    from ..rewards.catalogue import entry
+    from ..rewards.loading import CATALOGUE
 
-    entries = {name: entry(name, reward) for name, reward in REWARDS.items()}
-    width = max(map(len, entries))
-    for name, (measures, values, needs) in entries.items():
+    width = max(map(len, CATALOGUE))
+    for name, (measures, values, needs) in CATALOGUE.items():
         parts = [measures, f"[{values}]" if values else "", f"needs {needs}" if needs else ""]
         print(f"{name:<{width}}  {'; '.join(part for part in parts if part)}")
     return 0

@@ -1,44 +1,12 @@
 """Rewards: the built-in ones by name, and the contract of a reward function.
 
 A reward is called with keywords (`prompts`, `completions`, `images` or `videos`, every dataset column, ...), returns
-one `float | None` per sample, and may be async. To add a built-in reward, add a file here and a line to `REWARDS` in
-`builtin.py`. `loading.py` reads `reward_funcs`; `calls.py` calls rewards, and `answers.py` checks what they return.
-Nothing heavy is imported before a reward is called.
+one `float | None` per sample, and may be async. `contract.py` says what a reward is, `loading.py` reads `reward_funcs`
+and has the built-in ones by name, `call.py` calls rewards and checks their answers, and `executor.py` does so beside
+the rollout. Nothing heavy is imported before a reward is called.
 """
 
-from .builtin import (  # built-in rewards also go by dotted path, `diffusion_grpo.rewards.text`
-    LPIPS,
-    REWARDS,
-    Aesthetic,
-    ClipScore,
-    ClipSimilarity,
-    DinoSimilarity,
-    GenEval,
-    HPSv2,
-    HPSv3,
-    ImageReward,
-    ModelText,
-    NsfwFilter,
-    PickScore,
-    UnifiedReward,
-    VideoAlign,
-    VlmJudge,
-    brightness,
-    color,
-    colorfulness,
-    flicker,
-    get_reward,
-    jpeg_compressibility,
-    jpeg_incompressibility,
-    motion,
-    psnr,
-    sharpness,
-    smoothness,
-    ssim,
-    tesseract,
-    text,
-)
-from .calls import RewardError, score
+from .call import RewardError, score
 from .contract import (
     Reward,
     batchwise,
@@ -46,14 +14,35 @@ from .contract import (
     check_eval_rewards,
     check_groups,
     groupwise,
+    needs,
     reward_name,
     reward_weights,
     takes_latents,
     takes_tensors,
 )
-from .loading import load_rewards
-from .needs import check_needs, needs
+from .geneval import GenEval
+from .loading import REWARDS, check_needs, get_reward, load_rewards
+from .models.aesthetic import Aesthetic, NsfwFilter
+from .models.clip import ClipScore, ClipSimilarity, DinoSimilarity, PickScore
+from .models.hpsv2 import HPSv2
+from .models.hpsv3 import HPSv3
+from .models.imagereward import ImageReward
+from .models.videoalign import VideoAlign
+from .ocr import ModelText, tesseract, text
+from .pixels import (
+    brightness,
+    color,
+    colorfulness,
+    flicker,
+    jpeg_compressibility,
+    jpeg_incompressibility,
+    motion,
+    sharpness,
+    smoothness,
+)
 from .server.remote import RemoteReward
+from .server.vlm_judge import UnifiedReward, VlmJudge
+from .similarity import LPIPS, psnr, ssim
 
 __all__ = [
     "Aesthetic",

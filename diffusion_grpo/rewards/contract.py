@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import inspect
 import math
 import types
 from collections.abc import Callable
-from typing import Any, Literal, TypeGuard, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
-from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 from ..config.names import check_name
@@ -108,7 +108,7 @@ def batchwise(function: Function) -> Function:
 def opens_images(function: Function) -> Function:
     """Mark a reward whose `..._column` arguments name columns of images, which it opens if they are paths.
 
-    If such a reward is served, the server accepts only the images themselves, not paths, and `remote` sends them.
+    If such a reward is served, `remote` sends the images and the server accepts no paths.
     """
     return _mark(function, "opens_images")
 
@@ -130,37 +130,58 @@ def is_marked(function: Callable, mark: Mark) -> bool:
     """Return whether a function, the function in a `partial`, or an object or its class carries the mark."""
     if isinstance(function, functools.partial):
         return is_marked(function.func, mark)
-    return bool(getattr(function, mark, False) or getattr(_find_code(function), mark, False))
+    return bool(getattr(function, mark, False) or getattr(_entry_point(function), mark, False))
 
 
-def _find_code(function: Callable) -> Callable:
-    """Return the code that a call runs: a function itself, an object's `__call__`, or a network's `forward`."""
-    if inspect.isroutine(function):
+def _entry_point(function: Callable) -> Callable:
+    """Return what a call runs: a function itself, a network's `forward`, or an object's `__call__`."""
+    if inspect.isroutine(function) or isinstance(function, type):
         return function
-    function = _unwrap(function)
-    return function.forward if _runs_forward(function) else type(function).__call__
+    runs_forward = isinstance(function, nn.Module) and type(function).__call__ is nn.Module.__call__
+    return function.forward if runs_forward else function.__call__
 
 
 def _read_parameters(function: Callable) -> dict[str, inspect.Parameter]:
-    """Return the parameters in a signature; a network's own are those of `forward`, its `__call__` takes anything."""
-    if isinstance(function, functools.partial) and _runs_forward(network := _unwrap(function.func)):
-        function = functools.partial(network.forward, *function.args, **function.keywords)
-    function = _unwrap(function)
-    return dict(inspect.signature(function.forward if _runs_forward(function) else function).parameters)
+    """Return the parameters that a call takes; those of a network are its `forward`'s."""
+    if isinstance(function, functools.partial):
+        function = functools.partial(_entry_point(function.func), *function.args, **function.keywords)
+        return dict(inspect.signature(function).parameters)
+    return dict(inspect.signature(_entry_point(function)).parameters)
 
 
-def _unwrap(function: Callable) -> Callable:
-    """Return the network that `torch.compile` or `DataParallel` wrapped; anything else as it is."""
-    is_network = isinstance(function, nn.Module)
-    return extract_model_from_parallel(function, keep_torch_compile=False) if is_network else function
+def needs(check: Callable[..., None]) -> Callable[[Callable], Callable]:
+    """Mark a reward function with the check that `check_needs` is to call for it.
+
+    Args:
+        check: takes the reward's arguments by keyword; raises OSError, ImportError or ValueError if something is
+            missing.
+
+    Returns:
+        The decorator.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> def weights_are_there(weights="scorer.pt", **others):
+        ...     if not Path(weights).is_file():
+        ...         raise FileNotFoundError(f"there is no {weights}; set weights to the scorer's file.")
+        >>> @needs(weights_are_there)
+        ... def scorer(images, weights="scorer.pt", **columns): ...
+        >>> check_needs(load_rewards([scorer]))
+        Traceback (most recent call last):
+        ValueError: ...
+    """
+
+    def mark(function: Callable) -> Callable:
+        function.check_needs = check
+        return function
+
+    return mark
 
 
-def _runs_forward(function: Callable) -> TypeGuard[nn.Module]:
-    """Return whether a call passes all arguments on to a network's `forward`; a class may have its own `__call__`."""
-    if not isinstance(function, nn.Module) or getattr(type(function), "forward", None) is nn.Module.forward:
-        return False
-    _, *others = inspect.signature(type(function).__call__).parameters.values()
-    return [each.kind for each in others] == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
+def check_package(package: str, command: str) -> None:
+    """Raise ImportError, with the command that installs it, if a package is missing."""
+    if importlib.util.find_spec(package) is None:
+        raise ImportError(f"the package {package} is not installed; install it with `{command}`.")
 
 
 def is_run_metric(name: str) -> bool:
@@ -211,20 +232,17 @@ class Reward:
         for option in ("weight", "mean", "std", "threshold"):
             value = getattr(self, option)
             if value is not None and not (is_number(value) and math.isfinite(value)):
-                raise ValueError(f"The reward {self.name!r} has {option}={value!r}; give a finite number.")
+                self._refuse(option, "give a finite number")
         if self.std <= 0:
-            raise ValueError(
-                f"The reward {self.name!r} has std={self.std}; the score is divided by it, so it must be above 0."
-            )
-        if self.clip is not None and not (
-            isinstance(self.clip, (list, tuple)) and [*map(is_number, self.clip)] == [True, True]
-        ):
-            raise ValueError(f"The reward {self.name!r} has clip={self.clip!r}; write two numbers, [low, high].")
-        if self.clip is not None and not self.clip[0] < self.clip[1]:
-            raise ValueError(f"The reward {self.name!r} has clip={self.clip!r}; low must be below high.")
+            self._refuse("std", "the score is divided by it, so it must be above 0")
+        if self.clip is not None and not (_is_pair(self.clip) and self.clip[0] < self.clip[1]):
+            self._refuse("clip", "write two numbers, [low, high]")
         is_count = isinstance(self.frames, int) and not isinstance(self.frames, bool) and self.frames >= 1
         if not is_count and self.frames != "all":
-            raise ValueError(f"The reward {self.name!r} has frames={self.frames!r}; give 1 or more, or 'all'.")
+            self._refuse("frames", "give 1 or more, or 'all'")
+
+    def _refuse(self, option: str, advice: str) -> NoReturn:
+        raise ValueError(f"The reward {self.name!r} has {option}={getattr(self, option)!r}; {advice}.")
 
     def __call__(self, /, **keywords: Any) -> Any:
         """Call the function with its arguments and return its answer, without applying the options."""
@@ -323,14 +341,13 @@ def check_eval_rewards(rewards: list[Reward], eval_rewards: list[Reward]) -> Non
 def check_columns(
     rewards: list[Reward], columns: list[str], dataset: str, types: dict[str, str] | None = None
 ) -> None:
-    """Refuse a dataset without the columns that the rewards need.
+    """Refuse a dataset without the columns that the rewards need, or with texts of another type.
 
     A reward needs the parameters without a default in its signature, the columns that its `..._column` arguments
     name, and those in its attribute `needed_columns`, where it has one.
     """
     for reward in rewards:
-        _check_column_names(reward)
-        fixed = reward.fixed
+        named, fixed = _columns_in_arguments(reward), reward.fixed
         required = [
             name
             for name, parameter in reward.parameters.items()
@@ -338,29 +355,26 @@ def check_columns(
             and parameter.kind not in VARIADIC
             and name not in fixed
         ]
-        required += [*_columns_in_arguments(reward), *sorted(getattr(reward.function, "needed_columns", ()))]
-        for name in required:
-            if name == "prompts" and "prompt" not in columns:
-                raise ValueError(
-                    f"The reward {reward.name!r} needs prompts, and {dataset} has no column 'prompt'; add it."
+        for name in [*required, *named, *sorted(getattr(reward.function, "needed_columns", ()))]:
+            problem = None
+            if name in named and (name in PROVIDED or name in fixed):
+                problem = (
+                    f"should read the column {name!r}, but its argument of that name means something else; rename it"
                 )
-            if name == "prompt" or name not in columns and f"{name}s" in PROVIDED:
-                raise ValueError(
-                    f"The reward {reward.name!r} asks for {name!r}, but rewards are called once for many samples; use "
-                    f"'{name}s', a list, and return a list of numbers."
+            elif name == "prompts" and "prompt" not in columns:
+                problem = f"needs prompts, and {dataset} has no column 'prompt'; add it"
+            elif name == "prompt" or name not in columns and f"{name}s" in PROVIDED:
+                problem = (
+                    f"asks for {name!r}, but is called once for many samples; take a list, '{name}s', and return one"
                 )
-            if name not in PROVIDED and name not in columns:
-                raise ValueError(
-                    f"The reward {reward.name!r} needs the column {name!r}, which {dataset} lacks; it has "
-                    f"{', '.join(columns)}."
-                )
-        for name in _columns_in_arguments(reward) if is_marked(reward.function, "reads_text") else []:
-            found = (types or {}).get(name, "string")
-            if "string" not in found and found != "null" and "int" not in found:
-                raise ValueError(
-                    f"The reward {reward.name!r} reads text in the column {name!r}, which holds {found} in {dataset}; "
-                    "in a file, use .jsonl with the texts in quotation marks, in Python dataset.cast_column."
-                )
+            elif name not in PROVIDED and name not in columns:
+                problem = f"needs the column {name!r}, which {dataset} lacks; it has {', '.join(columns)}"
+            elif name in named and is_marked(reward.function, "reads_text"):
+                kind = (types or {}).get(name, "string")
+                if not any(part in kind for part in ("string", "int", "null")):
+                    problem = f"reads text in the column {name!r}, which holds {kind} in {dataset}; cast it to string"
+            if problem is not None:
+                raise ValueError(f"The reward {reward.name!r} {problem}.")
 
 
 def list_columns(reward: Reward) -> set[str]:
@@ -387,7 +401,7 @@ def check_groups(rewards: list[Reward], samples: int, num_generations: int) -> N
 
 def _is_built_in(function: Callable) -> bool:
     """Return whether a call runs code of this package, be it a function or a class's `__call__`."""
-    return str(getattr(_find_code(function), "__module__", "")).startswith(f"{__package__}.")
+    return str(getattr(_entry_point(function), "__module__", "")).startswith(f"{__package__}.")
 
 
 def settable_parameters(function: Callable) -> dict[str, Any]:
@@ -401,27 +415,19 @@ def settable_parameters(function: Callable) -> dict[str, Any]:
 
 
 def _columns_in_arguments(reward: Reward) -> list[str]:
-    given = {**settable_parameters(reward.function), **reward.arguments, **_attributes(reward.function)}
-    return [value for name, value in given.items() if name.endswith("_column") and value is not None]
-
-
-def _check_column_names(reward: Reward) -> None:
-    for name in _columns_in_arguments(reward):
-        if name in PROVIDED or name in reward.fixed:
-            raise ValueError(
-                f"The reward {reward.name!r} should read the column {name!r}, but its argument of that name has "
-                "another meaning; rename the column."
-            )
-
-
-def _attributes(function: Callable) -> dict[str, Any]:
-    """Return the `..._column` attributes of a reward that is an object."""
-    return {key: value for key, value in getattr(function, "__dict__", {}).items() if key.endswith("_column")}
+    """Return the columns that `..._column` arguments of a function or attributes of an object name."""
+    attributes = getattr(reward.function, "__dict__", {})
+    arguments = {**settable_parameters(reward.function), **reward.arguments, **attributes}
+    return [value for name, value in arguments.items() if name.endswith("_column") and value is not None]
 
 
 def is_number(value: Any) -> bool:
     """Return whether a value is an int or a float; a bool counts as neither."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and [*map(is_number, value)] == [True, True]
 
 
 def _make_serializable(value: Any) -> Any:

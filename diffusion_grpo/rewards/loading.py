@@ -1,20 +1,161 @@
-"""Read `reward_funcs`, from YAML or Python, into `Reward`s.
+"""Read `reward_funcs`, from YAML or Python, into `Reward`s; the built-in ones by name, and what they need.
 
-Mistakes (names, arguments and their types) are refused here, before a model is loaded.
+To add a built-in reward, write its function or class and add a line to `REWARDS` and one to `CATALOGUE`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, NamedTuple
 
-from ..config.names import suggest
-from .builtin import get_reward
+from ..config.names import RENAMED_REWARDS, suggest
 from .contract import OPTIONS, TAKEN, VARIADIC, Reward, is_number, reward_name, settable_parameters
+from .geneval import GenEval
+from .models.aesthetic import Aesthetic, NsfwFilter
+from .models.clip import ClipScore, ClipSimilarity, DinoSimilarity, PickScore
+from .models.hpsv2 import HPSv2
+from .models.hpsv3 import HPSv3
+from .models.imagereward import ImageReward
+from .models.videoalign import VideoAlign
+from .ocr import ModelText, tesseract, text
+from .pixels import (
+    brightness,
+    color,
+    colorfulness,
+    flicker,
+    jpeg_compressibility,
+    jpeg_incompressibility,
+    motion,
+    sharpness,
+    smoothness,
+)
+from .server.remote import RemoteReward
+from .server.vlm_judge import UnifiedReward, VlmJudge
+from .similarity import LPIPS, psnr, ssim
+
+REWARDS: dict[str, Callable] = {
+    "text": text,
+    "text_by_model": ModelText,
+    "color": color,
+    "tesseract": tesseract,
+    "brightness": brightness,
+    "jpeg_compressibility": jpeg_compressibility,
+    "jpeg_incompressibility": jpeg_incompressibility,
+    "sharpness": sharpness,
+    "colorfulness": colorfulness,
+    "ssim": ssim,
+    "psnr": psnr,
+    "flicker": flicker,
+    "smoothness": smoothness,
+    "motion": motion,
+    "clip_score": ClipScore,
+    "pickscore": PickScore,
+    "hpsv2": HPSv2,
+    "imagereward": ImageReward,
+    "aesthetic": Aesthetic,
+    "lpips": LPIPS,
+    "dino_similarity": DinoSimilarity,
+    "clip_similarity": ClipSimilarity,
+    "nsfw_filter": NsfwFilter,
+    "geneval": GenEval,
+    "hpsv3": HPSv3,
+    "videoalign": VideoAlign,
+    "vlm_judge": VlmJudge,
+    "unified_reward": UnifiedReward,
+    "remote": RemoteReward,
+}
+
+
+class Entry(NamedTuple):
+    """One built-in reward."""
+
+    measures: str
+    values: str
+    needs: str = ""
+
+
+OCR = 'pip install "diffusion-grpo[ocr]"'
+TARGET = "a column with images"
+
+CATALOGUE: dict[str, Entry] = {
+    "text": Entry("the quoted text can be read in the image (rapidocr, PaddleOCR)", "0 to 1", OCR),
+    "text_by_model": Entry("as text, read by a model of transformers", "0 to 1", "microsoft/trocr-base-printed"),
+    "color": Entry("the writing has the colour that the prompt names", "0 to 1"),
+    "tesseract": Entry("as text, read by Tesseract; meant for evaluation only", "0 to 1", OCR),
+    "brightness": Entry("mean luma", "0 to 1"),
+    "jpeg_compressibility": Entry("1 - bytes as a JPEG / bytes uncompressed", "0 to 1"),
+    "jpeg_incompressibility": Entry("bytes as a JPEG / bytes uncompressed", "above 0"),
+    "sharpness": Entry("variance of the Laplacian of the luma", "0 to 16"),
+    "colorfulness": Entry("Hasler and Suesstrunk's measure", "0 up"),
+    "ssim": Entry("structural similarity to another image", "-1 to 1", TARGET),
+    "psnr": Entry("peak signal-to-noise ratio to another image, in dB", "0 to 100", TARGET),
+    "flicker": Entry("videos: 1 - mean change from frame to frame", "0 to 1"),
+    "smoothness": Entry("videos: 1 - mean distance of a frame to the mean of its neighbours", "0 to 1"),
+    "motion": Entry("videos: mean displacement of blocks, percent of the longer side", "0 to 9"),
+    "clip_score": Entry("100 max(cos, 0) of image and prompt by CLIP", "0 to 100", "openai/clip-vit-large-patch14"),
+    "pickscore": Entry("preferred by users of Pick-a-Pic", "about 15 to 25", "yuvalkirstain/PickScore_v1"),
+    "hpsv2": Entry("preferred by people, Human Preference Score v2.1", "-1 to 1, about 0.2 to 0.35", "xswu/HPSv2"),
+    "imagereward": Entry("preferred by people, mean 0, std 1", "about -2 to 2", "THUDM/ImageReward"),
+    "aesthetic": Entry("LAION's aesthetic score", "about 1 to 10", "trl-lib/ddpo-aesthetic-predictor"),
+    "lpips": Entry("1 - LPIPS distance to another image", "up to 1", f"{TARGET}; AlexNet or VGG-16"),
+    "dino_similarity": Entry("cosine to another image by DINO", "-1 to 1", f"{TARGET}; facebook/dino-vits16"),
+    "clip_similarity": Entry("cosine to another image by CLIP", "-1 to 1", f"{TARGET}; openai/clip-vit-large-patch14"),
+    "nsfw_filter": Entry("1 - probability that it is not safe to show", "0 to 1", "Falconsai/nsfw_image_detection"),
+    "hpsv3": Entry("preferred by people, Human Preference Score v3", "about 0 to 15", "MizzenAI/HPSv3, 16 GB"),
+    "videoalign": Entry(
+        "videos: how well they look, move, fit the prompt, or all", "about -3 to 3", "KwaiVGI/VideoReward"
+    ),
+    "vlm_judge": Entry("what a vision-language model answers to a question", "as asked", "a server with such a model"),
+    "unified_reward": Entry(
+        "UnifiedReward's score", "1 to 5, videos 1 to 10", "a server with CodeGoat24/UnifiedReward-qwen-7b"
+    ),
+    "geneval": Entry("objects, counts, colours and positions are as asked", "0 to 1", "a detector, GenEval's columns"),
+    "remote": Entry("what a reward server answers", "as the reward there", "a running `diffusion-grpo rewards serve`"),
+}
+
+
+def get_reward(reward: str | Callable) -> Callable:
+    """Return the reward of a built-in name or a dotted path (`"my_package.rewards.sharpness"`), or a callable as it
+    is.
+
+    Args:
+        reward: the name, path or callable.
+
+    Raises:
+        ValueError: the name is unknown (the message lists the known ones and suggests the nearest), or the path does
+            not lead to a callable.
+
+    Examples:
+        >>> get_reward("brightness")(images).__class__.__name__
+        'list'
+    """
+    if callable(reward):
+        return reward
+    if reward in REWARDS:
+        return REWARDS[reward]
+    known = ", ".join(REWARDS)
+    module_name, _, attribute = str(reward).rpartition(".")
+    if not module_name:
+        raise ValueError(
+            f"Unknown reward {reward!r}: use one of {known}, a dotted path to a function, or a callable."
+            f"{suggest(RENAMED_REWARDS.get(str(reward), reward), REWARDS)}"
+        )
+    try:
+        function = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"The reward {reward!r} was not found ({error}); name a function that Python can import, such as "
+            "`my_rewards.score` of my_rewards.py in the working directory."
+        ) from error
+    if not callable(function):
+        raise ValueError(f"The reward {reward!r} is a {type(function).__name__}, which cannot be called.")
+    return function
 
 
 def load_rewards(rewards: Any, setting: str = "reward_funcs") -> list[Reward]:
@@ -129,3 +270,28 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, hint) if hint in (str, bool, types.NoneType) else True
+
+
+def check_needs(rewards: Iterable[Reward]) -> None:
+    """Refuse rewards that will not be able to score: a package, a file or a server is missing.
+
+    If a reward's function or object has an attribute `check_needs`, it is called with the reward's arguments and
+    raises OSError, ImportError or ValueError.
+
+    Args:
+        rewards: from [`~diffusion_grpo.rewards.loading.load_rewards`].
+
+    Raises:
+        ValueError: something is missing that a reward needs; the message names the first such reward.
+
+    Examples:
+        >>> check_needs(load_rewards(["brightness", "color"]))  # these need nothing
+    """
+    for reward in rewards:
+        function, arguments = reward.function, reward.arguments
+        while isinstance(function, functools.partial):
+            function, arguments = function.func, {**function.keywords, **arguments}
+        try:
+            getattr(function, "check_needs", dict)(**arguments)
+        except (OSError, ImportError, ValueError) as error:
+            raise ValueError(f"The reward {reward.name!r} cannot score: {error}") from error

@@ -18,7 +18,7 @@ from ..policy.rollout import rollout, run_prefix
 from ..policy.token_process import TokenTrajectory
 from ..policy.trajectory import CleanSamples, Prefix, Trajectory
 from ..report.samples import SampleWriter
-from ..rewards.overlap import RolloutScoring
+from ..rewards.executor import RolloutScoring
 from .buffer import RolloutBuffer, Samples
 from .estimator import AdvantageEstimator, Estimate
 from .order import RolloutOrder, invert

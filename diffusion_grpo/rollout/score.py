@@ -21,10 +21,9 @@ from ..data.prompts import get_prompts
 from ..distributed.backend import DistributedBackend
 from ..media.samples import as_images, copy_value, frame_positions
 from ..rewards import Reward, RewardError
-from ..rewards.answers import Batch
-from ..rewards.calls import Scoring
+from ..rewards.call import Batch, Scoring
 from ..rewards.contract import is_marked
-from ..rewards.overlap import Overlap, RolloutScoring, collect_values, waits_for_all
+from ..rewards.executor import Executor, RolloutScoring, collect_values, waits_for_all
 from .order import RolloutOrder
 from .runtime import Runtime
 
@@ -47,13 +46,13 @@ class RewardScorer:
         rewards: list[Reward],
         *,
         runtime: Runtime,
-        overlap: Overlap,
+        executor: Executor,
         fps: float,
         sampling_rate: int | None,
         state: Callable[[], TrainerState],
         failures: Path,
     ):
-        self.rewards, self._overlap, self._state, self._failures = rewards, overlap, state, failures
+        self.rewards, self._executor, self._state, self._failures = rewards, executor, state, failures
         self._backend, self._monitor = runtime.backend, runtime.monitor
         self._fps, self._sampling_rate = fps, sampling_rate
 
@@ -69,7 +68,7 @@ class RewardScorer:
             chosen = [rows[index] for index in indices]
             return self._scoring(funcs, samples, chosen, [groups[index] for index in indices], latents, indices)
 
-        return RolloutScoring(self.rewards, groups, begin, self._overlap, self._announce)
+        return RolloutScoring(self.rewards, groups, begin, self._executor, self._announce)
 
     def finish_rollout(
         self,
@@ -112,7 +111,7 @@ class RewardScorer:
             places = [first + index for index in indices]
             scoring = self._scoring([funcs[number] for number in numbers], *own, some, places)
             parts.append((indices, numbers, scoring))
-        self._overlap.score([scoring for *_, scoring in parts], self._announce)
+        self._executor.score([scoring for *_, scoring in parts], self._announce)
         values = functools.partial(collect_values, parts, (len(samples), len(funcs)))
         return self._values(values, log_metric, extra, len(samples))
 

@@ -26,7 +26,7 @@ from ..policy.base import Policy
 from ..policy.unguided import find_default_guidance
 from ..report.record import pipeline_tag
 from ..report.samples import SampleWriter
-from ..rewards.overlap import Overlap
+from ..rewards.executor import Executor
 from ..rollout.estimator import AdvantageEstimator
 from ..rollout.generate import RolloutGenerator
 from ..rollout.loader import RolloutLoader
@@ -92,7 +92,7 @@ def build(
     scorer = RewardScorer(
         rewards.trained,
         runtime=runtime,
-        overlap=Overlap(args.overlap_rewards, lambda: policy.draws_globally, lambda: backend.passes_together),
+        executor=Executor(args.overlap_rewards, lambda: policy.draws_globally, lambda: backend.passes_together),
         fps=inputs.fps,
         sampling_rate=rate,
         state=state,

@@ -15,7 +15,7 @@ from ..policy.base import Policy
 from ..policy.rollout import rollout
 from ..policy.trajectory import sample_seed
 from ..rewards import Reward, RewardError
-from ..rewards.overlap import waits_for_all
+from ..rewards.executor import waits_for_all
 from ..rollout.score import RewardScorer, embed_samples, find_embedders, kind_of, make_thumbnails, takes_only_latents
 
 KEPT_BYTES = 2**30  # about the most that the samples of an evaluation take, in each process, until they are scored

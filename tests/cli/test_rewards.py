@@ -4,7 +4,7 @@ import pytest
 
 from diffusion_grpo import cli
 from diffusion_grpo.rewards import REWARDS
-from diffusion_grpo.rewards.catalogue import CATALOGUE
+from diffusion_grpo.rewards.loading import CATALOGUE
 
 
 def test_the_list_names_every_reward(capsys) -> None:

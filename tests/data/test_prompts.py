@@ -16,7 +16,7 @@ from diffusion_grpo.data.prompts import (
     name_datasets,
     read_prompts,
 )
-from diffusion_grpo.rewards.geneval.scoring import read_requirements
+from diffusion_grpo.rewards.geneval import read_requirements
 
 PROMPTS = ["a cat", "snow on the Zugspitze, août", 'the word "RAIN", in red']
 COLORS = ["black", "white", "red"]

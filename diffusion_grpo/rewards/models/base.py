@@ -1,4 +1,4 @@
-"""The base class of all rewards with weights.
+"""The base class of all rewards with weights: the files it reads, loading, batches, and PIL images as its pixels.
 
 The network is loaded at the first call, frozen and in eval mode. It runs without gradients, has its own dtype and
 device, and leaves the run's random state alone. Every process holds the whole network, even under ZeRO-3, which would
@@ -13,12 +13,65 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
+from huggingface_hub import constants, file_exists, hf_hub_download, try_to_load_from_cache
+from PIL import Image, ImageOps
 from torch import Tensor, nn
 
-from ..needs import Source
+from ...media.samples import convert_image
+
+CONFIG = (("config.json",),)
+WEIGHTS = (("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),)
+VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
+VOCABULARIES += ("sentencepiece.bpe.model", "sentencepiece.model", "spm.model")
+TOKENIZER = (VOCABULARIES, ("tokenizer_config.json", "config.json"))
+IMAGE_PROCESSOR = (("preprocessor_config.json", "processor_config.json"),)
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class Source(NamedTuple):
+    """A Hub id, folder or file from which a reward reads files; of alternative names, one is enough."""
+
+    setting: str
+    place: str
+    files: tuple[tuple[str, ...], ...]
+    revision: str = "main"
+
+    def path(self, name: str) -> Path | None:
+        """Return the path of the file with that name on this machine, or None."""
+        place = Path(self.place).expanduser()
+        if place.is_file():
+            return place if place.suffix == Path(name).suffix else None
+        if place.is_dir():
+            return place / name if (place / name).is_file() else None
+        cached = try_to_load_from_cache(self.place, name, revision=self.revision)
+        return Path(cached) if isinstance(cached, str) else None
+
+    def check(self) -> None:
+        """Raise FileNotFoundError if a file is neither on this machine nor on the Hub, or the Hub does not answer.
+
+        The reward itself is loaded only after the first rollout, which a large run reaches late.
+        """
+        place = f"{self.setting}={self.place}"
+        for names in self.files:
+            if any(self.path(name) is not None for name in names):
+                continue
+            wanted = " or ".join(names)
+            if Path(self.place).expanduser().exists():
+                raise FileNotFoundError(f"{place} has no {wanted}; name a folder that has it, or a Hub id.")
+            try:
+                is_there = any(file_exists(self.place, name, revision=self.revision) for name in names)
+            except Exception as error:  # not a Hub id, a gated repository, HF_HUB_OFFLINE, or errors of the network
+                raise FileNotFoundError(
+                    f"{place} is no folder, the cache {constants.HF_HUB_CACHE} lacks {wanted} of its revision "
+                    f"{self.revision}, and the Hub gives none: {' '.join(str(error).split())[:200]}"
+                ) from error
+            if not is_there:
+                raise FileNotFoundError(f"{place} (revision {self.revision}) has no {wanted} on the Hub; correct it.")
 
 
 @dataclasses.dataclass(eq=False)
@@ -159,22 +212,11 @@ def without_sharding() -> Iterator[None]:
 
 
 def weights_path(model: str, filename: str, revision: str = "main") -> Path:
-    """Return the path of `filename` in a folder or a Hub id, or `model` itself if it is a file; download it if
-    needed.
-    """
-    folder = Path(model).expanduser()
-    if folder.is_file():
-        return folder
-    if folder.is_dir():
-        if not (folder / filename).is_file():
-            raise FileNotFoundError(
-                f"The folder {model} contains no {filename}, the file with the reward's weights; give a folder that "
-                "contains it, or a Hub id."
-            )
-        return folder / filename
-    from huggingface_hub import hf_hub_download
-
-    return Path(hf_hub_download(model, filename, revision=revision))
+    """Return the path of `filename` in a folder or on the Hub, downloaded if needed, or `model` if it is a file."""
+    place = Path(model).expanduser()
+    if place.is_file():
+        return place
+    return place / filename if place.is_dir() else Path(hf_hub_download(model, filename, revision=revision))
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -184,8 +226,6 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
         return load_file(path)
     weights = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(weights, dict):
-        raise ValueError(f"{path} holds a {type(weights).__name__}, not a mapping from names to weights.")
     return weights.get("state_dict", weights)
 
 
@@ -196,3 +236,61 @@ def build_model(cls: Any, config: Any, weights: dict[str, Tensor], dtype: torch.
     if any(wrong.values()):
         raise ValueError(f"The checkpoint does not fit {cls.__name__}: {wrong}.")
     return model
+
+
+# Pixels. Scorers were trained with torchvision's transforms, whose rounding is reproduced here with Pillow alone:
+# another resize, or a crop that is off by one pixel, gives another score.
+
+
+def open_image(image: Image.Image | str | Path) -> Image.Image:
+    """Return an image with 8 bits per channel; read one at a path, rotated according to its EXIF data."""
+    if isinstance(image, (str, Path)):
+        with Image.open(image) as file:
+            image = ImageOps.exif_transpose(file)
+    return convert_image(image, None) if isinstance(image, Image.Image) else image
+
+
+def resize_short_side(image: Image.Image, size: int) -> Image.Image:
+    """Resize (bicubic, antialiased) so that the shorter side is `size`; round the longer one down."""
+    width, height = image.size
+    if min(width, height) == size:
+        return image
+    resized = (size, int(size * height / width)) if width <= height else (int(size * width / height), size)
+    return image.resize(resized, Image.Resampling.BICUBIC)
+
+
+def center_crop(image: Image.Image, size: int) -> Image.Image:
+    """Cut out the square in the middle; round half a pixel to even."""
+    left, top = round((image.width - size) / 2), round((image.height - size) / 2)
+    return image.crop((left, top, left + size, top + size))
+
+
+def as_pixels(images: list[Image.Image]) -> Tensor:
+    """Convert images of one size to `(batch, 3, height, width)` float32 in [0, 1]."""
+    pixels = np.stack([np.asarray(image.convert("RGB")) for image in images])
+    return torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
+
+
+def normalize(pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+    """Return `(pixels - mean) / std`, with one mean and one standard deviation per channel."""
+    return (pixels - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
+
+
+def crop_squares(
+    images: list[Image.Image], resize: int, crop: int, mean: tuple[float, ...], std: tuple[float, ...]
+) -> Tensor:
+    """Resize the shorter side to `resize`, cut out the middle and normalise, to `(batch, 3, crop, crop)`."""
+    cut = [center_crop(resize_short_side(image.convert("RGB"), resize), crop) for image in images]
+    return normalize(as_pixels(cut), mean, std)
+
+
+def compare(
+    similarity: Callable[[list, list], list[float]], images: list[Image.Image], targets: list
+) -> list[float | None]:
+    """Return the similarity of each image to its target; None for an image without one.
+
+    `similarity` opens the targets itself, a batch at a time, because all of them may be more than memory holds.
+    """
+    pairs = [(image, target) for image, target in zip(images, targets, strict=True) if target is not None]
+    found = iter(similarity([image for image, _ in pairs], [other for _, other in pairs]))
+    return [None if target is None else next(found) for target in targets]

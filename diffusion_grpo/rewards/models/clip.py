@@ -1,4 +1,4 @@
-"""Rewards by CLIP: how well an image fits the prompt, or how closely it resembles another image.
+"""Rewards by CLIP and DINO: how well an image fits the prompt, or how closely it resembles another image.
 
 Preprocessing, tokens (truncated to the model's 77) and embeddings are those of transformers' port, but always with
 Pillow's resize. If torchvision is installed, transformers would use its resize, which gives other scores.
@@ -11,15 +11,27 @@ from typing import TYPE_CHECKING
 
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..contract import opens_images
-from ..needs import CONFIG, IMAGE_PROCESSOR, TOKENIZER, WEIGHTS, Source
-from .base import ModelReward
-from .pixels import compare, open_image
+from .base import (
+    CONFIG,
+    IMAGE_PROCESSOR,
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    TOKENIZER,
+    WEIGHTS,
+    ModelReward,
+    Source,
+    compare,
+    crop_squares,
+    open_image,
+)
 
 if TYPE_CHECKING:
     from transformers import CLIPModel
+
+RESIZE, CROP = 256, 224  # as in the evaluations of both DINO and DINOv2
 
 
 @dataclasses.dataclass(eq=False)
@@ -123,6 +135,38 @@ class ClipSimilarity(ClipReward):
     def _cosines(self, network: CLIPModel, images: list, others: list) -> Tensor:
         targets = self.encode_images(network, list(map(open_image, others)))
         return (self.encode_images(network, images) * targets).sum(-1)
+
+
+@opens_images
+@dataclasses.dataclass(eq=False)
+class DinoSimilarity(ModelReward):
+    """Cosine between the DINO [CLS] embeddings of an image and of its target in a column.
+
+    This is the metric DINO of DreamBooth (https://arxiv.org/abs/2208.12242), which uses the default model. Images are
+    resized to a shorter side of 256 pixels (bicubic), cropped to 224 and normalised with ImageNet's mean and standard
+    deviation, as in DINO's own evaluation (https://arxiv.org/abs/2104.14294).
+    """
+
+    model: str = "facebook/dino-vits16"
+    target_column: str = "target"
+
+    def sources(self) -> list[Source]:
+        return [Source("model", self.model, CONFIG + WEIGHTS, self.revision)]
+
+    def load(self) -> nn.Module:
+        from transformers import AutoModel
+
+        return AutoModel.from_pretrained(self.model, revision=self.revision, dtype=self.torch_dtype)
+
+    def __call__(self, images: list[Image.Image], **columns) -> list[float | None]:
+        """Return one cosine in [-1, 1] per image: 1 if it equals its target, None if it has none."""
+        return compare(lambda *pairs: self.in_batches(self._cosines, *pairs), images, columns[self.target_column])
+
+    def _cosines(self, network: nn.Module, images: list, others: list) -> Tensor:
+        pixels = crop_squares([*images, *map(open_image, others)], RESIZE, CROP, IMAGENET_MEAN, IMAGENET_STD)
+        states = network(pixels.to(network.device, network.dtype)).last_hidden_state
+        seen, expected = states[:, 0].float().chunk(2)
+        return torch.nn.functional.cosine_similarity(seen, expected)
 
 
 def normalize_features(embeddings: Tensor) -> Tensor:

@@ -14,10 +14,19 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ..needs import CONFIG, TOKENIZER, Source
-from .base import build_model, read_weights, weights_path
+from .base import (
+    CLIP_MEAN,
+    CLIP_STD,
+    CONFIG,
+    TOKENIZER,
+    Source,
+    as_pixels,
+    build_model,
+    normalize,
+    read_weights,
+    weights_path,
+)
 from .clip import ClipReward, normalize_features
-from .pixels import CLIP_MEAN, CLIP_STD, as_pixels, normalize
 
 if TYPE_CHECKING:
     from transformers import CLIPModel

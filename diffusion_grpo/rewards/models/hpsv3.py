@@ -11,8 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ..needs import CONFIG, TOKENIZER, Source
-from .base import ModelReward, read_weights, weights_path
+from .base import CONFIG, TOKENIZER, ModelReward, Source, read_weights, weights_path
 from .qwen_vl import (
     RewardNetwork,
     as_frame,

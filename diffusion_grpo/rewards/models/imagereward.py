@@ -11,10 +11,18 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ..needs import TOKENIZER, Source
 from .aesthetic import build_predictor
-from .base import ModelReward, build_model, read_weights, weights_path
-from .pixels import CLIP_MEAN, CLIP_STD, crop_squares
+from .base import (
+    CLIP_MEAN,
+    CLIP_STD,
+    TOKENIZER,
+    ModelReward,
+    Source,
+    build_model,
+    crop_squares,
+    read_weights,
+    weights_path,
+)
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the raw scores on the authors' data
 TOKENS = 35

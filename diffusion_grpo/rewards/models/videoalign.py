@@ -19,8 +19,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ..needs import CONFIG, TOKENIZER, WEIGHTS, Source
-from .base import ModelReward, read_weights, weights_path
+from .base import CONFIG, TOKENIZER, WEIGHTS, ModelReward, Source, read_weights, weights_path
 from .qwen_vl import (
     RewardNetwork,
     as_frame,

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from ...media.samples import frame_positions
-from ..answers import RewardError
-from ..contract import PROVIDED
-from ..event_loop import run_in_loop
-from ..models.pixels import open_image
-from ..needs import check_package
-from .http import (
+from ..call import RewardError, run_in_loop
+from ..contract import PROVIDED, check_package
+from ..models.base import open_image
+from .wire import (
+    CONTENT_TYPES,
     HEALTH_SECONDS,
     SCORED,
     Answer,
+    Body,
     FailedRequest,
     Slots,
     ask,
@@ -33,8 +33,8 @@ from .http import (
     read_object,
     seconds_to_wait,
     transport_errors,
+    write_request,
 )
-from .wire import CONTENT_TYPES, Body, write_request
 
 if TYPE_CHECKING:
     import httpx2

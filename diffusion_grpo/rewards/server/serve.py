@@ -27,12 +27,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from PIL import Image
 
-from ..answers import RewardError
-from ..calls import score
+from ..call import RewardError, score
 from ..contract import Reward, check_columns, is_marked, list_image_columns
-from .http import SCORED
 from .remote import RemoteReward
-from .wire import CONTENT_TYPES, MAX_PIXELS, WireError, read_request
+from .wire import CONTENT_TYPES, MAX_PIXELS, SCORED, WireError, read_request
 
 logger = logging.getLogger(__name__)
 

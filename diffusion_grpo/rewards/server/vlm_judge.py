@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from PIL import Image
 
 from ...media.samples import frame_positions
-from ..answers import RewardError
-from ..event_loop import run_in_loop
+from ..call import RewardError, run_in_loop
+from ..contract import check_package
 from ..models.qwen_vl import read_template
-from ..needs import check_package
-from .http import (
+from .wire import (
     HEALTH_SECONDS,
     Answer,
     FailedRequest,

@@ -17,8 +17,8 @@ import uvicorn
 from PIL import Image
 
 from diffusion_grpo.rewards import RewardError, check_eval_rewards, check_needs, load_rewards, score
-from diffusion_grpo.rewards.server.http import is_loopback
 from diffusion_grpo.rewards.server.vlm_judge import UnifiedReward, VlmJudge
+from diffusion_grpo.rewards.server.wire import is_loopback
 
 IMAGES = [Image.new("RGB", (8, 6), (shade, 0, 0)) for shade in (10, 20, 30)]
 PROMPTS = ["a fox", "two {braces}", "ä"]

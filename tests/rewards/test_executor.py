@@ -1,12 +1,13 @@
 """Rewards beside the rollout: the same results as after it, whoever is ready first, and what may not be overlapped."""
 
 import asyncio
+import multiprocessing
 import random
 import sqlite3
 import threading
 import time
 import weakref
-from concurrent.futures import wait
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pyarrow.parquet
@@ -17,27 +18,26 @@ from tiny_runs import brightness, logged, trained_weights, trainer_for
 
 from diffusion_grpo.media.samples import as_tensor
 from diffusion_grpo.rewards import RemoteReward, RewardError, batchwise, groupwise, load_rewards, takes_tensors
-from diffusion_grpo.rewards.answers import Batch
-from diffusion_grpo.rewards.calls import Scoring
-from diffusion_grpo.rewards.overlap import Overlap, RolloutScoring
+from diffusion_grpo.rewards.call import Batch, Scoring, run_in_loop
+from diffusion_grpo.rewards.executor import Executor, RolloutScoring
 
 IMAGES = [Image.new("RGB", (8, 8), (shade, shade, shade)) for shade in range(0, 240, 20)]
 GROUPS = [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
 CALLS = [[0, 1, 2, 3], [4, 6, 5, 7], [8, 9, 11, 10]]  # of the pipeline; they cut groups and change the order
 
 
-def rollout(rewards, is_wanted, folder=None, between=lambda: None, overlap=None):
+def rollout(rewards, is_wanted, folder=None, between=lambda: None, executor=None):
     """Values, metrics and columns of a rollout of three calls."""
     rewards, metrics, columns = load_rewards(rewards), [], {}
-    overlap = overlap or Overlap(is_wanted, lambda: False)
-    overlap.is_tried = overlap.is_tried or is_wanted
+    executor = executor or Executor(is_wanted, lambda: False)
+    executor.is_tried = executor.is_tried or is_wanted
 
     def begin(funcs, places, samples, latents):
         rows = {"prompts": [f"prompt {GROUPS[place]}" for place in places], "columns": {"place": places}}
         groups = [GROUPS[place] for place in places]
         return Scoring(funcs, Batch(images=samples, **rows, groups=groups, indices=places))
 
-    with RolloutScoring(rewards, GROUPS, begin, overlap) as scoring:
+    with RolloutScoring(rewards, GROUPS, begin, executor) as scoring:
         for places in CALLS:
             scoring.add(places, [IMAGES[place] for place in places], None)
             between()
@@ -108,7 +108,7 @@ def test_rewards_run_while_the_next_samples_are_made() -> None:
         if not left:
             break
         time.sleep(0.05)
-    assert not left  # the thread ends with the run, whose `Overlap` is gone
+    assert not left  # the thread ends with the run, whose `Executor` is gone
 
 
 def test_failures_are_those_without_overlap(tmp_path) -> None:
@@ -133,7 +133,7 @@ def test_failures_are_those_without_overlap(tmp_path) -> None:
 
 
 def test_the_first_samples_wait_for_a_rollout_that_others_would_wait_in() -> None:
-    seen, overlap = [], Overlap(True, lambda: False, waits_for_rollout=lambda: True)
+    seen, executor = [], Executor(True, lambda: False, waits_for_rollout=lambda: True)
 
     def noted(images, place):
         seen.append((threading.current_thread().name, place))
@@ -145,13 +145,13 @@ def test_the_first_samples_wait_for_a_rollout_that_others_would_wait_in() -> Non
         return Scoring(funcs, Batch(images=samples, **rows, groups=groups, indices=places))
 
     for turn in range(2):
-        with RolloutScoring(load_rewards(noted), GROUPS, begin, overlap) as scoring:
+        with RolloutScoring(load_rewards(noted), GROUPS, begin, executor) as scoring:
             for places in CALLS:
                 scoring.add(places, [IMAGES[place] for place in places], None)
-            assert turn == 1 or not seen and not overlap.is_tried
+            assert turn == 1 or not seen and not executor.is_tried
             scoring.wait()
             assert scoring.result(None, print, print)[:, 0].tolist() == list(range(12)) and scoring.waited == 0.0
-    assert overlap.is_tried and overlap.is_possible
+    assert executor.is_tried and executor.is_possible
     assert [place for _, place in seen[: len(seen) // 2]] == [place for _, place in seen[len(seen) // 2 :]]
     assert {name for name, _ in seen} == {"rewards"}
 
@@ -175,9 +175,9 @@ def test_who_waits_says_for_what() -> None:
     def begin(funcs, places, samples, latents):
         return Scoring(funcs, Batch(images=samples, prompts=[""] * len(places), indices=places))
 
-    overlap = Overlap(True, lambda: False)
-    overlap.is_tried = True
-    with RolloutScoring(load_rewards([quick, awaited]), GROUPS, begin, overlap, announce) as scoring:
+    executor = Executor(True, lambda: False)
+    executor.is_tried = True
+    with RolloutScoring(load_rewards([quick, awaited]), GROUPS, begin, executor, announce) as scoring:
         scoring.add(list(range(12)), IMAGES, None)
         scoring.wait()
     assert named[-1] == "awaited"
@@ -188,19 +188,13 @@ def test_a_reward_is_named_before_it_begins() -> None:
     named = []
 
     def deadly(images):
-        assert named == ["deadly"]
+        assert named[0] == "deadly"
         return [0.0] * len(images)
-
-    class Eager(Overlap):
-        def submit(self, scoring):
-            done = super().submit(scoring)
-            wait([done])  # the reward is over before the run goes on
-            return done
 
     batch = Batch(images=IMAGES, prompts=[""] * len(IMAGES), indices=list(range(len(IMAGES))))
     scoring = Scoring(load_rewards([deadly]), batch)
-    Eager(True, lambda: False).score([scoring], named.append)
-    assert scoring.values().sum() == 0
+    Executor(True, lambda: False).score([scoring], named.append)
+    assert scoring.values()[0].sum() == 0
 
 
 def test_calls_of_one_reward_share_its_requests(monkeypatch) -> None:
@@ -237,7 +231,7 @@ def test_tensors_made_for_rewards_do_not_outlive_their_calls(is_wanted, monkeypa
         made.append(weakref.ref(tensor))
         return tensor
 
-    monkeypatch.setattr("diffusion_grpo.rewards.answers.as_tensor", make)
+    monkeypatch.setattr("diffusion_grpo.rewards.call.as_tensor", make)
 
     @takes_tensors
     def plain(images):
@@ -254,13 +248,13 @@ def test_tensors_made_for_rewards_do_not_outlive_their_calls(is_wanted, monkeypa
         assert made[-1]() is not None  # of all groups of these samples
         return images.mean((1, 2, 3, 4))
 
-    rewards, overlap = load_rewards([plain, waiting, grouped]), Overlap(is_wanted, lambda: False)
-    overlap.is_tried = True
+    rewards, executor = load_rewards([plain, waiting, grouped]), Executor(is_wanted, lambda: False)
+    executor.is_tried = True
 
     def begin(funcs, places, samples, latents):
         return Scoring(funcs, Batch(images=samples, prompts=[str(GROUPS[place]) for place in places]))
 
-    with RolloutScoring(rewards, GROUPS, begin, overlap) as scoring:
+    with RolloutScoring(rewards, GROUPS, begin, executor) as scoring:
         for places in CALLS:
             scoring.add(places, [IMAGES[place] for place in places], None)
         scoring.wait()
@@ -286,8 +280,8 @@ def test_what_draws_random_numbers_is_not_overlapped(caplog) -> None:
 
     found = []
     for is_wanted in (True, False):
-        overlap = Overlap(is_wanted, lambda: False)
-        overlap.is_tried = False
+        executor = Executor(is_wanted, lambda: False)
+        executor.is_tried = False
         torch.manual_seed(0)
         values = []
         for _ in range(2):
@@ -298,7 +292,7 @@ def test_what_draws_random_numbers_is_not_overlapped(caplog) -> None:
             def begin(funcs, places, samples, latents):
                 return Scoring(funcs, Batch(images=samples, prompts=[""] * len(places), indices=places))
 
-            with RolloutScoring(rewards, GROUPS, begin, overlap) as scoring:
+            with RolloutScoring(rewards, GROUPS, begin, executor) as scoring:
                 for places in CALLS:
                     scoring.add(places, [IMAGES[place] for place in places], None)
                 scoring.wait()
@@ -307,7 +301,7 @@ def test_what_draws_random_numbers_is_not_overlapped(caplog) -> None:
         found.append(torch.stack(values))
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
     assert "a reward draws from torch's global generator" in caplog.text
-    pipeline = Overlap(True, lambda: True)
+    pipeline = Executor(True, lambda: True)
     assert not pipeline.is_possible and "the pipeline draws" in pipeline.reason
 
 
@@ -340,11 +334,11 @@ def test_a_run_is_the_same_with_and_without_overlap_and_whatever_rewards_do(tmp_
 
     made = []
 
-    def make_overlap(*args):
-        made.append(Overlap(*args))
+    def make_executor(*args):
+        made.append(Executor(*args))
         return made[-1]
 
-    monkeypatch.setattr("diffusion_grpo.training.build.Overlap", make_overlap)
+    monkeypatch.setattr("diffusion_grpo.training.build.Executor", make_executor)
     runs = {}
     for name, rewards, overlap_rewards in (
         ("beside", {brightness: 1, ranked: 0.1}, True),
@@ -414,8 +408,8 @@ def test_ordinary_rewards_keep_their_thread_in_rollouts_and_evaluations(is_overl
 
 def test_a_failed_rollout_leaves_the_thread_to_the_next_one():
     """What is queued or awaited is dropped, and the next rollout does not wait for it."""
-    overlap, begun, let_go, later = Overlap(True, lambda: False), threading.Event(), threading.Event(), []
-    overlap.is_tried = True
+    executor, begun, let_go, later = Executor(True, lambda: False), threading.Event(), threading.Event(), []
+    executor.is_tried = True
 
     def slow_reward(images, place):
         begun.set()
@@ -426,13 +420,13 @@ def test_a_failed_rollout_leaves_the_thread_to_the_next_one():
     def begin(funcs, places, samples, latents):
         return Scoring(funcs, Batch(images=samples, prompts=[""] * len(places), columns={"place": places}))
 
-    with pytest.raises(KeyboardInterrupt), RolloutScoring(load_rewards(slow_reward), GROUPS, begin, overlap) as one:
+    with pytest.raises(KeyboardInterrupt), RolloutScoring(load_rewards(slow_reward), GROUPS, begin, executor) as one:
         for places in CALLS:
             one.add(places, [IMAGES[place] for place in places], None)
         assert begun.wait(10)
         raise KeyboardInterrupt
     let_go.set()
-    assert rollout([shade], True, overlap=overlap)[0].shape == (12, 1)
+    assert rollout([shade], True, executor=executor)[0].shape == (12, 1)
     assert len(later) == 1  # the one that had begun
 
 
@@ -443,7 +437,59 @@ def test_samples_count_as_unscored_only_if_no_reward_scored_them(monkeypatch) ->
         return [None] * len(images)
 
     seen = []
-    monkeypatch.setattr("diffusion_grpo.rewards.overlap.warn_of_unscored", seen.append)
+    monkeypatch.setattr("diffusion_grpo.rewards.executor.warn_of_unscored", seen.append)
     rollout([absent, share], is_wanted=True)
     [values] = seen
     assert values[:, 0].isnan().all() and not values[:, 1].isnan().any()
+
+
+async def find_place() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
+    await asyncio.sleep(0)
+    return asyncio.get_running_loop(), threading.current_thread()
+
+
+def test_all_threads_share_a_loop_in_a_thread_of_its_own():
+    with ThreadPoolExecutor(4) as pool:
+        places = [future.result(10) for future in pool.map(lambda _: run_in_loop(find_place()), range(8))]
+    places.append(run_in_loop(find_place()).result(10))
+    assert len(set(places)) == 1
+    assert places[0][1].daemon and places[0][1] is not threading.current_thread()
+
+
+def test_it_works_where_a_loop_runs_already():
+    """As in a notebook."""
+
+    async def cell():
+        return run_in_loop(find_place()).result(10)[0], asyncio.get_running_loop()
+
+    inner, outer = asyncio.run(cell())
+    assert inner is not outer
+
+
+def test_no_gradients_are_kept_and_a_failure_leaves_the_loop_alone():
+    async def fail():
+        assert not torch.is_grad_enabled()
+        raise ConnectionError("gone")
+
+    before = run_in_loop(find_place()).result(10)
+    with pytest.raises(ConnectionError, match="gone"):
+        run_in_loop(fail()).result(10)
+    assert run_in_loop(find_place()).result(10) == before
+    assert torch.is_grad_enabled()
+
+
+def _answer_in_child(answers) -> None:
+    answers.put(run_in_loop(asyncio.sleep(0, "child")).result(10))
+
+
+def test_a_forked_process_gets_a_loop_of_its_own():
+    """The thread of the parent's loop does not exist there."""
+    run_in_loop(find_place()).result(10)
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    child = context.Process(target=_answer_in_child, args=(answers,))
+    child.start()
+    child.join(30)
+    is_alive = child.is_alive()
+    child.kill()
+    assert not is_alive and child.exitcode == 0 and answers.get() == "child"

@@ -1,4 +1,4 @@
-"""GenEval's rules: whether the detected objects meet the requirements of a prompt, and if not, why.
+"""The reward `geneval`: whether the detected objects meet the requirements of a prompt, and if not, why.
 
 After Ghosh et al. 2023, "GenEval: an object-focused framework for evaluating text-to-image alignment"
 (https://huggingface.co/papers/2310.11513): its six tasks (single object, two objects, counting, colours, position,
@@ -11,31 +11,138 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal
 
-import numpy as np
 from PIL import Image
 
+from .geneval_detectors import ClipColors, Detection, TransformersDetector, name_pixel_colors
+from .models.base import ModelReward
 
-@dataclasses.dataclass(frozen=True)
-class Detection:
-    """One object that a detector found.
+COUNTING = "counting"  # the task that requires a higher score of detections
 
-    Attributes:
-        label: class, as the requirements name it.
-        score: confidence in [0, 1].
-        box: (left, top, right, bottom) in pixels.
-        mask: bool array `(height, width)` over the whole image, or None.
 
-    Examples:
-        >>> Detection("dog", 0.9, (0, 0, 32, 16)).label
-        'dog'
+class GenEval:
+    """GenEval's reward: 1 if an image shows everything that its prompt requires, else 0.
+
+    The dataset has GenEval's columns `include`, `exclude` and `tag` (lists, or the same as JSON), or one column
+    `metadata` with a mapping of them. `include` is a list of `{"class", "count"}`, with `"color"` and `"position":
+    [relation, index of the other entry]` where required. `exclude` is a list of `{"class", "count"}`: there must be
+    fewer than that. A row without requirements gets `None`. Rewards with equal settings are equal, so a reward may be
+    both trained on and evaluated.
     """
 
-    label: str
-    score: float
-    box: tuple[float, float, float, float]
-    mask: np.ndarray | None = None
+    def __init__(
+        self,
+        detector: str | Callable,
+        colors: str = "pixels",
+        partial: bool = False,
+        min_score: float = 0.3,
+        min_score_counting: float = 0.9,
+        max_objects: int = 16,
+        max_overlap: float = 1.0,
+        margin: float = 0.1,
+        device: str | None = None,
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        revision: str = "main",
+        colors_revision: str = "main",
+        offload: bool = False,
+        score: Literal["correct", "partial", "dense"] = "correct",
+    ):
+        for name, value in (
+            ("min_score", min_score),
+            ("min_score_counting", min_score_counting),
+            ("max_overlap", max_overlap),
+        ):
+            if not 0 <= value <= 1:
+                raise ValueError(f"geneval: {name} is {value}; it must lie in [0, 1].")
+        if score not in ("correct", "partial", "dense"):
+            raise ValueError(f"geneval: score is {score!r}; use correct, partial or dense.")
+        if partial and score == "dense":
+            raise ValueError("geneval: partial and score: dense are both set; leave one of them out.")
+        self.score = "partial" if partial else score
+        self.detector, self.colors, self.device = detector, colors, device
+        self.min_score, self.min_score_counting = min_score, min_score_counting
+        self.max_objects, self.max_overlap, self.margin = max_objects, max_overlap, margin
+        self.dtype, self.revision, self.colors_revision, self.offload = dtype, revision, colors_revision, offload
+
+    def settings(self) -> dict[str, Any]:
+        """Return all settings by name."""
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.settings() == other.settings()
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.colors))
+
+    def __call__(self, images: list[Image.Image], **columns) -> list[float | None]:
+        """Return one score per image; see the class."""
+        rows = [read_requirements(columns, row) for row in range(len(images))]
+        labels = [tuple(sorted({part["class"] for part in row["include"] + row["exclude"]})) for row in rows]
+        scores: list[float | None] = [None] * len(images)
+        for model in self._models:  # including models that these rows do not use: see `load_once`
+            model.load_once()
+        try:
+            self._score_images(images, rows, labels, scores)
+        finally:
+            self._rest()
+        return scores
+
+    def check_needs(self) -> None:
+        """Raise FileNotFoundError or ImportError if the detector, or CLIP for colours, cannot be loaded."""
+        for model in self._models:
+            model.check_needs()
+
+    def _score_images(self, images: list[Image.Image], rows: list[dict], labels: list[tuple], scores: list) -> None:
+        # ask a zero-shot detector only for the classes in the image's own prompt, not others in the batch
+        for asked in sorted(set(labels) - {()}):
+            places = [row for row, own in enumerate(labels) if own == asked]
+            found = self._detect([images[row] for row in places], list(asked))
+            for row, detections in zip(places, found, strict=True):
+                scores[row] = self._value(images[row], detections, rows[row])
+
+    def _value(self, image: Image.Image, detections: list[Detection], wanted: dict[str, Any]) -> float:
+        if self.score == "dense":
+            objects = self._objects(detections, wanted)
+            return dense_score(objects, wanted["include"], lambda *what: self._name(image, *what), self.margin)
+        verdict = self.verdict(image, detections, wanted)
+        return verdict.share if self.score == "partial" else float(verdict.is_correct)
+
+    def _rest(self) -> None:
+        """Offload the models once, after the last of their many calls."""
+        if self.offload:
+            for model in self._models:
+                model.rest()
+
+    def verdict(self, image: Image.Image, detections: list[Detection], wanted: dict[str, Any]) -> Verdict:
+        """Check one image's detections against its requirements."""
+        objects = self._objects(detections, wanted)
+        return check_objects(
+            objects, wanted["include"], wanted["exclude"], lambda *what: self._name(image, *what), self.margin
+        )
+
+    def _objects(self, detections: list[Detection], wanted: dict[str, Any]) -> dict[str, list[Detection]]:
+        least = self.min_score_counting if wanted["tag"] == COUNTING else self.min_score
+        return group_by_class(detections, least, self.max_objects, self.max_overlap)
+
+    @property
+    def _models(self) -> list[ModelReward]:
+        """The detector and the model that names colours, if they have weights."""
+        return [model for model in (self._detect, self._name) if isinstance(model, ModelReward)]
+
+    @cached_property
+    def _detect(self) -> Callable:
+        if callable(self.detector):
+            return self.detector
+        least = min(self.min_score, self.min_score_counting)
+        return TransformersDetector(self.detector, self.device, self.dtype, revision=self.revision, min_score=least)
+
+    @cached_property
+    def _name(self) -> Callable:
+        if self.colors == "pixels":
+            return name_pixel_colors
+        return ClipColors(self.colors, self.device, self.dtype, revision=self.colors_revision)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,54 +313,3 @@ def dense_score(
             parts += [1.0] if holds else [0.0] if others is None else [0.0, 1.0]
         matched.append(found if holds else None)
     return sum(parts) / len(parts) if parts else 0.0
-
-
-# typical sRGB values of the named colours
-NAMED = {
-    "red": (215, 30, 35),
-    "orange": (245, 140, 20),
-    "yellow": (245, 225, 45),
-    "green": (40, 150, 60),
-    "blue": (40, 80, 210),
-    "purple": (130, 50, 170),
-    "pink": (245, 150, 190),
-    "brown": (120, 75, 40),
-    "black": (20, 20, 20),
-    "white": (245, 245, 245),
-}
-
-
-def name_pixel_colors(image: Image.Image, objects: list[Detection], label: str) -> list[str]:
-    """Return the named colour nearest (in CIELAB) to the median colour of each object.
-
-    The median is taken in the object's mask, or else in the middle of its box; "" if that lies outside the image.
-    """
-    pixels, names = np.asarray(image.convert("RGB")), list(NAMED)
-    known = _lab(np.array(list(NAMED.values())))
-    found = []
-    for detection in objects:
-        left, top, right, bottom = detection.box
-        width, height = (right - left) / 4, (bottom - top) / 4
-        rows, columns = _pixels_between(top + height, bottom - height), _pixels_between(left + width, right - width)
-        inside = pixels[rows, columns].reshape(-1, 3) if detection.mask is None else pixels[detection.mask]
-        if not len(inside):
-            found.append("")
-            continue
-        distance = np.linalg.norm(known - _lab(np.median(inside, axis=0)), axis=1)
-        found.append(names[int(distance.argmin())])
-    return found
-
-
-def _pixels_between(low: float, high: float) -> slice:
-    """Return the slice from `low` to `high`: at least one pixel, but none that lies before the first."""
-    return slice(max(0, int(low)), max(0, int(low) + 1, math.ceil(high)))
-
-
-def _lab(rgb: np.ndarray) -> np.ndarray:
-    """Convert sRGB in 0 to 255, `(..., 3)`, to CIELAB under D65 (IEC 61966-2-1, CIE 15)."""
-    linear = rgb / 255
-    linear = np.where(linear <= 0.04045, linear / 12.92, ((linear + 0.055) / 1.055) ** 2.4)
-    to_xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
-    xyz = linear @ np.array(to_xyz).T / (0.9505, 1.0, 1.089)
-    f = np.where(xyz > (6 / 29) ** 3, np.cbrt(xyz), xyz / (3 * (6 / 29) ** 2) + 4 / 29)
-    return np.stack([116 * f[..., 1] - 16, 500 * (f[..., 0] - f[..., 1]), 200 * (f[..., 1] - f[..., 2])], axis=-1)

@@ -1,17 +1,78 @@
-"""LPIPS against its formula, written out in float64, from files with the names of torchvision's and the authors'."""
+"""The rewards `ssim`, `psnr` and `lpips`, against formulas."""
 
 import urllib.error
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from formulas import scored, tensor64
 from huggingface_hub import constants
-from PIL import Image
-from plain_images import save_turned
+from PIL import Image, ImageFilter
+from plain_images import flat, noise, save_turned
 from tiny_scorers import IMAGES, PROMPTS
 
-from diffusion_grpo.rewards import load_rewards, score
+from diffusion_grpo.rewards import REWARDS, RewardError, load_rewards, score
+
+
+def reference_ssim(x: np.ndarray, y: np.ndarray) -> float:
+    """The formula window by window, as in the paper."""
+    offsets = np.arange(11) - 5
+    window = np.exp(-(offsets[:, None] ** 2 + offsets[None] ** 2) / (2 * 1.5**2))
+    window /= window.sum()
+    c1, c2, values = (0.01 * 255) ** 2, (0.03 * 255) ** 2, []
+    for top in range(x.shape[0] - 10):
+        for left in range(x.shape[1] - 10):
+            a, b = x[top : top + 11, left : left + 11], y[top : top + 11, left : left + 11]
+            mean_a, mean_b = (window * a).sum(), (window * b).sum()
+            var_a, var_b = (window * (a - mean_a) ** 2).sum(), (window * (b - mean_b) ** 2).sum()
+            cov = (window * (a - mean_a) * (b - mean_b)).sum()
+            values.append(
+                (2 * mean_a * mean_b + c1) * (2 * cov + c2) / ((mean_a**2 + mean_b**2 + c1) * (var_a + var_b + c2))
+            )
+    return float(np.mean(values))
+
+
+def test_ssim_is_the_published_formula() -> None:
+    image = noise().filter(ImageFilter.GaussianBlur(1))
+    other = image.filter(ImageFilter.GaussianBlur(2))
+    luma, smooth = (np.asarray(p.convert("L"), dtype=np.float64) for p in (image, other))
+    wanted = reference_ssim(luma, smooth)
+    assert 0 < wanted < 0.95
+    targets = [other, image, noise(), None]
+    values = REWARDS["ssim"](images=[image] * 4, target=targets)
+    assert values[:2] == pytest.approx([wanted, 1], abs=1e-12) and values[2] < 0.3 and values[3] is None
+    (grey,) = REWARDS["ssim"](images=[flat(100)], goal=[flat(150)], target_column="goal")
+    assert grey == pytest.approx((2 * 100 * 150 + 6.5025) / (100**2 + 150**2 + 6.5025))
+
+
+def test_psnr_of_known_errors() -> None:
+    values = REWARDS["psnr"](images=[flat(100)] * 4, target=[flat(101), flat(110), flat(100), None])
+    assert values == [pytest.approx(48.1308, abs=1e-4), pytest.approx(28.1308, abs=1e-4), 100.0, None]
+
+
+@pytest.mark.parametrize("name", ["ssim", "psnr"])
+def test_a_target_may_be_a_file_of_another_size(name, tmp_path) -> None:
+    image = noise().filter(ImageFilter.GaussianBlur(3))
+    image.resize((64, 48), Image.Resampling.LANCZOS).save(tmp_path / "large.png")
+    (near,) = REWARDS[name](images=[image], target=[str(tmp_path / "large.png")])
+    (far,) = REWARDS[name](images=[image], target=[noise()])
+    assert near > far and near > {"ssim": 0.98, "psnr": 35}[name]
+
+
+@pytest.mark.parametrize("name", ["ssim", "psnr"])
+def test_a_target_in_a_file_is_turned_upright(name, tmp_path) -> None:
+    """As `datasets.Image` does with targets in a typed column."""
+    image = noise()
+    values = REWARDS[name](images=[image] * 2, target=[save_turned(image, tmp_path / "turned.png"), image])
+    assert values[0] == values[1]
+
+
+def test_ssim_refuses_what_is_smaller_than_its_window() -> None:
+    tiny = flat(1, (10, 24))
+    with pytest.raises(RewardError, match="at least 11 x 11 pixels, got 10 x 24"):
+        score([REWARDS["ssim"]], images=[tiny], prompts=["a"], columns={"target": [tiny]})
+
 
 ALEX = {0: (64, 3, 11), 3: (192, 64, 5), 6: (384, 192, 3), 8: (256, 384, 3), 10: (256, 256, 3)}
 VGG_PLACES = (0, 2, 5, 7, 10, 12, 14, 17, 19, 21, 24, 26, 28)
@@ -87,8 +148,13 @@ def test_lpips(tmp_path, net) -> None:
 
 
 def test_it_is_loaded_at_the_first_call_even_without_a_target(tmp_path) -> None:
-    with pytest.raises(FileNotFoundError, match="alexnet"):  # the folder is empty
-        scored("lpips", {"model": str(tmp_path), "net": "alex"}, IMAGES[:1], PROMPTS[:1], target=[None])
+    with pytest.raises(RewardError, match="alexnet"):  # the folder is empty
+        score(
+            load_rewards({"lpips": {"model": str(tmp_path)}}),
+            images=IMAGES[:1],
+            prompts=["a"],
+            columns={"target": [None]},
+        )
 
 
 @torch.no_grad()
@@ -114,7 +180,7 @@ def test_lpips_downloads_the_official_files_once(tmp_path, monkeypatch) -> None:
 
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
     monkeypatch.setattr(torch.hub, "download_url_to_file", download)
-    with pytest.raises(RuntimeError, match="alexnet-owt-7be5be79.pth, which is not at .* HF_HUB_OFFLINE is set"):
+    with pytest.raises(RuntimeError, match="alexnet-owt-7be5be79.pth.*HF_HUB_OFFLINE"):
         score(load_rewards("lpips"), images=IMAGES[:1], prompts=PROMPTS[:1], columns={"target": IMAGES[:1]})
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     for _ in range(2):

@@ -1,20 +1,17 @@
-"""transformers' detectors and CLIP behind GenEval, on tiny random models of the real classes: what comes out fits."""
+"""GenEval with detectors of transformers, and CLIP for colours."""
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers as tf
-from huggingface_hub import constants
 from PIL import Image
 from tiny_pipelines import clip_tokenizer
 from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled, unset_hf_deepspeed_config
 from transformers.utils import ModelOutput
 
-from diffusion_grpo.rewards.geneval.detectors import ClipColors, TransformersDetector
-from diffusion_grpo.rewards.geneval.reward import GenEval
-from diffusion_grpo.rewards.geneval.scoring import NAMED, Detection
+from diffusion_grpo.rewards.geneval import GenEval
+from diffusion_grpo.rewards.geneval_detectors import NAMED, ClipColors, Detection, TransformersDetector
 from diffusion_grpo.rewards.models.base import ModelReward
 
 SIZES = [(64, 48), (40, 64)]
@@ -136,29 +133,6 @@ def test_what_is_no_detector_is_refused(tmp_path) -> None:
     tf.EomtConfig().save_pretrained(tmp_path)  # of which transformers gives no masks that overlap
     with pytest.raises(ValueError, match="is a eomt, which is not a supported detector"):
         TransformersDetector(str(tmp_path))(IMAGES, ["cat"])
-
-
-@pytest.mark.parametrize(
-    ("model", "needs_scipy"),
-    [
-        ("google/owlv2-base-patch16-ensemble", True),
-        ("facebook/mask2former-swin-small-coco-instance", True),
-        ("Owner/MaskFormer-Swin", True),
-        ("google/owlvit-base-patch32", False),
-        ("facebook/detr-resnet-50", False),
-    ],
-)
-def test_a_detector_that_is_not_downloaded_yet_is_refused_without_scipy(model, needs_scipy, tmp_path, monkeypatch):
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    detector = TransformersDetector(model)
-    detector.check_needs()
-    monkeypatch.setitem(sys.modules, "scipy", None)
-    if not needs_scipy:
-        detector.check_needs()
-        return
-    with pytest.raises(ImportError, match=r"scipy is not installed; .*`pip install .diffusion-grpo\[rewards\]"):
-        detector.check_needs()
 
 
 SIDE = 64

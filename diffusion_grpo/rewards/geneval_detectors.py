@@ -1,8 +1,9 @@
-"""GenEval's models: object detectors from transformers, and CLIP for colours."""
+"""GenEval's models: object detectors from transformers, and CLIP or the pixels themselves for colours."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,9 @@ import torch
 from PIL import Image
 from torch import nn
 
-from ..models.base import ModelReward
-from ..models.clip import normalize_features
-from ..needs import CONFIG, IMAGE_PROCESSOR, TOKENIZER, WEIGHTS, Source, check_package
-from .scoring import NAMED, Detection
+from .contract import check_package
+from .models.base import CONFIG, IMAGE_PROCESSOR, TOKENIZER, WEIGHTS, ModelReward, Source
+from .models.clip import normalize_features
 
 PHRASES = ("a photo of a {color} {label}", "a photo of a {color}-colored {label}", "a photo of a {color} object")
 NEED_SCIPY = ("owlv2", "maskformer", "mask2former")  # transformers needs it to load or call these
@@ -32,6 +32,40 @@ SYNONYMS = (  # names of one class: GenEval's, COCO's, and those in `id2label` o
     ("donut", "doughnut"),
     ("hair drier", "hair dryer"),
 )
+# typical sRGB values of the named colours
+NAMED = {
+    "red": (215, 30, 35),
+    "orange": (245, 140, 20),
+    "yellow": (245, 225, 45),
+    "green": (40, 150, 60),
+    "blue": (40, 80, 210),
+    "purple": (130, 50, 170),
+    "pink": (245, 150, 190),
+    "brown": (120, 75, 40),
+    "black": (20, 20, 20),
+    "white": (245, 245, 245),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Detection:
+    """One object that a detector found.
+
+    Attributes:
+        label: class, as the requirements name it.
+        score: confidence in [0, 1].
+        box: (left, top, right, bottom) in pixels.
+        mask: bool array `(height, width)` over the whole image, or None.
+
+    Examples:
+        >>> Detection("dog", 0.9, (0, 0, 32, 16)).label
+        'dog'
+    """
+
+    label: str
+    score: float
+    box: tuple[float, float, float, float]
+    mask: np.ndarray | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -53,24 +87,15 @@ class TransformersDetector(ModelReward):
         return [Source("detector", self.model, CONFIG + WEIGHTS + IMAGE_PROCESSOR, self.revision)]
 
     def check_needs(self) -> None:
-        """Also raise ValueError if the model is no detector, and ImportError if it needs a missing package.
-
-        Both are determined from `config.json`. If that is not on this machine yet, only scipy is checked, for families
-        whose name occurs in the Hub id.
-        """
+        """Also raise ValueError if the model is no detector, and ImportError if it needs a missing package."""
         super().check_needs()
-        (source,) = self.sources()
-        if (path := source.path("config.json")) is None:
-            if any(name in self.model.lower() for name in NEED_SCIPY):
-                _check_scipy()
-            return
         from transformers import AutoConfig
 
-        config = AutoConfig.from_pretrained(path.parent)
+        config = AutoConfig.from_pretrained(self.model, revision=self.revision)
         if self._family(config) == "zero-shot":
-            source._replace(files=TOKENIZER).check()
+            self.sources()[0]._replace(files=TOKENIZER).check()
         if config.model_type in NEED_SCIPY:
-            _check_scipy()
+            check_package("scipy", 'pip install "diffusion-grpo[rewards]"')
         if getattr(getattr(config, "backbone_config", None), "model_type", None) == "timm_backbone":
             check_package("timm", "pip install timm")
 
@@ -222,10 +247,6 @@ class ClipColors(ModelReward):
         return self._known[label].to(network.device)
 
 
-def _check_scipy() -> None:
-    check_package("scipy", 'pip install "diffusion-grpo[rewards]"')
-
-
 def _outputs(network: nn.Module, inputs: Any) -> Any:
     """Call the network, and return its outputs in float32 on the CPU.
 
@@ -272,3 +293,39 @@ def _crop(image: Image.Image, detection: Detection) -> Image.Image:
         image = Image.composite(image, blank, Image.fromarray((detection.mask * 255).astype(np.uint8)))
     left, top, right, bottom = (round(side) for side in detection.box)
     return image.crop((left, top, max(right, left + 1), max(bottom, top + 1)))
+
+
+def name_pixel_colors(image: Image.Image, objects: list[Detection], label: str) -> list[str]:
+    """Return the named colour nearest (in CIELAB) to the median colour of each object.
+
+    The median is taken in the object's mask, or else in the middle of its box; "" if that lies outside the image.
+    """
+    pixels, names = np.asarray(image.convert("RGB")), list(NAMED)
+    known = _lab(np.array(list(NAMED.values())))
+    found = []
+    for detection in objects:
+        left, top, right, bottom = detection.box
+        width, height = (right - left) / 4, (bottom - top) / 4
+        rows, columns = _pixels_between(top + height, bottom - height), _pixels_between(left + width, right - width)
+        inside = pixels[rows, columns].reshape(-1, 3) if detection.mask is None else pixels[detection.mask]
+        if not len(inside):
+            found.append("")
+            continue
+        distance = np.linalg.norm(known - _lab(np.median(inside, axis=0)), axis=1)
+        found.append(names[int(distance.argmin())])
+    return found
+
+
+def _pixels_between(low: float, high: float) -> slice:
+    """Return the slice from `low` to `high`: at least one pixel, but none that lies before the first."""
+    return slice(max(0, int(low)), max(0, int(low) + 1, math.ceil(high)))
+
+
+def _lab(rgb: np.ndarray) -> np.ndarray:
+    """Convert sRGB in 0 to 255, `(..., 3)`, to CIELAB under D65 (IEC 61966-2-1, CIE 15)."""
+    linear = rgb / 255
+    linear = np.where(linear <= 0.04045, linear / 12.92, ((linear + 0.055) / 1.055) ** 2.4)
+    to_xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    xyz = linear @ np.array(to_xyz).T / (0.9505, 1.0, 1.089)
+    f = np.where(xyz > (6 / 29) ** 3, np.cbrt(xyz), xyz / (3 * (6 / 29) ** 2) + 4 / 29)
+    return np.stack([116 * f[..., 1] - 16, 500 * (f[..., 0] - f[..., 1]), 200 * (f[..., 1] - f[..., 2])], axis=-1)

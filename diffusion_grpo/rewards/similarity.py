@@ -1,25 +1,28 @@
-"""The reward `lpips`: 1 - the perceptual distance to an image in a column.
+"""The rewards `ssim`, `psnr` and `lpips`: how closely an image resembles a target in a dataset column.
 
-The features are those of torchvision's AlexNet or VGG-16. The layers are rebuilt here under torchvision's names, so
-that the official weights load without torchvision.
+The target is a PIL image or a path. If its size differs, it is resized (Lanczos) to the sample's.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import urllib.error
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
+from huggingface_hub import constants
 from PIL import Image
 from torch import Tensor, nn
 
-from ..contract import opens_images
-from ..needs import Source
-from .base import ModelReward, read_weights, weights_path
-from .pixels import as_pixels, compare, open_image
+from ..media.samples import convert_image
+from .contract import opens_images
+from .models.base import ModelReward, Source, as_pixels, compare, open_image, read_weights, weights_path
 
+WINDOW, SIGMA = 11, 1.5  # the Gaussian window of SSIM: side and standard deviation in pixels
+K1, K2 = 0.01, 0.03
+
+# LPIPS. The layers are rebuilt here under torchvision's names, so that the official weights load without torchvision.
 SHIFT, SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)
 SMALLEST = 32  # pixels; on smaller images, a network's last feature maps are empty
 FEATURES = {"alex": "alexnet-owt-7be5be79.pth", "vgg": "vgg16-397923af.pth"}
@@ -28,6 +31,65 @@ OFFICIAL = {
     "linear": "https://raw.githubusercontent.com/richzhang/PerceptualSimilarity/master/lpips/weights/v0.1/{}",
 }
 VGG = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
+
+
+@opens_images
+def ssim(images: list[Image.Image], target_column: str = "target", **columns) -> list[float | None]:
+    """Return the mean structural similarity of the lumas in 0 to 255 per image: in [-1, 1], 1 if equal to its target.
+
+    Follows Wang et al. 2004, "Image quality assessment: from error visibility to structural similarity",
+    https://doi.org/10.1109/TIP.2003.819861: windows of 11 x 11 pixels that lie inside the image, Gaussian of standard
+    deviation 1.5, K1 = 0.01, K2 = 0.03, without the authors' optional downsampling. `None` for an image without a
+    target.
+    """
+    return compare(lambda *pairs: list(map(_ssim, *pairs)), images, columns[target_column])
+
+
+@opens_images
+def psnr(images: list[Image.Image], target_column: str = "target", **columns) -> list[float | None]:
+    """Return the peak signal-to-noise ratio per image, in dB: 10 log10(255^2 / MSE) over RGB in 0 to 255.
+
+    It is at most 100, the value for equal images. `None` for an image without a target.
+    """
+    return compare(lambda *pairs: list(map(_psnr, *pairs)), images, columns[target_column])
+
+
+def _like(other: Image.Image | str | Path, image: Image.Image) -> Image.Image:
+    other = open_image(other)
+    if other.size == image.size:
+        return other
+    return other.convert("RGB").resize(image.size, Image.Resampling.LANCZOS)
+
+
+def _read_pixels(image: Image.Image, mode: str) -> np.ndarray:
+    return np.asarray(convert_image(image, mode), dtype=np.float64)
+
+
+def _psnr(image: Image.Image, target: Image.Image | str | Path) -> float:
+    x, y = _read_pixels(image, "RGB"), _read_pixels(_like(target, image), "RGB")
+    error = ((x - y) ** 2).mean()
+    return 100.0 if error == 0 else min(100.0, float(10 * np.log10(255**2 / error)))
+
+
+def _ssim(image: Image.Image, target: Image.Image | str | Path) -> float:
+    x, y = _read_pixels(image, "L"), _read_pixels(_like(target, image), "L")
+    if min(x.shape) < WINDOW:
+        raise ValueError(f"ssim needs images of at least {WINDOW} x {WINDOW} pixels, got {x.shape[1]} x {x.shape[0]}.")
+    mean_x, mean_y = _smooth(x), _smooth(y)
+    var_x, var_y = _smooth(x * x) - mean_x**2, _smooth(y * y) - mean_y**2
+    covariance = _smooth(x * y) - mean_x * mean_y
+    c1, c2 = (K1 * 255) ** 2, (K2 * 255) ** 2
+    luminance = (2 * mean_x * mean_y + c1) / (mean_x**2 + mean_y**2 + c1)
+    return float((luminance * (2 * covariance + c2) / (var_x + var_y + c2)).mean())
+
+
+def _smooth(pixels: np.ndarray) -> np.ndarray:
+    """Return the Gaussian means of all windows that lie inside, one axis after the other."""
+    offsets = np.arange(WINDOW) - WINDOW // 2
+    weights = np.exp(-(offsets**2) / (2 * SIGMA**2))
+    weights /= weights.sum()
+    rows = np.lib.stride_tricks.sliding_window_view(pixels, WINDOW, axis=0) @ weights
+    return np.lib.stride_tricks.sliding_window_view(rows, WINDOW, axis=1) @ weights
 
 
 @opens_images
@@ -54,14 +116,11 @@ class LPIPS(ModelReward):
     def check_needs(self) -> None:
         """Raise FileNotFoundError also if the official files are missing and may not be downloaded."""
         super().check_needs()
-        from huggingface_hub import constants
-
-        for part, filename in self._files.items() if self.model == "official" and constants.HF_HUB_OFFLINE else ():
-            if not self._official(filename).is_file():
-                _refuse_offline(OFFICIAL[part].format(filename), self._official(filename))
+        if self.model == "official" and constants.HF_HUB_OFFLINE:
+            list(map(self._find, OFFICIAL))
 
     def load(self) -> nn.Module:
-        features, linear = (self._weights(part, filename) for part, filename in self._files.items())
+        features, linear = (read_weights(self._find(part)) for part in OFFICIAL)
         network = Features(self.net)
         kept = {name: weight for name, weight in features.items() if name.startswith("features.")}
         network.features.load_state_dict({name.removeprefix("features."): each for name, each in kept.items()})
@@ -69,17 +128,25 @@ class LPIPS(ModelReward):
             layer.load_state_dict({"weight": linear[f"lin{place}.model.1.weight"]})
         return network.to(self.torch_dtype)
 
-    def _weights(self, part: str, filename: str) -> dict[str, Tensor]:
+    def _find(self, part: str) -> Path:
+        """Return the path of a file with weights, downloaded if needed."""
+        filename = self._files[part]
         if self.model != "official":
-            return read_weights(weights_path(self.model, filename, self.revision))
-        path = self._official(filename)
-        if not path.is_file():
-            _download(OFFICIAL[part].format(filename), path)
-        return read_weights(path)
-
-    def _official(self, filename: str) -> Path:
-        """Return the path of the official file once it is downloaded."""
-        return Path(torch.hub.get_dir()) / "checkpoints" / f"lpips-{self.net}-{filename}"
+            return weights_path(self.model, filename, self.revision)
+        path = Path(torch.hub.get_dir()) / "checkpoints" / f"lpips-{self.net}-{filename}"
+        url = OFFICIAL[part].format(filename)
+        try:
+            if not path.is_file():
+                if constants.HF_HUB_OFFLINE:
+                    raise OSError("HF_HUB_OFFLINE is set")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                torch.hub.download_url_to_file(url, str(path), progress=False)
+        except OSError as error:
+            raise FileNotFoundError(
+                f"LPIPS needs {url}, which is not at {path} and cannot be downloaded ({error}); put it there, or name "
+                "a folder with `model`."
+            ) from error
+        return path
 
     def __call__(self, images: list[Image.Image], **columns) -> list[float | None]:
         """Return 1 - distance per image, at most 1; None for an image without a target."""
@@ -98,37 +165,10 @@ class LPIPS(ModelReward):
         return [values[row] for row in range(len(images))]
 
     def _scores(self, network: nn.Module, images: list, others: list) -> Tensor:
-        size = images[0].size
-        fitted = [
-            other if other.size == size else other.convert("RGB").resize(size, Image.Resampling.LANCZOS)
-            for other in map(open_image, others)
-        ]
+        fitted = [_like(other, image) for image, other in zip(images, others, strict=True)]
         weight = network.linear[0].weight
         one, two = (as_pixels(part).to(weight.device, weight.dtype) for part in (images, fitted))
         return 1 - network(2 * one - 1, 2 * two - 1)
-
-
-def _refuse_offline(url: str, path: Path) -> None:
-    raise FileNotFoundError(
-        f"LPIPS needs {url}, which is not at {path}, and HF_HUB_OFFLINE is set; put it there, or name a folder with "
-        "`model`."
-    )
-
-
-def _download(url: str, path: Path) -> None:
-    """Download a file; refuse at once if `HF_HUB_OFFLINE` is set, although the file is not on the Hub."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        _refuse_offline(url, path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        torch.hub.download_url_to_file(url, str(path), progress=False)
-    except urllib.error.URLError as error:
-        raise FileNotFoundError(
-            f"LPIPS needs {url}, which is not at {path} and could not be downloaded ({error}); put it there, or name "
-            "a folder with `model`."
-        ) from error
 
 
 class Features(nn.Module):

@@ -1,0 +1,476 @@
+"""Call reward functions: what a user's code gets, what it may not change, and what can be wrong with its answer.
+
+A user's reward is the least tested code of a run, so its answer is checked here, while the sample can still be saved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import inspect
+import itertools
+import json
+import math
+import numbers
+import os
+import threading
+import warnings
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import torch
+from torch import Tensor
+
+from ..media.files import write_sample
+from ..media.samples import as_images, as_tensor, copy_value, frame_positions
+from .contract import TAKEN, Reward, is_marked, is_run_metric, reward_name
+
+FPS = 8.0  # of a saved video, where the frames per second are unknown
+LESS_MEMORY = (
+    "its network shares the memory with the policy and the samples being made: set overlap_rewards: false, or the "
+    "reward's offload: true or a smaller batch_size, or move it to a reward server"
+)
+_lock = threading.Lock()
+_loop: tuple[int, asyncio.AbstractEventLoop] | None = None  # with the process, because threads do not survive a fork
+
+
+class RewardError(RuntimeError):
+    """A reward function failed, or returned something that is not a reward; the cause, if any, is chained.
+
+    Examples:
+        >>> def broken(images, **columns):
+        ...     return [1.0]
+        >>> score(load_rewards([broken]), images=images, prompts=["a cat", "a dog"])
+        Traceback (most recent call last):
+        RewardError: ...
+    """
+
+
+def score(
+    reward_funcs: list[Callable | Reward],
+    *,
+    images: list | None = None,
+    videos: list | None = None,
+    latents: list[Tensor] | None = None,
+    prompts: list[str] | None,
+    columns: dict[str, list] | None = None,
+    groups: list[int] | None = None,
+    fps: float | None = None,
+    sampling_rate: int | None = None,
+    trainer_state: object | None = None,
+    log_metric: Callable | None = None,
+    log_extra: Callable | None = None,
+    failure_dir: Path | None = None,
+) -> Tensor:
+    """Score every sample with every function.
+
+    A function is called with the keywords `prompts`, `completions` (the samples), `images` or `videos` (the samples
+    again), `fps` (with videos), `sampling_rate` (with sound), `trainer_state`, `log_metric`, `log_extra` and every
+    column, as far as it accepts them. Async functions run concurrently. A function that asks for `images` and gets
+    videos is called with frames of them, and its value is the mean over a video's frames (`Reward.frames`). A function
+    marked `groupwise` is called once per group, one marked `takes_tensors` gets a tensor, one marked `takes_latents`
+    the latents under that name. Each function gets its own copies of samples and columns, so that writing to them
+    affects neither another function nor the caller. Functions run without gradients, and torch's settings are restored
+    after each call.
+
+    Args:
+        reward_funcs: functions that return one `float | None` per sample.
+        images: PIL images, or `videos`: lists of frames; arrays are converted to PIL once. At most one of the two;
+            neither if all functions take latents.
+        latents: the latents of each sample after the last denoising step.
+        prompts: one prompt per sample; None if the samples come from embeddings, in which case functions get no
+            prompts.
+        columns: further dataset columns, each with one value per sample.
+        groups: the group of each sample, for groupwise functions; by default, samples of equal prompts are a group.
+        fps: frames per second of the videos.
+        sampling_rate: sampling rate of the sounds, in hertz.
+        log_metric: called with each name and number that functions log, in the order of the functions.
+        log_extra: called once for each name that functions log, with one value per sample (None if not logged).
+        failure_dir: folder in which the sample of a failed call is saved.
+
+    Returns:
+        `(samples, functions)` float32, NaN for `None`.
+
+    Raises:
+        RewardError: a function raised; returned the wrong number of values, NaN, infinity or something that is not a
+            number; or asks for videos when the samples are images. The message names the function, the prompt and
+            the file in which the sample was saved.
+        ValueError: both `images` and `videos` are given, or no samples at all.
+
+    Examples:
+        >>> from diffusion_grpo.rewards import brightness
+        >>> score([brightness], images=images, prompts=["a", "b"]).tolist()  # one black, one white
+        [[0.0], [1.0]]
+    """
+    batch = Batch(
+        images=images,
+        videos=videos,
+        latents=latents,
+        prompts=prompts,
+        columns=columns,
+        groups=groups,
+        fps=fps,
+        sampling_rate=sampling_rate,
+        trainer_state=trainer_state,
+    )
+    scoring = Scoring(reward_funcs, batch)
+    score_here([scoring])
+    values, extras = scoring.values(failure_dir, log_metric)
+    for name, column in extras.items() if log_extra else ():
+        log_extra(name, column)
+    warn_of_unscored(values)
+    return values
+
+
+@dataclasses.dataclass(kw_only=True)
+class Batch:
+    """The samples of one scoring, with their prompts and columns; each list has one value per sample."""
+
+    images: dataclasses.InitVar[list | None] = None
+    videos: dataclasses.InitVar[list | None] = None
+    latents: list[Tensor] | None = None
+    prompts: list[str] | None
+    columns: dict[str, list] | None = None
+    groups: list[int] | None = None
+    indices: list[int] | None = None
+    fps: float | None = None
+    sampling_rate: int | None = None
+    trainer_state: object | None = None
+    kind: str = dataclasses.field(init=False)
+    samples: list = dataclasses.field(init=False)
+
+    def __post_init__(self, images: list | None, videos: list | None):
+        if images is not None and videos is not None:
+            raise ValueError("score needs exactly one of images and videos, not both.")
+        kind, samples = ("images", images) if videos is None else ("videos", videos)
+        self.kind, self.samples = ("latents", self.latents) if samples is None else (kind, as_images(samples))
+        if self.samples is None:
+            raise ValueError("score needs exactly one of images and videos, or latents.")
+        self.columns = self.columns or {}
+        self.indices = list(range(len(self.samples))) if self.indices is None else self.indices
+        if not self.groups:
+            self.groups = self.indices if self.prompts is None else [*map(self.prompts.index, self.prompts)]
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """Keyword arguments that are the same for every sample."""
+        values = {"trainer_state": self.trainer_state} | ({"fps": self.fps} if self.kind == "videos" else {})
+        return values if self.sampling_rate is None else values | {"sampling_rate": self.sampling_rate}
+
+    @cached_property
+    def tensor(self) -> Tensor:
+        try:
+            return as_tensor(self.samples)
+        except ValueError as error:
+            raise RewardError(str(error)) from error
+
+    @cached_property
+    def stacked_latents(self) -> Tensor:
+        if self.latents is None:
+            raise RewardError("A reward asks for latents, which only a training run has; name one that takes images.")
+        shapes = {tuple(latent.shape) for latent in self.latents}
+        if len(shapes) != 1:
+            raise RewardError(
+                f"A reward asks for one tensor of all latents, but these have several shapes: "
+                f"{', '.join(map(str, sorted(shapes)))}; give height and width, or use a reward that takes images."
+            )
+        return torch.stack(self.latents)
+
+    def drop_tensors(self) -> None:
+        """Free the tensors that were made for rewards; they are made again on request."""
+        for name in ("tensor", "stacked_latents"):
+            self.__dict__.pop(name, None)
+
+    @property
+    def blocks(self) -> list[list[int]]:
+        """The indices of the samples in each group."""
+        return [[row for row, own in enumerate(self.groups) if own == group] for group in dict.fromkeys(self.groups)]
+
+
+@dataclasses.dataclass(eq=False)
+class Call:
+    """One call of a function: the row of the sample behind each item, the answer, and logged values.
+
+    `items` are kept until the call is made; `taken` are names that logged columns may not have.
+    """
+
+    reward: Reward
+    batch: Batch
+    rows: list[int]
+    items: Any
+    kind: str
+    answer: Any = None
+    metrics: list[tuple[str, float]] = dataclasses.field(default_factory=list)
+    extras: dict[str, list] = dataclasses.field(default_factory=dict)
+    taken: frozenset[str] = frozenset(TAKEN)
+
+    def make(self) -> None:
+        """Call the function; the answer becomes what it returned, an awaitable, or the exception it raised."""
+        parameters = self.reward.parameters
+        try:
+            if "videos" in parameters and "images" not in parameters and self.kind == "images":
+                raise RewardError("asks for videos, but the samples are images")
+            with torch.no_grad(), preserve_settings():
+                self.answer = self.reward(**self._keywords(parameters))
+        except Exception as error:
+            self.answer = error
+        self.items = None  # otherwise its tensors would be kept until the rollout ends
+
+    def _keywords(self, parameters: dict[str, inspect.Parameter]) -> dict[str, Any]:
+        """Return the keyword arguments, with copies of the samples and of the columns that the function takes."""
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        columns, prompts, fixed = self.batch.columns, self.batch.prompts, self.reward.fixed
+        names = [name for name in columns if name not in fixed and (takes_all or name in parameters)]
+        items = copy_value(self.items)
+        keywords = {name: [copy_value(columns[name][row]) for row in self.rows] for name in names}
+        keywords |= {} if prompts is None else {"prompts": [prompts[row] for row in self.rows]}
+        keywords |= {"completions": items, self.kind: items}
+        keywords |= {"log_extra": self.log_extra, "log_metric": self.log_metric, **self.batch.shared}
+        return keywords if takes_all else {name: value for name, value in keywords.items() if name in parameters}
+
+    async def wait(self) -> None:
+        """Replace an awaitable by its result, or by its exception, which could end the event loop itself."""
+        try:
+            self.answer = await self.answer
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            self.answer = error
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Record a number that the function logs."""
+        if is_run_metric(name):
+            raise ValueError(f"log_metric({name!r}) has the name of a metric of the run; change it.")
+        self.metrics.append((name, float(value)))
+
+    def log_extra(self, name: str, values: list) -> None:
+        """Record a column that the function logs, one value per item."""
+        if name in self.taken or name.startswith("advantage/"):
+            raise ValueError(f"log_extra({name!r}) has the name of another column of the table of samples; change it.")
+        if len(values) != len(self.rows):
+            raise ValueError(f"log_extra({name!r}) got {len(values)} values for {len(self.rows)} samples.")
+        plain = [value.tolist() if hasattr(value, "tolist") else value for value in values]  # of tensors or numpy
+        try:
+            pyarrow.array(plain)
+        except pyarrow.ArrowException as error:
+            raise ValueError(f"log_extra({name!r}) got values that a table cannot hold: {error}") from error
+        self.extras[name] = plain
+
+    def read(self, folder: Path | None) -> list[float]:
+        """Return the answer as floats, NaN for `None`; otherwise raise RewardError and save the sample in `folder`."""
+        answer, count = self.answer, len(self.rows)
+        if isinstance(answer, BaseException) and not isinstance(answer, Exception):
+            raise answer  # SystemExit ends the run
+        if isinstance(answer, Exception):
+            what = f"raised {type(answer).__name__}: {answer}"
+            if isinstance(answer, torch.OutOfMemoryError):
+                what = f"ran out of memory ({answer}); {LESS_MEMORY}"
+            raise self._error(str(answer) if isinstance(answer, RewardError) else what, folder) from answer
+        if isinstance(answer, (Tensor, np.ndarray)):
+            answer = answer.tolist()
+        if not isinstance(answer, (list, tuple)):
+            raise self._error(f"returned a {type(answer).__name__}, expected a list of {count} numbers", folder)
+        if len(answer) != count:
+            raise self._error(f"returned {len(answer)} values, expected {count}, one per sample", folder)
+        values = []
+        for item, value in enumerate(answer):
+            if isinstance(value, (Tensor, np.ndarray, np.generic)) and value.ndim == 0:
+                value = value.item()  # numpy's bool is not a number, and float16 overflows in comparisons
+            if value is not None and not isinstance(value, numbers.Real):
+                raise self._error(f"returned {value!r}, expected a number or None", folder, item)
+            if value is not None and not abs(value) <= torch.finfo(torch.float32).max:  # NaN neither
+                raise self._error(f"returned {value}, expected a finite float32 number or None", folder, item)
+            values.append(math.nan if value is None else float(value))
+        return values
+
+    def _error(self, what: str, folder: Path | None, item: int = 0) -> RewardError:
+        """Save the sample of an item, and return the error that names function, prompt and file."""
+        batch, row = self.batch, self.rows[item]
+        name, number, prompt = self.reward.name, batch.indices[row], batch.prompts and batch.prompts[row]
+        saved = ""
+        if folder is not None:
+            stem = Path(folder) / f"{name}-{number}"
+            _, path = write_sample(batch.samples[row], stem, batch.fps or FPS, batch.sampling_rate)
+            record = {"reward": name, "index": number, "prompt": prompt, "error": what}
+            text = json.dumps(record, indent=2, ensure_ascii=False)
+            stem.with_name(f"{stem.name}.json").write_text(text, encoding="utf-8")
+            saved = f" The sample is saved as {path}."
+        return RewardError(f"The reward {name!r} {what} (prompt {prompt!r}).{saved}")
+
+
+class Scoring:
+    """The calls that score some samples: `answer` makes them, `wait` awaits them, `values` checks and reads them.
+
+    There are three steps because the first two may happen in other threads, at the same time as those of other
+    samples. What functions log is kept until `values`, and is then reported in the order of the functions.
+    """
+
+    def __init__(self, reward_funcs: list[Callable | Reward], batch: Batch):
+        self.batch = batch
+        self.rewards = [func if isinstance(func, Reward) else Reward(func, reward_name(func)) for func in reward_funcs]
+        self.calls: list[list[Call]] = []
+        self.taken = frozenset(TAKEN) | {reward.name for reward in self.rewards}
+        self.doing = ", ".join(reward.name for reward in self.rewards)
+        # each thread has its own current device, initially device 0
+        self.device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+
+    def answer(self, announce: Callable[[str], None] | None = None) -> None:
+        """Call all functions, one after the other; what they raise is kept for `values`."""
+        self._use_device()
+        with torch.no_grad():
+            self.calls = [_make_calls(reward, self.batch) for reward in self.rewards]
+            for call in itertools.chain(*self.calls):
+                self.doing, call.taken = call.reward.name, self.taken
+                if announce is not None:
+                    announce(self.doing)
+                call.make()
+        self.batch.drop_tensors()
+
+    @property
+    def awaited(self) -> list[str]:
+        """Names of the async functions that have not answered."""
+        waiting = [call for call in itertools.chain(*self.calls) if inspect.isawaitable(call.answer)]
+        return list(dict.fromkeys(call.reward.name for call in waiting))
+
+    async def wait(self) -> None:
+        """Await all awaitables among the answers together, and replace them by their results."""
+        self._use_device()
+        self.doing = ", ".join(self.awaited)
+        torch.set_grad_enabled(False)  # in the event loop's thread; a context would be left in another order
+        with preserve_settings():
+            calls = [call for call in itertools.chain(*self.calls) if inspect.isawaitable(call.answer)]
+            await asyncio.gather(*(call.wait() for call in calls))
+
+    def _use_device(self) -> None:
+        if self.device is not None:
+            torch.accelerator.set_device_index(self.device)
+
+    def values(
+        self, failure_dir: Path | None = None, log_metric: Callable | None = None
+    ) -> tuple[Tensor, dict[str, list]]:
+        """Return the rewards, `(samples, functions)` float32, and the columns that functions logged; see `score`."""
+        count = len(self.batch.samples)
+        values = torch.empty(count, len(self.rewards), dtype=torch.float32)
+        for position, calls in enumerate(self.calls):
+            values[:, position] = torch.tensor(_read_values(calls, count, failure_dir), dtype=torch.float32)
+        extras: dict[str, list] = {}
+        for call in itertools.chain(*self.calls):
+            for name, value in call.metrics if log_metric else ():
+                log_metric(name, value)
+            for name, column in call.extras.items():
+                whole = extras.setdefault(name, [None] * count)
+                for row, value in zip(call.rows, column):
+                    whole[row] = value
+        return values, extras
+
+
+def run_in_loop(coroutine: Coroutine[Any, Any, Any]) -> Future:
+    """Run a coroutine in the process's one event loop, to which clients, locks and semaphores of rewards belong."""
+    global _loop
+    with _lock:
+        if _loop is None or _loop[0] != os.getpid():
+            _loop = os.getpid(), asyncio.new_event_loop()
+            threading.Thread(target=_loop[1].run_forever, name="async rewards", daemon=True).start()
+    return asyncio.run_coroutine_threadsafe(coroutine, _loop[1])
+
+
+def score_here(scorings: list[Scoring], announce: Callable[[str], None] | None = None) -> None:
+    """Call the functions of all scorings in this thread, then await the async ones of all together."""
+    for scoring in scorings:
+        scoring.answer(announce)
+    names = dict.fromkeys(name for scoring in scorings for name in scoring.awaited)
+    if names and announce is not None:
+        announce(", ".join(names))
+    futures = [run_in_loop(scoring.wait()) for scoring in scorings if scoring.awaited]
+    try:
+        for future in futures:
+            future.result()
+    finally:
+        for future in futures:
+            future.cancel()  # in case it was interrupted
+
+
+def _tensor_name(reward: Reward) -> str:
+    """Return the keyword for the tensor: images and videos have the same form, so the function's signature decides."""
+    return "videos" if "videos" in reward.parameters else "images"
+
+
+def _make_calls(reward: Reward, batch: Batch) -> list[Call]:
+    """Return the calls that a reward needs for a batch: one, or one per group (and per frame of videos)."""
+    is_groupwise = is_marked(reward.function, "is_groupwise")
+    calls = []
+    for rows in batch.blocks if is_groupwise else [list(range(len(batch.samples)))]:
+        is_whole = len(rows) == len(batch.samples)
+        if is_marked(reward.function, "takes_latents"):
+            latents = batch.stacked_latents
+            calls.append(Call(reward, batch, rows, latents if is_whole else latents[rows], "latents"))
+        elif is_marked(reward.function, "takes_tensors"):
+            calls.append(
+                Call(reward, batch, rows, batch.tensor if is_whole else batch.tensor[rows], _tensor_name(reward))
+            )
+        elif batch.kind == "videos" and reward.reads_frames:
+            places = [(row, frame_positions(reward.frames, len(batch.samples[row]))) for row in rows]
+            turns = range(min(len(own) for _, own in places)) if is_groupwise else [slice(None)]
+            for turn in turns:
+                chosen = [(row, place) for row, own in places for place in np.atleast_1d(own[turn])]
+                items = [batch.samples[row][place] for row, place in chosen]
+                calls.append(Call(reward, batch, [row for row, _ in chosen], items, "images"))
+        else:
+            items = batch.samples if is_whole else [batch.samples[row] for row in rows]
+            calls.append(Call(reward, batch, rows, items, batch.kind))
+    return calls
+
+
+def _read_values(calls: list[Call], count: int, folder: Path | None) -> list[float]:
+    """Return one number per sample from all calls of a reward: the mean over its frames, NaN if none has a value."""
+    values: list[list[float]] = [[] for _ in range(count)]
+    for call in calls:
+        for row, value in zip(call.rows, call.read(folder), strict=True):
+            if not math.isnan(value):
+                values[row].append(value)
+    return [calls[0].reward.value(sum(own) / len(own)) if own else math.nan for own in values]
+
+
+def _read_matmul_precision() -> str | None:
+    """Return torch's precision of float32 products; None if it was set by its newer names, as `tf32: true` does."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # torch refuses to mix its two interfaces
+        return None
+
+
+SETTINGS = (  # functions that read and write each process-wide setting of torch
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    (_read_matmul_precision, torch.set_float32_matmul_precision),
+)
+
+
+@contextlib.contextmanager
+def preserve_settings() -> Iterator[None]:
+    """Restore torch's process-wide settings after the context, whatever a reward has changed."""
+    before = [read() for read, _ in SETTINGS]
+    try:
+        yield
+    finally:
+        for value, (read, write) in zip(before, SETTINGS, strict=True):
+            if value is not None and read() != value:
+                write(value)
+
+
+def warn_of_unscored(values: Tensor) -> None:
+    """Warn, once per process, if `(samples, functions)` rewards have a sample that no function scored."""
+    if values.shape[1] and values.isnan().all(dim=1).any():
+        _warn_unscored()
+
+
+@cache
+def _warn_unscored() -> None:
+    warnings.warn("Some samples got None from every reward function; they do not contribute.", stacklevel=4)

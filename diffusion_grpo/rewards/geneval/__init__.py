@@ -1,1 +1,0 @@
-"""GenEval: whether an image shows the objects that its prompt asks for."""

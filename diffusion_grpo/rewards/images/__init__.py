@@ -1,1 +1,0 @@
-"""Rewards computed from pixels alone."""

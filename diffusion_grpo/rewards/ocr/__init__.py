@@ -1,1 +1,0 @@
-"""Rewards that read the text in an image."""

@@ -1,0 +1,177 @@
+"""Rewards computed from pixels alone: light, colour, JPEG size and sharpness of images, and the motion of videos."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+
+import numpy as np
+from PIL import Image
+
+from ..tiny import COLORS
+
+SCALE = 80.0  # RGB distance at which the score is 1/e; the two nearest named colours are 112 apart
+FAINT = 40.0  # RGB distance to the background below which nothing counts as ink
+LONG_SIDE = 128  # pixels to which frames are reduced before the search for motion
+BLOCK, REACH = 8, 8  # side of a block and largest displacement to try, in those pixels
+
+
+def brightness(images: list[Image.Image], **columns) -> list[float]:
+    """Return the mean luma (ITU-R 601) per image: 0 for black, 1 for white."""
+    return [float(np.asarray(image.convert("L"), dtype=np.float64).mean()) / 255 for image in images]
+
+
+def jpeg_compressibility(images: list[Image.Image], **columns) -> list[float]:
+    """Return 1 - (bytes as a JPEG of quality 95) / (bytes uncompressed, 3 per pixel) per image, at least 0."""
+    return [max(0.0, 1 - share) for share in jpeg_incompressibility(images)]
+
+
+def jpeg_incompressibility(images: list[Image.Image], **columns) -> list[float]:
+    """Return (bytes as a JPEG of quality 95) / (bytes uncompressed, 3 per pixel) per image; noise gives 0.44."""
+    return [_jpeg_bytes(image) / (3 * image.width * image.height) for image in images]
+
+
+def _jpeg_bytes(image: Image.Image) -> int:
+    buffer = io.BytesIO()
+    image.convert("RGB").save(buffer, format="JPEG", quality=95)
+    return buffer.tell()
+
+
+def sharpness(images: list[Image.Image], **columns) -> list[float]:
+    """Return the variance of the Laplacian of the luma in [0, 1] per image: 0 if flat, at most 16.
+
+    The Laplacian uses four neighbours and is computed inside the border.
+
+    Pech-Pacheco et al. 2000, "Diatom autofocusing in brightfield microscopy: a comparative study",
+    https://doi.org/10.1109/ICPR.2000.903548. Noise counts as sharp. A scene scores lower at a higher resolution.
+    """
+    return [_laplacian_variance(np.asarray(image.convert("L"), dtype=np.float64) / 255) for image in images]
+
+
+def _laplacian_variance(luma: np.ndarray) -> float:
+    if min(luma.shape) < 3:
+        return 0.0
+    around = luma[:-2, 1:-1] + luma[2:, 1:-1] + luma[1:-1, :-2] + luma[1:-1, 2:]
+    return float((around - 4 * luma[1:-1, 1:-1]).var())
+
+
+def colorfulness(images: list[Image.Image], **columns) -> list[float]:
+    """Return Hasler and Suesstrunk's M3 per image: 0 is grey, 15 slightly, 59 quite, 109 extremely colourful.
+
+    With RGB in 0 to 255, rg = R - G and yb = (R + G) / 2 - B, M3 is sqrt(var(rg) + var(yb)) + 0.3 sqrt(mean(rg)^2 +
+    mean(yb)^2). "Measuring colourfulness in natural images", 2003, https://doi.org/10.1117/12.477378.
+    """
+    return [_colorfulness(np.asarray(image.convert("RGB"), dtype=np.float64)) for image in images]
+
+
+def _colorfulness(pixels: np.ndarray) -> float:
+    red, green, blue = np.moveaxis(pixels, 2, 0)
+    rg, yb = red - green, (red + green) / 2 - blue
+    return float(np.sqrt(rg.var() + yb.var()) + 0.3 * np.hypot(rg.mean(), yb.mean()))
+
+
+def color(images: list[Image.Image], prompts: list[str], **columns) -> list[float | None]:
+    """Return exp(-(d / 80)^2), where d is the RGB distance (0 to 442) from the ink's mean colour to the named one.
+
+    The background is the median pixel. Ink is every pixel whose distance to it is at least 0.7 of the largest (98th
+    percentile). An image without ink scores 0. A prompt that names no known colour outside quotes gives `None`.
+    """
+    scores: list[float | None] = []
+    for image, prompt in zip(images, prompts, strict=True):
+        name, ink = find_color_name(prompt), ink_color(image)
+        if name is None:
+            scores.append(None)
+        else:
+            scores.append(0.0 if ink is None else math.exp(-((math.dist(ink, COLORS[name]) / SCALE) ** 2)))
+    return scores
+
+
+def find_color_name(prompt: str) -> str | None:
+    """Return the first colour name outside double quotes, straight or typographic, or `None`."""
+    outside = re.sub(r'"[^"]*"|[“„][^“”„]*[“”]', " ", prompt)
+    for found in re.findall(r"[a-z]+", outside.lower()):
+        if found in COLORS:
+            return found
+    return None
+
+
+def ink_color(image: Image.Image) -> tuple[float, float, float] | None:
+    """Return the mean RGB (0 to 255) of the pixels that stand out from the background, or `None` if none does."""
+    pixels = np.asarray(image.convert("RGB"), dtype=np.float64).reshape(-1, 3)
+    contrast = np.linalg.norm(pixels - np.median(pixels, axis=0), axis=1)
+    strongest = np.quantile(contrast, 0.98)
+    if strongest < FAINT:
+        return None
+    return tuple(pixels[contrast >= 0.7 * strongest].mean(axis=0).tolist())
+
+
+def nearest_color(image: Image.Image) -> str | None:
+    """Return the name of the colour nearest to the ink's, or `None` if there is no ink."""
+    ink = ink_color(image)
+    return None if ink is None else min(COLORS, key=lambda name: math.dist(ink, COLORS[name]))
+
+
+def flicker(videos: list[list[Image.Image]], **columns) -> list[float | None]:
+    """Return 1 - mean |x[t+1] - x[t]| / 255 over RGB per video: 1 if it is still, `None` for fewer than two frames.
+
+    This is VBench's temporal flickering (https://huggingface.co/papers/2311.17982) in [0, 1]; high means steady.
+    """
+    return [None if len(video) < 2 else 1 - float(np.abs(np.diff(_rgb(video), axis=0)).mean()) for video in videos]
+
+
+def smoothness(videos: list[list[Image.Image]], **columns) -> list[float | None]:
+    """Return 1 - mean |x[t] - (x[t-1] + x[t+1]) / 2| / 255 over RGB per video: how well neighbours predict a frame.
+
+    It is 1 for a video that is still or fades evenly, and `None` for fewer than three frames.
+    """
+    return [None if len(video) < 3 else 1 - _unevenness(_rgb(video)) for video in videos]
+
+
+def motion(videos: list[list[Image.Image]], **columns) -> list[float | None]:
+    """Return the mean displacement between frames per video, in percent of the longer side; `None` for one frame.
+
+    It is 0 for a still video and at most 9. Displacements are found by exhaustive block matching (smallest absolute
+    difference of luma, of equal ones the shortest displacement) on frames reduced to 128 pixels, with blocks of 8
+    pixels and up to 8 pixels each way. Each frame's mean luma is subtracted, and a block counts as still unless
+    another place fits better by 1/255. So changes of light and faint noise do not count as motion, but strong noise
+    does.
+    """
+    return [None if len(video) < 2 else _motion(video) for video in videos]
+
+
+def _rgb(video: list[Image.Image]) -> np.ndarray:
+    """Convert a video to `(frames, height, width, 3)` float32 in [0, 1]."""
+    return np.stack([np.asarray(frame.convert("RGB"), dtype=np.float32) for frame in video]) / 255
+
+
+def _unevenness(frames: np.ndarray) -> float:
+    return float(np.abs(frames[1:-1] - (frames[:-2] + frames[2:]) / 2).mean())
+
+
+def _motion(video: list[Image.Image]) -> float:
+    scale = LONG_SIDE / max(video[0].size)
+    size = [max(BLOCK, round(side * scale)) for side in video[0].size]
+    frames = [np.asarray(frame.convert("L").resize(size, Image.Resampling.BOX), dtype=np.float32) for frame in video]
+    frames = [frame - frame.mean() for frame in frames]
+    lengths = [_displacements(before, after) for before, after in zip(frames[:-1], frames[1:])]
+    return float(100 * np.mean(lengths) / LONG_SIDE)
+
+
+def _displacements(before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """Return the length of each block's displacement from `before` to `after`, in pixels."""
+    rows, cols = (side // BLOCK for side in after.shape)
+    after = after[: rows * BLOCK, : cols * BLOCK]
+    padded = np.pad(before, REACH, mode="edge")
+    steps = sorted(np.ndindex(2 * REACH + 1, 2 * REACH + 1), key=lambda step: np.hypot(*(np.array(step) - REACH)))
+    best, length = None, np.zeros((rows, cols))
+    for down, right in steps:  # from no displacement outwards
+        shifted = padded[down : down + after.shape[0], right : right + after.shape[1]]
+        cost = np.abs(after - shifted).reshape(rows, BLOCK, cols, BLOCK).mean(axis=(1, 3))
+        if best is None:
+            best = cost - 1
+            continue
+        is_better = cost < best
+        best = np.where(is_better, cost, best)
+        length[is_better] = np.hypot(down - REACH, right - REACH)
+    return length
