@@ -22,6 +22,7 @@ from .models.base import ModelReward
 COUNTING = "counting"  # the task that requires a higher score of detections
 
 
+@dataclasses.dataclass
 class GenEval:
     """GenEval's reward: 1 if an image shows everything that its prompt requires, else 0.
 
@@ -32,46 +33,29 @@ class GenEval:
     both trained on and evaluated.
     """
 
-    def __init__(
-        self,
-        detector: str | Callable,
-        colors: str = "pixels",
-        partial: bool = False,
-        min_score: float = 0.3,
-        min_score_counting: float = 0.9,
-        max_objects: int = 16,
-        max_overlap: float = 1.0,
-        margin: float = 0.1,
-        device: str | None = None,
-        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
-        revision: str = "main",
-        colors_revision: str = "main",
-        offload: bool = False,
-        score: Literal["correct", "partial", "dense"] = "correct",
-    ):
-        for name, value in (
-            ("min_score", min_score),
-            ("min_score_counting", min_score_counting),
-            ("max_overlap", max_overlap),
-        ):
-            if not 0 <= value <= 1:
-                raise ValueError(f"geneval: {name} is {value}; it must lie in [0, 1].")
-        if score not in ("correct", "partial", "dense"):
-            raise ValueError(f"geneval: score is {score!r}; use correct, partial or dense.")
-        if partial and score == "dense":
+    detector: str | Callable
+    colors: str = "pixels"
+    partial: bool = False
+    min_score: float = 0.3
+    min_score_counting: float = 0.9
+    max_objects: int = 16
+    max_overlap: float = 1.0
+    margin: float = 0.1
+    device: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    revision: str = "main"
+    colors_revision: str = "main"
+    offload: bool = False
+    score: Literal["correct", "partial", "dense"] = "correct"
+
+    def __post_init__(self):
+        for name in ("min_score", "min_score_counting", "max_overlap"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"geneval: {name} is {getattr(self, name)}; it must lie in [0, 1].")
+        if self.partial and self.score == "dense":
             raise ValueError("geneval: partial and score: dense are both set; leave one of them out.")
-        self.score = "partial" if partial else score
-        self.detector, self.colors, self.device = detector, colors, device
-        self.min_score, self.min_score_counting = min_score, min_score_counting
-        self.max_objects, self.max_overlap, self.margin = max_objects, max_overlap, margin
-        self.dtype, self.revision, self.colors_revision, self.offload = dtype, revision, colors_revision, offload
-
-    def settings(self) -> dict[str, Any]:
-        """Return all settings by name."""
-        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self.settings() == other.settings()
+        if self.partial:
+            self.score, self.partial = "partial", False
 
     def __hash__(self) -> int:
         return hash((type(self), self.colors))
@@ -84,9 +68,15 @@ class GenEval:
         for model in self._models:  # including models that these rows do not use: see `load_once`
             model.load_once()
         try:
-            self._score_images(images, rows, labels, scores)
+            # ask a zero-shot detector only for the classes in the image's own prompt, not others in the batch
+            for asked in sorted(set(labels) - {()}):
+                places = [row for row, own in enumerate(labels) if own == asked]
+                detections = self._detect([images[row] for row in places], list(asked))
+                for row, objects in zip(places, detections, strict=True):
+                    scores[row] = self._value(images[row], objects, rows[row])
         finally:
-            self._rest()
+            for model in self._models if self.offload else ():  # once, after the last of their many calls
+                model.rest()
         return scores
 
     def check_needs(self) -> None:
@@ -94,26 +84,12 @@ class GenEval:
         for model in self._models:
             model.check_needs()
 
-    def _score_images(self, images: list[Image.Image], rows: list[dict], labels: list[tuple], scores: list) -> None:
-        # ask a zero-shot detector only for the classes in the image's own prompt, not others in the batch
-        for asked in sorted(set(labels) - {()}):
-            places = [row for row, own in enumerate(labels) if own == asked]
-            found = self._detect([images[row] for row in places], list(asked))
-            for row, detections in zip(places, found, strict=True):
-                scores[row] = self._value(images[row], detections, rows[row])
-
     def _value(self, image: Image.Image, detections: list[Detection], wanted: dict[str, Any]) -> float:
         if self.score == "dense":
             objects = self._objects(detections, wanted)
             return dense_score(objects, wanted["include"], lambda *what: self._name(image, *what), self.margin)
         verdict = self.verdict(image, detections, wanted)
         return verdict.share if self.score == "partial" else float(verdict.is_correct)
-
-    def _rest(self) -> None:
-        """Offload the models once, after the last of their many calls."""
-        if self.offload:
-            for model in self._models:
-                model.rest()
 
     def verdict(self, image: Image.Image, detections: list[Detection], wanted: dict[str, Any]) -> Verdict:
         """Check one image's detections against its requirements."""

@@ -23,7 +23,7 @@ from .models.hpsv2 import HPSv2
 from .models.hpsv3 import HPSv3
 from .models.imagereward import ImageReward
 from .models.videoalign import VideoAlign
-from .ocr import ModelText, tesseract, text
+from .ocr import INSTALL, ModelText, tesseract, text
 from .pixels import (
     brightness,
     color,
@@ -80,14 +80,13 @@ class Entry(NamedTuple):
     needs: str = ""
 
 
-OCR = 'pip install "diffusion-grpo[ocr]"'
 TARGET = "a column with images"
 
 CATALOGUE: dict[str, Entry] = {
-    "text": Entry("the quoted text can be read in the image (rapidocr, PaddleOCR)", "0 to 1", OCR),
+    "text": Entry("the quoted text can be read in the image (rapidocr, PaddleOCR)", "0 to 1", INSTALL),
     "text_by_model": Entry("as text, read by a model of transformers", "0 to 1", "microsoft/trocr-base-printed"),
     "color": Entry("the writing has the colour that the prompt names", "0 to 1"),
-    "tesseract": Entry("as text, read by Tesseract; meant for evaluation only", "0 to 1", OCR),
+    "tesseract": Entry("as text, read by Tesseract; meant for evaluation only", "0 to 1", INSTALL),
     "brightness": Entry("mean luma", "0 to 1"),
     "jpeg_compressibility": Entry("1 - bytes as a JPEG / bytes uncompressed", "0 to 1"),
     "jpeg_incompressibility": Entry("bytes as a JPEG / bytes uncompressed", "above 0"),
@@ -107,6 +106,7 @@ CATALOGUE: dict[str, Entry] = {
     "dino_similarity": Entry("cosine to another image by DINO", "-1 to 1", f"{TARGET}; facebook/dino-vits16"),
     "clip_similarity": Entry("cosine to another image by CLIP", "-1 to 1", f"{TARGET}; openai/clip-vit-large-patch14"),
     "nsfw_filter": Entry("1 - probability that it is not safe to show", "0 to 1", "Falconsai/nsfw_image_detection"),
+    "geneval": Entry("objects, counts, colours and positions are as asked", "0 to 1", "a detector, GenEval's columns"),
     "hpsv3": Entry("preferred by people, Human Preference Score v3", "about 0 to 15", "MizzenAI/HPSv3, 16 GB"),
     "videoalign": Entry(
         "videos: how well they look, move, fit the prompt, or all", "about -3 to 3", "KwaiVGI/VideoReward"
@@ -115,7 +115,6 @@ CATALOGUE: dict[str, Entry] = {
     "unified_reward": Entry(
         "UnifiedReward's score", "1 to 5, videos 1 to 10", "a server with CodeGoat24/UnifiedReward-qwen-7b"
     ),
-    "geneval": Entry("objects, counts, colours and positions are as asked", "0 to 1", "a detector, GenEval's columns"),
     "remote": Entry("what a reward server answers", "as the reward there", "a running `diffusion-grpo rewards serve`"),
 }
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -22,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 import yaml
-from huggingface_hub import constants
 from PIL import Image
 from torch import nn
 
@@ -36,6 +34,7 @@ if TYPE_CHECKING:
 HEIGHT = 48  # pixels, as in the training of PP-OCR's recognition networks
 BATCH = 64
 QUOTED = re.compile(r'"([^"]+)"|[“„]([^“”„]+)[“”]')
+INSTALL = 'pip install "diffusion-grpo[ocr]"'
 PADDLE = "pip install paddleocr paddlepaddle"  # or paddlepaddle-gpu
 
 Match = Literal["edit", "exact", "contains"]
@@ -114,11 +113,6 @@ def similarity(reading: str, wanted: str) -> float:
     return 1 - edit_distance(reading, wanted) / max(len(reading), len(wanted), 1)
 
 
-def equality(reading: str, wanted: str) -> float:
-    """Return 1 if the texts are equal, else 0."""
-    return float(reading == wanted)
-
-
 def containment(reading: str, wanted: str) -> float:
     """Return 1 if the reading contains the text, else 1 - Levenshtein distance / length of the text, at least 0."""
     if wanted in reading:
@@ -126,7 +120,7 @@ def containment(reading: str, wanted: str) -> float:
     return max(0.0, 1 - edit_distance(reading, wanted) / len(wanted))
 
 
-MATCHES = {"edit": similarity, "exact": equality, "contains": containment}
+MATCHES = {"edit": similarity, "exact": lambda reading, wanted: float(reading == wanted), "contains": containment}
 
 
 def edit_distance(reading: str, wanted: str) -> int:
@@ -189,13 +183,7 @@ def _check_paddle(options: dict[str, Any]) -> None:
     version = importlib.metadata.version("paddleocr")
     if int(version.partition(".")[0]) < 3:
         raise ImportError(f"PaddleOCR {version} is installed, but 3 or later is needed; pip install -U paddleocr.")
-    folder = Path(os.environ.get("PADDLE_PDX_CACHE_HOME", Path.home() / ".paddlex")) / "official_models"
-    named = {"text_detection_model_name", "text_recognition_model_name"} <= _paddle_models(options).keys()
-    if not named and constants.HF_HUB_OFFLINE and not folder.is_dir():
-        raise FileNotFoundError(
-            f"HF_HUB_OFFLINE is set, and PaddleOCR's models are not at {folder}; put them there, or name folders in "
-            "engine_kwargs (text_detection_model_dir, text_recognition_model_dir)."
-        )
+    _paddle_models(options)
 
 
 def _paddle_models(options: dict[str, Any]) -> dict[str, str]:
@@ -247,21 +235,14 @@ def _greedy_ctc(classes: np.ndarray, characters: list[str]) -> str:
 @cache
 def load_recogniser() -> tuple[InferenceSession, list[str]]:
     """Load the recognition network of the installed rapidocr and its characters, once per process."""
-    try:
-        import onnxruntime
-        import rapidocr
-    except ImportError as error:
-        raise ImportError(
-            "rapidocr and onnxruntime, which it uses to read text, are not installed; install them with pip install "
-            '"diffusion-grpo[ocr]".'
-        ) from error
+    for package in ("onnxruntime", "rapidocr"):
+        check_package(package, INSTALL)
+    import onnxruntime
+    import rapidocr
 
     models = sorted((Path(rapidocr.__file__).parent / "models").glob("*_rec_*.onnx"))
     if not models:
-        raise ImportError(
-            f"rapidocr at {Path(rapidocr.__file__).parent} carries no recognition network (models/*_rec_*.onnx); "
-            'install the tested version with pip install "diffusion-grpo[ocr]".'
-        )
+        raise ImportError(f"the installed rapidocr has no models/*_rec_*.onnx; install it with `{INSTALL}`.")
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(str(models[0]), options, providers=["CPUExecutionProvider"])
@@ -361,16 +342,10 @@ def read_with_tesseract(images: list[Image.Image]) -> list[str]:
 @cache
 def load_tesseract() -> PyTessBaseAPI:
     """Load Tesseract with its English model, once per process."""
-    try:
-        import tesserocr
-    except ImportError as error:
-        raise ImportError(
-            "tesserocr, which it uses to read text, is not installed; install it with pip install "
-            '"diffusion-grpo[ocr]".'
-        ) from error
+    check_package("tesserocr", INSTALL)
+    import tesserocr
+
     folder = Path(sys.prefix) / "share" / "tessdata"
     if not (folder / "eng.traineddata").exists():
-        raise ImportError(
-            f'Tesseract\'s English model was not found in {folder}; install it with pip install "diffusion-grpo[ocr]".'
-        )
+        raise ImportError(f"Tesseract's English model is not in {folder}; install it with `{INSTALL}`.")
     return tesserocr.PyTessBaseAPI(path=str(folder), lang="eng", psm=tesserocr.PSM.SINGLE_LINE)

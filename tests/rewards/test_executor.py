@@ -364,26 +364,7 @@ def test_a_run_is_the_same_with_and_without_overlap_and_whatever_rewards_do(tmp_
     assert runs["beside"][2][3] == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("is_overlapped", [True, False])
-def test_an_async_reward_keeps_its_event_loop_over_groups_and_rollouts(is_overlapped, tmp_path):
-    limit, loops = asyncio.Semaphore(1), []
-
-    async def patient(images, **columns):
-        loops.append(asyncio.get_running_loop())
-        async with limit:
-            await asyncio.sleep(0.01)
-        return brightness(images)
-
-    async def other(images, **columns):
-        return await patient(images)
-
-    trainer = trainer_for(tmp_path, rewards=[patient, other], overlap_rewards=is_overlapped, max_steps=2)
-    trainer.train()
-    assert len(loops) >= 4 and len(set(loops)) == 1
-
-
-@pytest.mark.parametrize("is_overlapped", [True, False])
-def test_ordinary_rewards_keep_their_thread_in_rollouts_and_evaluations(is_overlapped, tmp_path):
+def test_ordinary_rewards_keep_their_thread_in_rollouts_and_evaluations(tmp_path):
     """A connection to a database works in the thread that opened it, and nowhere else."""
     opened, threads = [], set()
 
@@ -392,18 +373,16 @@ def test_ordinary_rewards_keep_their_thread_in_rollouts_and_evaluations(is_overl
         if not opened:
             opened.append(sqlite3.connect(":memory:"))
         (one,) = opened[0].execute("select 1").fetchone()
-        if is_overlapped:  # the thread has an event loop, as the main thread has until something calls asyncio.run
-            asyncio.get_event_loop().run_until_complete(asyncio.sleep(0))
+        # the thread has an event loop, as the main thread has until something calls asyncio.run
+        asyncio.get_event_loop().run_until_complete(asyncio.sleep(0))
         return [shade * one for shade in brightness(images)]
 
     @batchwise
     def together(images, **columns):
         return connected(images)
 
-    settings = {"overlap_rewards": is_overlapped, "max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
-    trainer = trainer_for(tmp_path, rewards=[connected, together], **settings)
-    trainer.train()
-    assert len(threads) == 1 and (threading.main_thread() in threads) == (not is_overlapped)
+    trainer_for(tmp_path, rewards=[connected, together], max_steps=1, eval_strategy="steps", eval_steps=1).train()
+    assert len(threads) == 1 and threading.main_thread() not in threads
 
 
 def test_a_failed_rollout_leaves_the_thread_to_the_next_one():
@@ -454,28 +433,6 @@ def test_all_threads_share_a_loop_in_a_thread_of_its_own():
     places.append(run_in_loop(find_place()).result(10))
     assert len(set(places)) == 1
     assert places[0][1].daemon and places[0][1] is not threading.current_thread()
-
-
-def test_it_works_where_a_loop_runs_already():
-    """As in a notebook."""
-
-    async def cell():
-        return run_in_loop(find_place()).result(10)[0], asyncio.get_running_loop()
-
-    inner, outer = asyncio.run(cell())
-    assert inner is not outer
-
-
-def test_no_gradients_are_kept_and_a_failure_leaves_the_loop_alone():
-    async def fail():
-        assert not torch.is_grad_enabled()
-        raise ConnectionError("gone")
-
-    before = run_in_loop(find_place()).result(10)
-    with pytest.raises(ConnectionError, match="gone"):
-        run_in_loop(fail()).result(10)
-    assert run_in_loop(find_place()).result(10) == before
-    assert torch.is_grad_enabled()
 
 
 def _answer_in_child(answers) -> None:

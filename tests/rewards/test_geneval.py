@@ -191,18 +191,6 @@ def test_single_object() -> None:
     assert one(Scene(("cat", "red", LEFT, 0.29)), "single_object", [CAT], min_score=0.2) == 1
 
 
-def test_two_objects() -> None:
-    assert one(Scene(("cat", "red", LEFT), ("dog", "blue", RIGHT)), "two_object", [CAT, DOG]) == 1
-    assert one(Scene(("cat", "red", LEFT), ("cat", "blue", RIGHT)), "two_object", [CAT, DOG]) == 0
-
-
-@pytest.mark.parametrize(("number", "right"), [(1, 0), (2, 1), (3, 0)])
-def test_counting_is_exact(number, right) -> None:
-    places = [(10, 10, 30, 30), (60, 10, 30, 30), (110, 10, 30, 30)]
-    scene = Scene(*[("cat", "red", place) for place in places[:number]])
-    assert one(scene, "counting", [{"class": "cat", "count": 2}], [{"class": "cat", "count": 3}]) == right
-
-
 def test_counting_wants_surer_detections() -> None:
     scene = Scene(("cat", "red", LEFT), ("cat", "red", RIGHT, 0.5))
     two = [{"class": "cat", "count": 2}]
@@ -221,12 +209,6 @@ def test_colors_of_the_surest_object() -> None:
     scene = Scene(("cat", "blue", LEFT, 0.7), ("cat", "red", RIGHT, 0.9))
     assert one(scene, "colors", [{**CAT, "color": "red"}]) == 1
     assert one(scene, "colors", [{**CAT, "color": "blue"}]) == 0
-
-
-def test_attribution_of_colors() -> None:
-    scene = Scene(("cat", "red", LEFT), ("dog", "blue", RIGHT))
-    assert one(scene, "color_attr", [{**CAT, "color": "red"}, {**DOG, "color": "blue"}]) == 1
-    assert one(scene, "color_attr", [{**CAT, "color": "blue"}, {**DOG, "color": "red"}]) == 0
 
 
 @pytest.mark.parametrize(

@@ -360,16 +360,6 @@ def test_images_are_resized_with_pillow_whatever_is_installed(tmp_path, monkeypa
     assert len(asked) >= 3 and set(asked) == {"pil"}  # a processor loads parts
 
 
-def test_the_phrases_of_a_label_are_encoded_once(tmp_path, monkeypatch) -> None:
-    clip_model(tmp_path)
-    colors, asked = ClipColors(str(tmp_path), "cpu"), []
-    real = tf.CLIPTextModel.forward
-    monkeypatch.setattr(tf.CLIPTextModel, "forward", lambda *a, **k: asked.append(1) or real(*a, **k))
-    objects = [Detection("cat", 0.9, (0, 0, 20, 20))]
-    found = [colors(IMAGES[0], objects, label) for label in ("cat", "dog", "cat")]
-    assert len(asked) == 2 and found[0] == found[2]
-
-
 def test_colors_by_clip_are_the_nearest_of_the_averaged_phrases(tmp_path) -> None:
     torch.manual_seed(0)
     model, processor = clip_model(tmp_path)

@@ -191,5 +191,5 @@ def test_lpips_downloads_the_official_files_once(tmp_path, monkeypatch) -> None:
         raise urllib.error.URLError("no route")
 
     monkeypatch.setattr(torch.hub, "download_url_to_file", unreachable)
-    with pytest.raises(RuntimeError, match="vgg16-397923af.pth, .* could not be downloaded .*no route"):
+    with pytest.raises(RuntimeError, match="vgg16-397923af.pth.*no route"):
         scored("lpips", {"net": "vgg"}, IMAGES[:1], PROMPTS[:1], target=IMAGES[:1])

@@ -67,8 +67,9 @@ class Source(NamedTuple):
                 is_there = any(file_exists(self.place, name, revision=self.revision) for name in names)
             except Exception as error:  # not a Hub id, a gated repository, HF_HUB_OFFLINE, or errors of the network
                 raise FileNotFoundError(
-                    f"{place} is no folder, the cache {constants.HF_HUB_CACHE} lacks {wanted} of its revision "
-                    f"{self.revision}, and the Hub gives none: {' '.join(str(error).split())[:200]}"
+                    f"{place} is no folder, the cache {constants.HF_HUB_CACHE} has no {wanted} of its revision "
+                    f"{self.revision}, and the Hub gives none ({' '.join(str(error).split())[:200]}); run `hf "
+                    f"download {self.place} --revision {self.revision}` where there is a network, or name a folder."
                 ) from error
             if not is_there:
                 raise FileNotFoundError(f"{place} (revision {self.revision}) has no {wanted} on the Hub; correct it.")

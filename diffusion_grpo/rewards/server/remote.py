@@ -28,6 +28,7 @@ from .wire import (
     FailedRequest,
     Slots,
     ask,
+    check_limits,
     check_url,
     read_error,
     read_object,
@@ -61,6 +62,7 @@ class _Server:
     most: int | None = None  # most samples of a request, once a larger one was refused
 
 
+@dataclasses.dataclass
 class RemoteReward:
     """A reward computed by servers; it is async, so that several servers are asked at the same time.
 
@@ -99,57 +101,44 @@ class RemoteReward:
         16
     """
 
+    url: str | list
+    reward: str | None = None
+    columns: list | None = None
+    batch_size: int = 16
+    concurrency: int = 2
+    timeout: float = 120.0
+    retries: int = 3
+    backoff: float = 0.5
+    wait: float = 0.0
+    token_env: str | None = None
+    groupwise: bool = False
+    body: Body = "png"
+    num_frames: int | None = None
+    latents: bool = False
+
     opens_paths = True  # a server that serves this reward sets it to False
 
-    def __init__(
-        self,
-        url: str | list,
-        reward: str | None = None,
-        columns: list | None = None,
-        batch_size: int = 16,
-        concurrency: int = 2,
-        timeout: float = 120.0,
-        retries: int = 3,
-        backoff: float = 0.5,
-        wait: float = 0.0,
-        token_env: str | None = None,
-        groupwise: bool = False,
-        body: Body = "png",
-        num_frames: int | None = None,
-        latents: bool = False,
-    ):
-        urls = [url] if isinstance(url, str) else list(url)
-        for one in urls or [url]:
-            check_url(one, "remote", "http://host:port, or a list of these", "token_env")
-        for name, value, least in (
-            ("batch_size", batch_size, 1),
-            ("concurrency", concurrency, 1),
-            ("retries", retries, 0),
-            ("backoff", backoff, 0),
-            ("wait", wait, 0),
-            ("num_frames", 1 if num_frames is None else num_frames, 1),
-        ):
-            if value < least:
-                raise ValueError(f"remote: {name} is {value}; use at least {least}.")
-        if given := sorted({*(columns or [])} & {*PROVIDED}):
-            raise ValueError(f"remote: columns names {given[0]!r}, which is no column where rewards are called.")
-        if body not in CONTENT_TYPES:
-            raise ValueError(f"remote: body is {body!r}; use {', '.join(CONTENT_TYPES)}.")
-        if latents and body != "safetensors":
+    def __post_init__(self):
+        urls = [self.url] if isinstance(self.url, str) else list(self.url)
+        for url in urls or [self.url]:
+            check_url(url, "remote", "http://host:port, or a list of these", "token_env")
+        check_limits("remote", self, batch_size=1, concurrency=1, retries=0, backoff=0, wait=0, num_frames=1)
+        self.columns = list(self.columns or [])
+        if provided := sorted({*self.columns} & {*PROVIDED}):
+            raise ValueError(f"remote: columns names {provided[0]!r}, which is no column where rewards are called.")
+        if self.latents and self.body != "safetensors":
             raise ValueError(
-                f"remote: latents cannot be sent as {body}, which is for images; add `body: safetensors`."
+                f"remote: latents cannot be sent as {self.body}, which is for images; add `body: safetensors`."
             )
-        if timeout <= 0:
-            raise ValueError(f"remote: timeout is {timeout}; it must be above 0 seconds.")
-        if token_env is not None and not os.environ.get(token_env):
-            raise ValueError(f"remote: token_env names {token_env}, but no such environment variable is set.")
-        self.servers = [_Server(one.rstrip("/")) for one in urls]
-        self.reward, self.columns, self.token_env = reward, list(columns or []), token_env
+        if self.token_env is not None and not os.environ.get(self.token_env):
+            raise ValueError(f"remote: token_env names {self.token_env}, but no such environment variable is set.")
+        self.url = [url.rstrip("/") for url in urls]
+        self.servers, self._slots = [_Server(url) for url in self.url], Slots(self.concurrency)
         self.needed_columns = {*self.columns}
-        self.batch_size, self.concurrency, self._slots = batch_size, concurrency, Slots(concurrency)
-        self.timeout, self.retries, self.backoff, self.wait = timeout, retries, backoff, wait
-        self.is_groupwise, self.takes_latents = groupwise, latents  # contract.py reads these marks
-        self.body, self.num_frames = body, num_frames
+        self.is_groupwise, self.takes_latents = self.groupwise, self.latents  # contract.py reads these marks
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.reward))
 
     def check_needs(self) -> None:
         """Raise an error if the HTTP client is missing, all servers are down, or one does not serve the reward."""
@@ -175,17 +164,6 @@ class RemoteReward:
                 f"no server answers ({'; '.join(reasons)}); start one with `diffusion-grpo rewards serve`, or set "
                 "wait to the seconds to wait for one."
             )
-
-    def settings(self) -> dict[str, Any]:
-        """Return all settings by name, without the state of the servers."""
-        kept = {name: value for name, value in vars(self).items() if name not in ("servers", "_slots")}
-        return kept | {"url": [server.url for server in self.servers]}
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self.settings() == other.settings()
-
-    def __hash__(self) -> int:
-        return hash((type(self), self.reward))
 
     async def __call__(
         self,

@@ -16,7 +16,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
@@ -50,7 +49,7 @@ def create_app(
     """Create the server as an ASGI application.
 
     `GET /health` answers `{"status": "ok", "rewards": [names], "served": {name: {"groupwise": bool, "batchwise": bool,
-    "image_columns": [names]}}, "waiting": n, "max_waiting": n}`. `POST /score/NAME` takes the bodies of
+    "image_columns": [names]}}, "waiting": n, "scored": n, "max_waiting": n}`. `POST /score/NAME` takes the bodies of
     `wire.write_request` and answers `{"scores": [float | null, ...]}`. Refusals and failures answer
     `{"error": "one sentence"}`: 400 malformed, or not what this reward can score, 401 wrong token, 404 unknown
     reward, 408 the body did not arrive in time, 413 too large, 500 the reward failed, 503 the queue is full. If a
@@ -63,13 +62,12 @@ def create_app(
         if isinstance(reward.function, RemoteReward):
             reward.function.opens_paths = False  # paths would come from this server's clients
     scorer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="score")
-    queue, one_at_a_time = _Queue(max_waiting), asyncio.Semaphore(1)
+    one_at_a_time, load = asyncio.Semaphore(1), {"waiting": 0, "scored": 0, "max_waiting": max_waiting}
 
     @app.get("/health")
     async def health(request: Request) -> JSONResponse:
         if not _is_allowed(request, token):
             return _refusal(401, "The token is missing or wrong.")
-        load = {"waiting": queue.waiting, "max_waiting": max_waiting}
         return JSONResponse({"status": "ok", "rewards": list(served), "served": about, **load})
 
     @app.post("/score/{name}")
@@ -78,9 +76,10 @@ def create_app(
             return _refusal(401, "The token is missing or wrong.")
         if name not in served:
             return _refusal(404, f"There is no reward {name!r} here; there is {', '.join(served)}.")
-        if not queue.enter():
-            headers = {"Retry-After": "1", SCORED: str(queue.scored)}
+        if load["waiting"] >= max_waiting:
+            headers = {"Retry-After": "1", SCORED: str(load["scored"])}
             return _refusal(503, f"{max_waiting} requests are already waiting.", headers)
+        load["waiting"] += 1
         try:
             async with asyncio.timeout(body_seconds):
                 body = await _body(request, max_bytes)
@@ -94,31 +93,14 @@ def create_app(
                 answer = await loop.run_in_executor(
                     scorer, _answer_request, served[name], body, max_pixels, is_safetensors
                 )
-                queue.scored += 1
+                load["scored"] += 1
                 return answer
         except TimeoutError:
             return _refusal(408, f"The request's body did not come within {body_seconds:g} seconds.")
         finally:
-            queue.leave()
+            load["waiting"] -= 1
 
     return app
-
-
-class _Queue:
-    """A counter of the requests that wait or are being scored, with a limit, and of those that were scored."""
-
-    def __init__(self, limit: int):
-        self.limit, self.waiting, self.scored, self.lock = limit, 0, 0, threading.Lock()
-
-    def enter(self) -> bool:
-        with self.lock:
-            is_free = self.waiting < self.limit
-            self.waiting += is_free
-            return is_free
-
-    def leave(self) -> None:
-        with self.lock:
-            self.waiting -= 1
 
 
 @contextlib.asynccontextmanager

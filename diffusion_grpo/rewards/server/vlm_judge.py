@@ -30,6 +30,7 @@ from .wire import (
     FailedRequest,
     Slots,
     ask,
+    check_limits,
     check_url,
     is_loopback,
     read_error,
@@ -102,15 +103,9 @@ class VlmJudge:
 
     def __post_init__(self):
         check_url(self.url, "vlm_judge", "http://host:port/v1", "api_key_env")
-        _check_pattern(self.pattern)
-        least = {"num_frames": 1, "max_tokens": 1, "concurrency": 1, "retries": 0, "backoff": 0}
-        for name, value in least.items():
-            if getattr(self, name) < value:
-                raise ValueError(f"vlm_judge: {name} is {getattr(self, name)}; use at least {value}.")
-        if self.timeout <= 0:
-            raise ValueError(f"vlm_judge: timeout is {self.timeout}; it must be above 0 seconds.")
-        if self.answer not in ("score", "yes_no"):
-            raise ValueError(f"vlm_judge: answer is {self.answer!r}; use score or yes_no.")
+        check_limits("vlm_judge", self, num_frames=1, max_tokens=1, concurrency=1, retries=0, backoff=0)
+        if re.compile(self.pattern).groups < 1:
+            raise ValueError(f"vlm_judge: pattern {self.pattern!r} has no group; put the number into round brackets.")
         for limits in (self.score_range, self.video_score_range):
             if limits is not None and not (len(limits) == 2 and limits[0] < limits[1]):
                 raise ValueError(f"vlm_judge: score_range is {limits!r}; write two numbers, [lowest, highest].")
@@ -239,15 +234,6 @@ class UnifiedReward(VlmJudge):
     max_tokens: int = 1024
 
     __hash__ = VlmJudge.__hash__
-
-
-def _check_pattern(pattern: str) -> None:
-    try:
-        groups = re.compile(pattern).groups
-    except re.error as error:
-        raise ValueError(f"vlm_judge: pattern {pattern!r} is not a regular expression ({error}).") from error
-    if groups < 1:
-        raise ValueError(f"vlm_judge: pattern {pattern!r} has no group; put the number into round brackets.")
 
 
 def _fields(template: str) -> set[str]:

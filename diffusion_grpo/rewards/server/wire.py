@@ -374,6 +374,16 @@ def check_url(url: Any, reward: str, form: str, setting: str) -> None:
         raise ValueError(f"{reward}: url is {url!r}, which cannot be used ({error}); give {form}.") from error
 
 
+def check_limits(name: str, reward: Any, **least: float) -> None:
+    """Refuse settings of a reward below these; its time limit must be above 0."""
+    for setting, limit in least.items():
+        value = getattr(reward, setting)
+        if value is not None and value < limit:
+            raise ValueError(f"{name}: {setting} is {value}; use at least {limit}.")
+    if reward.timeout <= 0:
+        raise ValueError(f"{name}: timeout is {reward.timeout}; it must be above 0 seconds.")
+
+
 def is_loopback(url: str) -> bool:
     """Return whether a URL names this machine itself."""
     host = urllib.parse.urlsplit(url).hostname or ""

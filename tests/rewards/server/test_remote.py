@@ -438,6 +438,7 @@ def test_a_server_that_is_well_but_fails_every_batch_is_not_waited_for_again_and
     assert time.monotonic() - start < 5 and 1 <= len(asked) <= 6
 
 
+@pytest.mark.slow
 def test_a_run_whose_servers_are_gone_stops_with_its_state_saved(serve, tmp_path) -> None:
     """And goes on, with another server, to the weights of a run that was never stopped."""
     calls = []
@@ -521,6 +522,7 @@ def stalls(images):
     return [0.0] * len(images)
 
 
+@pytest.mark.slow
 def test_the_command_serves_and_is_killed_mid_batch(serve) -> None:
     code = "import sys; from diffusion_grpo.cli import main; sys.exit(main(sys.argv[1:]))"
     words = [sys.executable, "-c", code, "rewards", "serve", f"{{{__name__}.stalls: {{name: brightness}}}}", "--port"]

@@ -125,16 +125,6 @@ def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes(serve) -> N
     assert b" 413 " in answer.splitlines()[0]
 
 
-@pytest.mark.parametrize("has_length", [True, False])
-def test_the_limit_is_on_the_bytes_of_the_body(serve, has_length) -> None:
-    body = write_request(IMAGES[:1], ["a"], {}, None, None)
-    for limit, status in ((len(body), 200), (len(body) - 1, 413)):
-        url = serve("brightness", max_bytes=limit)
-        content = body if has_length else iter([body[:10], body[10:]])
-        answer = httpx2.post(f"{url}/score/brightness", content=content, trust_env=False)
-        assert answer.status_code == status, answer.text
-
-
 def test_columns_named_like_options_reach_a_served_reward_as_columns_alone(serve) -> None:
     """`fps` is an option of the client, `target_column` one of the reward that is served."""
     columns = {"target": IMAGES, "target_column": ["x"] * len(IMAGES), "fps": ["y"] * len(IMAGES)}

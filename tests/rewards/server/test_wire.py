@@ -17,7 +17,6 @@ from diffusion_grpo.rewards.server import wire
 from diffusion_grpo.rewards.server.wire import (
     Answer,
     FailedRequest,
-    Slots,
     WireError,
     ask,
     check_url,
@@ -214,11 +213,6 @@ def send(handler, timeout: float = 5.0) -> Answer:
     return asyncio.run(run())
 
 
-def test_an_answer_is_status_headers_and_text():
-    answer = send(lambda request: httpx2.Response(503, headers={"retry-after": "3"}, content=request.content))
-    assert (answer.status, answer.headers["retry-after"], answer.text) == (503, "3", "body")
-
-
 def test_an_answer_without_end_and_one_too_long_are_refused(monkeypatch):
     async def never(request):
         await asyncio.sleep(60)
@@ -242,24 +236,6 @@ def test_a_url_holds_no_key():
     for url in ("http://host:80000", "http://host:port", "http://[host"):
         with pytest.raises(ValueError, match="mine: url is .*, which cannot be used .*; give http://host:port"):
             check_url(url, "mine", "http://host:port", "key_env")
-
-
-def test_slots_limit_the_requests_at_one_server():
-    slots, running, most = Slots(2), [], []
-
-    async def request(url):
-        async with slots(url):
-            running.append(url)
-            most.append(running.count(url))
-            await asyncio.sleep(0)
-            running.remove(url)
-
-    async def several():
-        await asyncio.gather(*(request(url) for url in ["a", "a", "a", "a", "b"]))
-
-    asyncio.run(several())
-    asyncio.run(several())  # another event loop has semaphores of its own
-    assert max(most) == 2 and len(most) == 10
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:80", "http://[::1]:9", "http://localhost", "http://a.localhost/x"])
