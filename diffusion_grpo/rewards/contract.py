@@ -137,8 +137,9 @@ def _entry_point(function: Callable) -> Callable:
     """Return what a call runs: a function itself, a network's `forward`, or an object's `__call__`."""
     if inspect.isroutine(function) or isinstance(function, type):
         return function
-    runs_forward = isinstance(function, nn.Module) and type(function).__call__ is nn.Module.__call__
-    return function.forward if runs_forward else function.__call__
+    if isinstance(function, nn.Module) and type(function).__call__ is nn.Module.__call__:
+        return function.forward
+    return function.__call__  # type: ignore[operator]
 
 
 def _read_parameters(function: Callable) -> dict[str, inspect.Parameter]:
@@ -172,7 +173,7 @@ def needs(check: Callable[..., None]) -> Callable[[Callable], Callable]:
     """
 
     def mark(function: Callable) -> Callable:
-        function.check_needs = check
+        setattr(function, "check_needs", check)  # noqa: B010 (a plain callable has no such attribute)
         return function
 
     return mark

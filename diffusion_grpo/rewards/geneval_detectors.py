@@ -13,7 +13,7 @@ from torch import nn
 
 from .contract import check_package
 from .models.base import CONFIG, IMAGE_PROCESSOR, TOKENIZER, WEIGHTS, ModelReward, Source
-from .models.clip import normalize_features
+from .models.clip import ClipReward, normalize_features
 
 PHRASES = ("a photo of a {color} {label}", "a photo of a {color}-colored {label}", "a photo of a {color} object")
 NEED_SCIPY = ("owlv2", "maskformer", "mask2former")  # transformers needs it to load or call these
@@ -207,7 +207,7 @@ class TransformersDetector(ModelReward):
 
 
 @dataclasses.dataclass(eq=False)
-class ClipColors(ModelReward):
+class ClipColors(ClipReward):
     """Model that names the colour of objects with CLIP as GenEval does, comparing crops with phrases for each colour.
 
     Outside an object's mask, its crop is grey.
@@ -218,12 +218,8 @@ class ClipColors(ModelReward):
         return [Source("colors", self.model, files, self.revision)]
 
     def load(self) -> nn.Module:
-        from transformers import CLIPModel, CLIPProcessor
-
-        # GenEval resizes with Pillow; torchvision, which would be used where it is installed, rounds differently
-        self.processor = CLIPProcessor.from_pretrained(self.model, revision=self.revision, backend="pil")
         self._known: dict[str, torch.Tensor] = {}  # by label, on the CPU: each label comes again and again
-        return CLIPModel.from_pretrained(self.model, revision=self.revision, dtype=self.torch_dtype)
+        return super().load()
 
     def __call__(self, image: Image.Image, objects: list[Detection], label: str) -> list[str]:
         """Return one of the ten colours per object."""
@@ -231,18 +227,14 @@ class ClipColors(ModelReward):
         return self.in_batches(lambda network, part: self._name_colors(network, part, label), crops)
 
     def _name_colors(self, network: nn.Module, crops: list, label: str) -> list[str]:
-        pixels = self.processor(images=crops, return_tensors="pt")["pixel_values"].to(network.device, network.dtype)
-        seen = network.visual_projection(network.vision_model(pixels).pooler_output).float()
-        nearest = (seen @ self._classes(network, label).T).argmax(1).tolist()
+        nearest = (self.encode_images(network, crops) @ self._classes(network, label).T).argmax(1).tolist()
         return [list(NAMED)[index] for index in nearest]
 
     def _classes(self, network: nn.Module, label: str) -> torch.Tensor:
         """Return `(10, features)` float32: per colour, the normalised mean of its phrases' unit embeddings."""
         if label not in self._known:
             phrases = [phrase.format(color=color, label=label) for color in NAMED for phrase in PHRASES]
-            tokens = self.processor(text=phrases, return_tensors="pt", padding=True).to(network.device)
-            texts = network.text_projection(network.text_model(**tokens).pooler_output)
-            texts = normalize_features(texts).reshape(len(NAMED), len(PHRASES), -1).mean(1)
+            texts = self.encode_prompts(network, phrases).reshape(len(NAMED), len(PHRASES), -1).mean(1)
             self._known[label] = normalize_features(texts).cpu()
         return self._known[label].to(network.device)
 

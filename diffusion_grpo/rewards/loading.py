@@ -248,7 +248,7 @@ def _check_required(name: str, cls: type, arguments: dict[str, Any]) -> None:
 def _check_type(name: str, function: Callable, key: str, value: Any) -> None:
     """Refuse a value that the parameter's annotation excludes; an annotation that cannot be read excludes nothing."""
     try:
-        hint = typing.get_type_hints(function.__init__ if isinstance(function, type) else function).get(key, Any)
+        hint = typing.get_type_hints(function.__init__ if isinstance(function, type) else function).get(key, Any)  # type: ignore[misc]
     except (NameError, TypeError):
         return
     if not _fits(value, hint):
@@ -289,7 +289,7 @@ def check_needs(rewards: Iterable[Reward]) -> None:
     for reward in rewards:
         function, arguments = reward.function, reward.arguments
         while isinstance(function, functools.partial):
-            function, arguments = function.func, {**function.keywords, **arguments}
+            arguments, function = {**function.keywords, **arguments}, function.func
         try:
             getattr(function, "check_needs", dict)(**arguments)
         except (OSError, ImportError, ValueError) as error:

@@ -30,6 +30,7 @@ from .wire import (
     ask,
     check_limits,
     check_url,
+    gather_or_cancel,
     read_error,
     read_object,
     seconds_to_wait,
@@ -123,8 +124,8 @@ class RemoteReward:
         for url in urls or [self.url]:
             check_url(url, "remote", "http://host:port, or a list of these", "token_env")
         check_limits("remote", self, batch_size=1, concurrency=1, retries=0, backoff=0, wait=0, num_frames=1)
-        self.columns = list(self.columns or [])
-        if provided := sorted({*self.columns} & {*PROVIDED}):
+        self.columns = self._columns = list(self.columns or [])
+        if provided := sorted({*self._columns} & {*PROVIDED}):
             raise ValueError(f"remote: columns names {provided[0]!r}, which is no column where rewards are called.")
         if self.latents and self.body != "safetensors":
             raise ValueError(
@@ -134,7 +135,7 @@ class RemoteReward:
             raise ValueError(f"remote: token_env names {self.token_env}, but no such environment variable is set.")
         self.url = [url.rstrip("/") for url in urls]
         self.servers, self._slots = [_Server(url) for url in self.url], Slots(self.concurrency)
-        self.needed_columns = {*self.columns}
+        self.needed_columns = {*self._columns}
         self.is_groupwise, self.takes_latents = self.groupwise, self.latents  # contract.py reads these marks
 
     def __hash__(self) -> int:
@@ -176,7 +177,7 @@ class RemoteReward:
         """Score images, videos, sounds or latents; see the class."""
         import httpx2
 
-        for name in self.columns:
+        for name in self._columns:
             if name not in columns:
                 raise RewardError(f"is to send the column {name!r}, which the dataset lacks")
         size = len(completions) if self.is_groupwise else self.batch_size
@@ -186,7 +187,7 @@ class RemoteReward:
         scores: list[float | None] = [None] * len(completions)
 
         def body(rows: range, images: list[str]) -> bytes:
-            sent = {name: [columns[name][row] for row in rows] for name in self.columns}
+            sent = {name: [columns[name][row] for row in rows] for name in self._columns}
             sent |= {name: list(map(open_image, sent[name])) for name in images}
             groups = [0] * len(rows) if self.is_groupwise else None
             samples = [self._choose_frames(completions[row]) for row in rows]
@@ -205,7 +206,7 @@ class RemoteReward:
                     await self._wait_for_any(client, gone + self.wait)
                     alive = [server for server in self.servers if server.is_alive]
                 workers = [self._work(client, server, pending, body, scores) for server in alive * self.concurrency]
-                await _all_or_first_error(workers)
+                await gather_or_cancel(workers)
         return scores
 
     def _headers(self) -> dict[str, str]:
@@ -324,7 +325,7 @@ class RemoteReward:
         if about.get("groupwise") and not self.is_groupwise:
             raise RewardError(f"compares the samples of a prompt at {url}; add `groupwise: true`")
         expected = about.get("image_columns")
-        return [name for name in self.columns if self.opens_paths and isinstance(expected, list) and name in expected]
+        return [name for name in self._columns if self.opens_paths and isinstance(expected, list) and name in expected]
 
     async def _only_reward(self, client: httpx2.AsyncClient, server: _Server) -> str:
         answer = await ask(client, "GET", f"{server.url}/health", min(HEALTH_SECONDS, self.timeout))
@@ -362,16 +363,6 @@ class RemoteReward:
             f"has no server left ({reasons}); start one with `diffusion-grpo rewards serve`, or see in the output of "
             "a running one why its reward failed"
         )
-
-
-async def _all_or_first_error(workers: list) -> None:
-    tasks = [asyncio.ensure_future(worker) for worker in workers]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _scores(answer: Answer, count: int, url: str) -> list[float | None]:

@@ -32,6 +32,7 @@ from .wire import (
     ask,
     check_limits,
     check_url,
+    gather_or_cancel,
     is_loopback,
     read_error,
     read_object,
@@ -153,16 +154,10 @@ class VlmJudge:
 
         # a proxy set in the environment cannot reach a server on this machine
         async with httpx2.AsyncClient(headers=headers, trust_env=not is_loopback(self.url)) as client:
-            tasks = [asyncio.ensure_future(score(row)) for row in range(len(completions))]
-            try:
-                found = await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-        if log_metric is not None and found:
-            log_metric("vlm_judge/unread", found.count(None) / len(found))
-        return found
+            scores = await gather_or_cancel([score(row) for row in range(len(completions))])
+        if log_metric is not None and scores:
+            log_metric("vlm_judge/unread", scores.count(None) / len(scores))
+        return scores
 
     def _body(self, sample: Any, values: dict[str, Any]) -> dict[str, Any]:
         """Build the request about one sample, with what `_read` needs to know about it."""

@@ -362,6 +362,17 @@ async def ask(client: httpx2.AsyncClient, method: str, url: str, timeout: float,
     return Answer(response.status_code, dict(response.headers), content.decode("utf-8", "replace"))
 
 
+async def gather_or_cancel(coroutines: list) -> list:
+    """Return all results; at the first error, cancel the others before raising it."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def check_url(url: Any, reward: str, form: str, setting: str) -> None:
     """Refuse a value that is no URL, or a URL that holds a name or key."""
     if isinstance(url, str) and "@" in url:  # it would be written to run.json and into messages
