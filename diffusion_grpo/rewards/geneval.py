@@ -1,4 +1,4 @@
-"""The reward `geneval`: whether the detected objects meet the requirements of a prompt, and if not, why.
+"""The reward `geneval`: whether the detected objects meet the requirements of a prompt.
 
 After Ghosh et al. 2023, "GenEval: an object-focused framework for evaluating text-to-image alignment"
 (https://huggingface.co/papers/2310.11513): its six tasks (single object, two objects, counting, colours, position,
@@ -8,10 +8,10 @@ attribution of colours) are all built from counts, colours and relative position
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any, Literal
 
 from PIL import Image
@@ -85,66 +85,31 @@ class GenEval:
             model.check_needs()
 
     def _value(self, image: Image.Image, detections: list[Detection], wanted: dict[str, Any]) -> float:
-        if self.score == "dense":
-            objects = self._objects(detections, wanted)
-            return dense_score(objects, wanted["include"], lambda *what: self._name(image, *what), self.margin)
-        verdict = self.verdict(image, detections, wanted)
-        return verdict.share if self.score == "partial" else float(verdict.is_correct)
-
-    def verdict(self, image: Image.Image, detections: list[Detection], wanted: dict[str, Any]) -> Verdict:
-        """Check one image's detections against its requirements."""
-        objects = self._objects(detections, wanted)
-        return check_objects(
-            objects, wanted["include"], wanted["exclude"], lambda *what: self._name(image, *what), self.margin
-        )
-
-    def _objects(self, detections: list[Detection], wanted: dict[str, Any]) -> dict[str, list[Detection]]:
         least = self.min_score_counting if wanted["tag"] == COUNTING else self.min_score
-        return group_by_class(detections, least, self.max_objects, self.max_overlap)
+        objects = group_by_class(detections, least, self.max_objects, self.max_overlap)
+        name_colors = functools.partial(self._name, image)
+        if self.score == "dense":
+            return dense_score(objects, wanted["include"], name_colors, self.margin)
+        checks = check_objects(objects, wanted["include"], wanted["exclude"], name_colors, self.margin)
+        return sum(checks) / len(checks) if self.score == "partial" else float(all(checks))
 
     @property
     def _models(self) -> list[ModelReward]:
         """The detector and the model that names colours, if they have weights."""
         return [model for model in (self._detect, self._name) if isinstance(model, ModelReward)]
 
-    @cached_property
+    @functools.cached_property
     def _detect(self) -> Callable:
         if callable(self.detector):
             return self.detector
         least = min(self.min_score, self.min_score_counting)
         return TransformersDetector(self.detector, self.device, self.dtype, revision=self.revision, min_score=least)
 
-    @cached_property
+    @functools.cached_property
     def _name(self) -> Callable:
         if self.colors == "pixels":
             return name_pixel_colors
         return ClipColors(self.colors, self.device, self.dtype, revision=self.colors_revision)
-
-
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-    """The result for one image.
-
-    Attributes:
-        checks: one (held, sentence) per requirement: an object's count, its colour or its position.
-    """
-
-    checks: list[tuple[bool, str]]
-
-    @property
-    def is_correct(self) -> bool:
-        """Whether all requirements held: GenEval's score."""
-        return all(held for held, _ in self.checks)
-
-    @property
-    def share(self) -> float:
-        """Share of the requirements that held, in [0, 1]."""
-        return sum(held for held, _ in self.checks) / len(self.checks)
-
-    @property
-    def reason(self) -> str:
-        """The sentences of the requirements that did not hold."""
-        return "; ".join(sentence for held, sentence in self.checks if not held)
 
 
 def read_requirements(columns: dict[str, list], row: int) -> dict[str, Any]:
@@ -219,36 +184,28 @@ def check_objects(
     exclude: list[dict[str, Any]],
     name_colors: Callable[[list[Detection], str], list[str]],
     margin: float = 0.1,
-) -> Verdict:
-    """Check every requirement against the objects that were found.
+) -> list[bool]:
+    """Return whether each requirement is met by the objects that were found: a count, a colour or a position.
 
     Of each class in `include`, the `count` objects with the highest scores are checked. All of them must have the
     required colour. A position must hold between each of them and each object of the other entry; it fails if that
     entry failed.
     """
-    checks: list[tuple[bool, str]] = []
+    checks: list[bool] = []
     matched: list[list[Detection] | None] = []
     for part in include:
         label, count = part["class"], part["count"]
-        found = objects.get(label, [])[:count]
-        own = [(len(found) >= count, f"expected {count} or more {label}, found {len(found)}")]
+        best = objects.get(label, [])[:count]
+        held = [len(best) >= count]
         if "color" in part:
-            named = name_colors(found, label) if found else []
-            right = named.count(part["color"])
-            what = f"expected {count} {part['color']} {label}, found {', '.join(named) or 'none'}"
-            own.append((right >= count, what))
+            held.append(bool(best) and name_colors(best, label).count(part["color"]) >= count)
         if "position" in part:
-            side, other = part["position"]
-            holds = all(held for held, _ in own) and matched[int(other)] is not None
-            sides = [find_relations(a, b, margin) for a in found for b in matched[int(other)] or []] if holds else []
-            seen = " and ".join(sorted(set().union(*sides))) or "neither side"
-            own.append((holds and all(side in some for some in sides), f"expected {label} {side}, found {seen}"))
-        checks += own
-        matched.append(found if all(held for held, _ in own) else None)
-    for part in exclude:
-        count = len(objects.get(part["class"], []))
-        checks.append((count < part["count"], f"expected fewer than {part['count']} {part['class']}, found {count}"))
-    return Verdict(checks)
+            side, others = part["position"][0], matched[int(part["position"][1])]
+            is_there = all(held) and others is not None
+            held.append(is_there and all(side in find_relations(a, b, margin) for a in best for b in others))
+        checks += held
+        matched.append(best if all(held) else None)
+    return checks + [len(objects.get(part["class"], [])) < part["count"] for part in exclude]
 
 
 def dense_score(

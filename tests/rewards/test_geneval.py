@@ -275,12 +275,10 @@ def test_what_lies_outside_of_the_image_has_no_color() -> None:
     assert name_pixel_colors(image, [*found, empty], "cat") == [""] * 4 + ["green"] * 2 + [""]
 
 
-def test_partial_credit_and_reasons() -> None:
+def test_partial_credit() -> None:
     scene = Scene(("cat", "red", LEFT), ("dog", "blue", RIGHT))
     wanted = {"tag": "color_attr", "include": [{**CAT, "color": "red"}, {**DOG, "color": "red"}], "exclude": []}
     assert verdicts([scene], [wanted]) == [0] and verdicts([scene], [wanted], partial=True) == [0.75]
-    verdict = GenEval(lambda *_: []).verdict(scene.image, scene.detections, wanted)
-    assert verdict.reason == "expected 1 red dog, found blue" and not verdict.is_correct
 
 
 # Flow-GRPO's dense score: each value worked out by its server's rule, entry by entry
