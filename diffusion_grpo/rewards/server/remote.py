@@ -26,7 +26,6 @@ from .wire import (
     Answer,
     Body,
     FailedRequest,
-    Slots,
     ask,
     check_limits,
     check_url,
@@ -57,6 +56,7 @@ class _TooLarge(Exception):
 @dataclasses.dataclass
 class _Server:
     url: str
+    slots: asyncio.Semaphore  # limits concurrent requests over all calls that are awaited together
     is_alive: bool = True
     reason: str = ""
     served: dict[str, Any] | None = None  # answer of /health about each reward, once requested
@@ -134,7 +134,7 @@ class RemoteReward:
         if self.token_env is not None and not os.environ.get(self.token_env):
             raise ValueError(f"remote: token_env names {self.token_env}, but no such environment variable is set.")
         self.url = [url.rstrip("/") for url in urls]
-        self.servers, self._slots = [_Server(url) for url in self.url], Slots(self.concurrency)
+        self.servers = [_Server(url, asyncio.Semaphore(self.concurrency)) for url in self.url]
         self.needed_columns = {*self._columns}
         self.is_groupwise, self.takes_latents = self.groupwise, self.latents  # contract.py reads these marks
 
@@ -229,7 +229,7 @@ class RemoteReward:
                 pending.append(rows[server.most :])
                 rows = rows[: server.most]
             try:
-                async with self._slots(server.url):
+                async with server.slots:
                     images = self._find_image_columns(await self._describe(client, server), server.url)
                     content = await asyncio.to_thread(body, rows, images)
                     answer = await self.score_batch(client, server, content, len(rows))
@@ -303,7 +303,7 @@ class RemoteReward:
                 answer = await ask(client, "GET", f"{server.url}/health", min(HEALTH_SECONDS, self.timeout))
                 if answer.status == 200:
                     found = read_object(answer).get("served")
-                    server.served = found if isinstance(found, dict) else {}  # {}: an earlier version
+                    server.served = found if isinstance(found, dict) else {}
                 elif answer.status in BUSY or answer.status >= 500:
                     raise FailedRequest(f"/health answered with status {answer.status}")
                 break

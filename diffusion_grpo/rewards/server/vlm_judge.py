@@ -28,7 +28,6 @@ from .wire import (
     HEALTH_SECONDS,
     Answer,
     FailedRequest,
-    Slots,
     ask,
     check_limits,
     check_url,
@@ -113,7 +112,7 @@ class VlmJudge:
         if self.api_key_env is not None and not os.environ.get(self.api_key_env):
             raise ValueError(f"vlm_judge: api_key_env names {self.api_key_env}, but no such variable is set.")
         self.url = self.url.rstrip("/")
-        self._slots = Slots(self.concurrency)
+        self._slots = asyncio.Semaphore(self.concurrency)  # over all calls that are awaited together
         self._fields = _fields(self.template) | _fields(self.video_template or "")
         self.needed_columns = self._fields - {"prompt"}
 
@@ -144,10 +143,9 @@ class VlmJudge:
         if missing := sorted(self._fields - {"prompt", *columns}):
             raise RewardError(f"has {{{missing[0]}}} in its template, a column that the dataset lacks")
         headers = {"Authorization": f"Bearer {os.environ[self.api_key_env]}"} if self.api_key_env else {}
-        limit = self._slots(self.url)
 
         async def score(row: int) -> float | None:
-            async with limit:
+            async with self._slots:
                 values = {name: columns[name][row] for name in self.needed_columns}
                 body = await asyncio.to_thread(self._body, completions[row], {**values, "prompt": prompts[row]})
                 return await self._ask(client, body)

@@ -13,7 +13,6 @@ import io
 import ipaddress
 import json
 import urllib.parse
-import weakref
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -154,7 +153,7 @@ def _write_sample(sample: Any, name: str, body: Body, tensors: dict[str, torch.T
         if is_video or isinstance(sample, Image.Image):
             frames = [np.asarray(frame.convert("RGB")) for frame in (sample if is_video else [sample])]
             tensors[name] = torch.from_numpy(np.stack(frames) if is_video else frames[0].copy())
-            return {"video" if is_video else "picture": name}  # the name of an image in requests of all versions
+            return {"video" if is_video else "picture": name}
         tensors[name] = torch.as_tensor(sample).detach().cpu().clone(memory_format=torch.contiguous_format)
         return {"tensor": name}
     if isinstance(sample, Image.Image):
@@ -319,19 +318,6 @@ def _add_sounds(samples: list, sounds: Any) -> list:
 
 class FailedRequest(Exception):
     """A request did not give a usable answer, but the next one may."""
-
-
-class Slots:
-    """A limit on a reward's concurrent requests, over all of its calls that are awaited together."""
-
-    def __init__(self, count: int):
-        self.count = count
-        self._own: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # a semaphore belongs to one event loop
-
-    def __call__(self, url: str) -> asyncio.Semaphore:
-        """Return the semaphore to hold during a request to `url`."""
-        own = self._own.setdefault(asyncio.get_running_loop(), {})
-        return own.setdefault(url, asyncio.Semaphore(self.count))
 
 
 @dataclasses.dataclass(frozen=True)
