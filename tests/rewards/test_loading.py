@@ -267,17 +267,6 @@ def test_a_vocabulary_has_many_names(name, bare) -> None:
     assert refusal({"clip_score": options}) == ""
 
 
-def test_videoalign_as_its_training_leaves_it_needs_the_base_too(bare) -> None:
-    options, _ = pretended("videoalign", bare)
-    folder = bare / "model" / "checkpoint-11352"
-    (folder / "adapter_model.safetensors").touch()
-    assert "checkpoint-11352/non_lora_state_dict.pth" in refusal({"videoalign": options})
-    (folder / "non_lora_state_dict.pth").touch()
-    assert f"base={bare / 'base'} has no model.safetensors" in refusal({"videoalign": options})
-    (bare / "base" / "model.safetensors").touch()
-    assert refusal({"videoalign": options}) == ""
-
-
 def detector(folder: Path, config) -> Path:
     config.save_pretrained(folder)
     for name in ("model.safetensors", "preprocessor_config.json"):

@@ -9,7 +9,6 @@ import collections
 import dataclasses
 import hashlib
 import json
-import re
 import threading
 import weakref
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from .base import CONFIG, TOKENIZER, WEIGHTS, ModelReward, Source, read_weights, weights_path
+from .base import CONFIG, TOKENIZER, ModelReward, Source, read_weights, weights_path
 from .qwen_vl import (
     RewardNetwork,
     as_frame,
@@ -35,11 +34,9 @@ from .qwen_vl import (
 
 DIMENSIONS = ("VQ", "MQ", "TA")
 MARKS = [f"<|{dimension}_reward|>" for dimension in DIMENSIONS]
-ADAPTER = "adapter_model.safetensors"
 MIN_PIXELS = 128 * 28 * 28  # per frame; the checkpoint sets the maximum
 MIN_FRAMES, MAX_FRAMES = 4, 768
 REMEMBERED = 4096  # videos whose three scores are cached
-LORA = re.compile(r"\.lora_([AB])\.(?!default\.)")
 _loaded: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 
 
@@ -90,12 +87,10 @@ class VideoAlign(ModelReward):
         return scores
 
     def sources(self) -> list[Source]:
-        parts, base = (f"{self.checkpoint}/model.pth",), CONFIG + TOKENIZER
-        if self._has_adapter:
-            parts, base = (f"{self.checkpoint}/non_lora_state_dict.pth",), base + WEIGHTS
+        files = (("model_config.json",), (f"{self.checkpoint}/model.pth",))
         return [
-            Source("model", self.model, (("model_config.json",), parts), self.revision),
-            Source("base", self.base, base, self.base_revision),
+            Source("model", self.model, files, self.revision),
+            Source("base", self.base, CONFIG + TOKENIZER, self.base_revision),
         ]
 
     def load(self) -> RewardNetwork:
@@ -105,7 +100,8 @@ class VideoAlign(ModelReward):
         settings = self._settings()
         config = AutoConfig.from_pretrained(self.base, revision=self.base_revision)
         self._tokenizer = load_tokenizer(self.base, MARKS, self.base_revision)
-        body, head = rename_weights(self._weights())
+        weights = read_weights(weights_path(self.model, f"{self.checkpoint}/model.pth", self.revision))
+        body, head = rename_weights(weights)
         backbone = build_empty_backbone(config, len(body["language_model.embed_tokens.weight"]))
         if any(".lora_A." in name for name in body):
             _add_lora(backbone, body, settings["peft_lora_config"])
@@ -122,26 +118,6 @@ class VideoAlign(ModelReward):
             path = weights_path(self.model, "model_config.json", self.revision)
             self._read = _check_settings(json.loads(path.read_text(encoding="utf-8")), path)
         return self._read
-
-    @property
-    def _has_adapter(self) -> bool:
-        """Whether the weights are in a folder as the authors' training code saves them."""
-        return (Path(self.model).expanduser() / self.checkpoint / ADAPTER).is_file()
-
-    def _weights(self) -> dict[str, Tensor]:
-        folder = Path(self.model).expanduser() / self.checkpoint
-        if not self._has_adapter:
-            return read_weights(weights_path(self.model, f"{self.checkpoint}/model.pth", self.revision))
-        from transformers import Qwen2VLModel
-
-        adapter = read_weights(folder / ADAPTER)
-        trained = rename_weights(read_weights(folder / "non_lora_state_dict.pth"))
-        adapter, _ = rename_weights({LORA.sub(r".lora_\1.default.", name): value for name, value in adapter.items()})
-        targets = {name.split(".lora_A.")[0] for name in adapter if ".lora_A." in name}
-        base = Qwen2VLModel.from_pretrained(self.base, revision=self.base_revision).state_dict()
-        base |= {name.replace(".base_layer.", "."): value for name, value in trained[0].items()}
-        placed = {_under_lora(name, targets): value for name, value in base.items()}
-        return placed | adapter | {f"rm_head.{name}": value for name, value in trained[1].items()}
 
     def _score(self, network: RewardNetwork, videos: list, prompts: list[str]) -> list[list[float]]:
         """Return normalised VQ, MQ and TA; of three outputs per token, read the first at the first token, etc."""
@@ -201,12 +177,6 @@ def _key(video: list[Image.Image], prompt: str) -> bytes:
         digest.update(repr((image.mode, image.size)).encode())
         digest.update(image.tobytes())
     return digest.digest()
-
-
-def _under_lora(name: str, targets: set[str]) -> str:
-    """Return the name of a weight once PEFT has wrapped the target layers."""
-    layer, _, kind = name.rpartition(".")
-    return f"{layer}.base_layer.{kind}" if layer in targets else name
 
 
 def _add_lora(backbone: nn.Module, weights: dict[str, Tensor], settings: dict[str, Any]) -> None:

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save_file
 from tiny_qwen import WIDTH, hidden_at, noise, old_names, tiny_qwen
 from torch import nn
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
@@ -138,29 +137,6 @@ def test_videoalign_with_one_output(tmp_path) -> None:
     expected = by_hand(video, "a boat", [0, 1, 2, 3])
     values = VideoAlign(**folders, dtype="float32", device="cpu").all_dimensions([video], ["a boat"], fps=8)
     assert values == [pytest.approx(expected, abs=1e-4)]
-
-
-def test_videoalign_reads_what_the_training_of_the_original_leaves(videoalign, tmp_path) -> None:
-    """An adapter beside the weights that were trained whole, on top of a base of today's or yesterday's names."""
-    folders, by_hand, weights = videoalign
-    video = [noise(60, 60, seed) for seed in range(4)]
-    published = VideoAlign(**folders, dtype="float32", device="cpu").all_dimensions([video], ["a"], fps=8)
-    assert published == [pytest.approx(by_hand(video, "a", [0, 1, 2, 3]), abs=1e-4)]
-    folder = tmp_path / "reward" / "checkpoint-11352"
-    lora = {name.replace(".default", ""): value for name, value in weights.items() if ".lora_" in name}
-    save_file(lora, folder / "adapter_model.safetensors")
-    plain = {name: value for name, value in weights.items() if ".lora_" not in name}
-    kept = ("visual", "embed_tokens", "rm_head")
-    trained = {name: value for name, value in plain.items() if any(part in name for part in kept)}
-    torch.save(trained, folder / "non_lora_state_dict.pth")
-    (folder / "model.pth").unlink()
-    base = {name.removeprefix("base_model.model.").replace(".base_layer", ""): v for name, v in plain.items()}
-    rows = torch.zeros(json.loads((tmp_path / "base" / "config.json").read_text())["text_config"]["vocab_size"], WIDTH)
-    base |= {"model.embed_tokens.weight": rows, "lm_head.weight": rows.clone()}
-    save_file({n: v for n, v in base.items() if n != "rm_head.weight"}, tmp_path / "base" / "model.safetensors",
-              metadata={"format": "pt"})  # fmt: skip
-    adapter = VideoAlign(**folders, dtype="float32", device="cpu", batch_size=1)  # loaded anew
-    assert adapter.all_dimensions([video], ["a"], fps=8) == [pytest.approx(published[0], abs=1e-6)]
 
 
 @pytest.mark.parametrize(
