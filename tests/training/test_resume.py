@@ -393,7 +393,7 @@ def test_other_prompts_are_accepted_with_a_warning(tmp_path, caplog):
         trainer = trainer_for(tmp_path, max_steps=updates, columns=columns, resume_from_checkpoint=True, **saved)
         trainer.train()
         assert trainer.state.global_step == updates
-        assert ("training prompts, or their order, differ" in caplog.text) == is_told
+        assert ("training prompts" in caplog.text) == is_told
 
 
 def test_an_evaluation_that_fails_after_training_leaves_the_checkpoints_alone(tmp_path):
