@@ -71,7 +71,6 @@ class RolloutGenerator:
             # a process that fails here reaches no collective
             rows = self.rows_at(positions.tolist(), row_indices)
             scoring = self._scorer.begin_rollout(order, rows)
-        scoring.arrivals.watch = self._progress.advance
         self._progress.begin("rollout", len(rows), copies=self._backend.groups.count)
         with self._monitor.barrier_after("rolls out"), scoring:
             start = time.perf_counter()
@@ -167,6 +166,7 @@ class RolloutGenerator:
             self.inputs.check_samples(latents if images is None else images, len(indices), arguments)
             if is_own:
                 scoring.add(indices, images, latents)
+                self._progress.advance(len(indices))
             for number, index in enumerate(indices):
                 trajectories[index] = trajectory[[number]]
         return type(trajectories[0]).align(trajectories)
