@@ -27,7 +27,7 @@ from diffusion_grpo.rewards import (
     takes_latents,
     takes_tensors,
 )
-from diffusion_grpo.rollout.diversity import embed_samples
+from diffusion_grpo.rollout.score import embed_samples
 
 
 def test_score_passes_what_a_function_accepts() -> None:
