@@ -324,7 +324,7 @@ class Notes(TrainerCallback):
         found = {"prompts": [row["prompt"] for row in buffer.rows], "count": len(buffer.rows)}
         found |= {name: getattr(trajectory, name) for name in ("steps", "seeds", "initial_seeds")}
         found["path"] = trajectory.ids if hasattr(trajectory, "ids") else trajectory.latents
-        found["advantages"] = buffer.advantages
+        found["advantages"] = buffer.advantages.values
         parameters = self.trainer.learner.weights.parameters
         found["gradient"] = flat([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
         self.seen.update({f"{name}@{update}": value for name, value in found.items()})
