@@ -151,7 +151,13 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("branches", "dppo, velocity") else pytest.param(name, marks=pytest.mark.slow)
+        for name in RESUMED
+    ],
+)
 def test_resume_bit_for_bit(tmp_path, name):
     """Within the second rollout: its samples, weights and old means come from the checkpoint."""
     settings = SHORT | RESUMED[name] | {"num_iterations": 2, "max_steps": 5}

@@ -55,6 +55,7 @@ def json_of(capsys, words):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_processes_of_one_machine_share_its_memory(tmp_path, capsys):
     config = write_run(tmp_path, "sd3", num_processes=4, num_machines=2, accelerate_config="multi_gpu")
     made = json_of(capsys, ["plan", config, "--json"])

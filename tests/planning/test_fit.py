@@ -58,6 +58,7 @@ def test_what_cannot_fit_says_how_small_it_became(config, monkeypatch):
     assert found.after.accelerator == most(config, found.settings) < found.before.accelerator
 
 
+@pytest.mark.slow
 def test_what_was_built_is_used_again(config):
     """Only what changes the passes of a micro-batch is measured anew."""
     built = Built()
@@ -142,6 +143,7 @@ def test_quantised_weights_come_before_block_swap_and_not_with_it(config):
     assert search.count({"load_in_4bit": True}) < search.count({"load_in_8bit": True}) < search.count({})
 
 
+@pytest.mark.slow
 def test_what_a_later_choice_made_unnecessary_is_left_out(config, monkeypatch):
     names = ("recorded steps on the CPU", "smaller micro-batches")  # the first saves little, and is tried first
     monkeypatch.setattr(fitting, "STEPS", {name: fitting.STEPS[name] for name in names})

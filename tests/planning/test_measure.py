@@ -47,14 +47,14 @@ ALONE = {"samples_per_latent": 1}
     [
         ("sd3", {}),
         pytest.param("sd3", ALONE, marks=pytest.mark.slow),
-        ("sd3", ALONE | {"gradient_checkpointing": True}),
+        pytest.param("sd3", ALONE | {"gradient_checkpointing": True}, marks=pytest.mark.slow),
         pytest.param("sd3", {"bf16": True}, marks=pytest.mark.slow),
-        ("flux", ALONE | {"bf16": True, "gradient_checkpointing": True}),
+        pytest.param("flux", ALONE | {"bf16": True, "gradient_checkpointing": True}, marks=pytest.mark.slow),
         ("flux", ALONE | {"bf16": True, "gradient_checkpointing": True, "use_peft": False}),
         pytest.param("sd3", {"bf16": True, "use_peft": False}, marks=pytest.mark.slow),
-        ("sdxl", {}),
+        pytest.param("sdxl", {}, marks=pytest.mark.slow),
         pytest.param("wan", ALONE | {"gradient_checkpointing": True}, marks=pytest.mark.slow),
-        ("qwen_image", ALONE),
+        pytest.param("qwen_image", ALONE, marks=pytest.mark.slow),
         ("sd3", {"rollout_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 4}),
         ("sd3", {"per_device_train_batch_size": 4, "num_generations": 4, "rollout_batch_size": 2}),
     ],
@@ -70,6 +70,7 @@ def test_the_most_bytes_of_each_phase_are_those_of_a_real_run(name, settings, tm
     assert planned["decoding"] == pytest.approx(watch.live.peaks[DECODING], rel=0.01)
 
 
+@pytest.mark.slow
 def test_checkpointing_keeps_less(tmp_path):
     config = write_run(tmp_path, "sd3")
     network = tmp_path / "model" / "transformer" / "config.json"

@@ -121,15 +121,21 @@ DEEP = {"transformer_layers_per_block": [1, 8]}  # an attention of SDXL has up t
     ("name", "level", "blocks", "stream", "changes", "is_recomputed"),
     [
         ("sd3", "block_level", 1, False, None, False),
-        ("sd3", "block_level", 2, False, None, True),
+        pytest.param("sd3", "block_level", 2, False, None, True, marks=pytest.mark.slow),
         ("sd3", "block_level", 1, True, None, False),
-        ("sd3", "leaf_level", 1, False, None, False),
-        ("sd3", "leaf_level", 1, False, None, True),  # all layers of a block, while it is recomputed
-        ("sd3", "leaf_level", 1, False, POSITIONS, False),  # the table belongs to a module that has a layer
+        pytest.param("sd3", "leaf_level", 1, False, None, False, marks=pytest.mark.slow),
+        pytest.param(
+            "sd3", "leaf_level", 1, False, None, True, marks=pytest.mark.slow
+        ),  # all layers of a block, while it is recomputed
+        pytest.param(
+            "sd3", "leaf_level", 1, False, POSITIONS, False, marks=pytest.mark.slow
+        ),  # the table belongs to a module that has a layer
         ("sd3", "leaf_level", 1, True, POSITIONS, True),
         # recomputes its attentions block by block
         pytest.param("sdxl", "leaf_level", 1, False, DEEP, True, marks=pytest.mark.slow),
-        ("sdxl", "block_level", 1, True, None, False),  # no two large groups follow each other
+        pytest.param(
+            "sdxl", "block_level", 1, True, None, False, marks=pytest.mark.slow
+        ),  # no two large groups follow each other
         ("wan_experts", "block_level", 1, True, None, False),  # one expert at a time
     ],
 )

@@ -87,9 +87,12 @@ def allocated(config):
     [
         ("sd3", {}),
         ("flux", {"bf16": True, "ema_decay": 0.9, "optim": "sgd", "best_of_n": 2, "num_generations": 4}),
-        ("wan", {"bf16": True, "trained_steps": [0, 1]}),  # keeps some layers in float32 among the bf16 ones
-        ("sd3", {"use_peft": False, "bf16": True, "beta": 0.1, "optim": "adafactor"}),
-        ("sd3", {"loss_type": "nft", "trained_steps": [1, 3]}),
+        # wan keeps some layers in float32 among the bf16 ones
+        pytest.param("wan", {"bf16": True, "trained_steps": [0, 1]}, marks=pytest.mark.slow),
+        pytest.param(
+            "sd3", {"use_peft": False, "bf16": True, "beta": 0.1, "optim": "adafactor"}, marks=pytest.mark.slow
+        ),
+        pytest.param("sd3", {"loss_type": "nft", "trained_steps": [1, 3]}, marks=pytest.mark.slow),
         # the means of the policy that rolled out
         pytest.param("sd3", {"loss_type": "dppo", "num_iterations": 2}, marks=pytest.mark.slow),
         pytest.param("sd3", {"loss_type": "dpo", "use_peft": False}, marks=pytest.mark.slow),
@@ -225,16 +228,14 @@ def uncollected():
     gc.enable()
 
 
-# Examples of models that have another example are planned only with "make test-all".
-LONG = ("hunyuan_video", "wan22_image_to_video", "wan22_a14b", "wan22_ti2v_5b", "wan21_gae")
-LONG += ("sdxl_inpaint", "flux_kontext", "sd15", "own_algorithm", "remote_reward", "sd35_geneval", "sd35_ocr_fast")
-LONG += ("glm_image_dit",)
+# The others are planned only with "make test-all".
+PLANNED = ("demo", "flux3", "sd35_ocr")
 
 
 @pytest.mark.parametrize(
     "file",
     [
-        pytest.param(file, id=file.stem, marks=pytest.mark.slow if file.stem in LONG else ())
+        pytest.param(file, id=file.stem, marks=() if file.stem in PLANNED else pytest.mark.slow)
         for file in sorted(EXAMPLES.glob("*.yaml"))
     ],
 )
