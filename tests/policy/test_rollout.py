@@ -119,8 +119,8 @@ def test_each_distinct_prompt_is_encoded_once_and_never_in_replay():
     pipe.text_encoder.register_forward_hook(lambda module, args, output: encoded.append(len(args[0])))
     policy = DenoisingPolicy(pipe)
     images, trajectory = rollout(policy, inputs, seeds=[1, 2, 3, 4], num_inference_steps=3)
-    # each prompt alone, and the empty one of guidance; the first one as a whole batch, to see whether rows are samples
-    assert encoded == [1, 1, 4, 4, 1, 1]
+    # each prompt alone, and the empty one of guidance; both together once, to see whether rows are samples
+    assert sorted(encoded) == [1, 1, 1, 1, 2, 2]
     replay(policy, inputs, trajectory, 1)
     rollout(policy, inputs, seeds=[1, 2, 3, 4], num_inference_steps=3)
     assert len(encoded) == 6
@@ -196,5 +196,5 @@ def test_a_step_cannot_draw_more_noise_than_its_latent_holds(name, is_refused):
     if not is_refused:
         assert rollout(policy, inputs, **call)[1].steps.numel()
         return
-    with pytest.raises(ValueError, match="noise_level must lie in .0, 1. for the process"):
+    with pytest.raises(ValueError, match="noise_level must lie in"):
         rollout(policy, inputs, **call)

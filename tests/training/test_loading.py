@@ -59,5 +59,5 @@ def test_more_noise_than_the_default_process_has_is_refused(tmp_path, name, is_r
     if not is_refused:
         trainer_for(tmp_path, name, noise_level=1.4)
         return
-    with pytest.raises(ValueError, match="noise_level must lie in .0, 1. for the process 'ddim'.*got 1.4"):
+    with pytest.raises(ValueError, match="noise_level must lie in .0, 1."):
         trainer_for(tmp_path, name, noise_level=1.4)
