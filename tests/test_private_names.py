@@ -94,7 +94,7 @@ TRAINER = """
 _build_accelerator_args _prepare_for_training _save_checkpoint _save_optimizer_and_scheduler _load_from_checkpoint
 _load_best_model _load_optimizer_and_scheduler _load_rng_state _load_scaler _push_from_checkpoint _run_epoch
 _get_train_sampler _get_grad_norm _finish_current_push _get_dataloader _get_output_dir _save_rng_state _save_scaler
-_evaluate _prepare_inputs _save
+_evaluate _prepare_inputs _save _get_learning_rate
 """.split()
 ARGUMENTS = ["_VALID_DICT_FIELDS", "_validate_args"]
 # keys, endings and values that are only written like private names

@@ -36,7 +36,8 @@ TINY = {**SETTINGS, "num_generations": 2, "num_inference_steps": 3, "max_steps":
 SHORT = {"num_generations": 4, "gradient_accumulation_steps": 1, "max_steps": 1, "eval_strategy": "no"}
 SHORT |= {"eval_on_start": False, "disable_tqdm": True}
 RUN_ELSEWHERE = {"docs/data.md"}
-COMPILED_ONLY = {"docs/models/glm_image.md"}  # reads the folders of two runs, as tests/run/test_adapters.py does
+# load models of the Hub, or read the folders of two runs
+COMPILED_ONLY = {"docs/models/glm_image.md", "docs/models/modular.md"}
 PROMPTS = 'the word "TEA" in red\nthe word "SUN" in blue\n'
 # modules that the pages take for the reader's own
 OWN = {

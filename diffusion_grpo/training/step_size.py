@@ -36,7 +36,7 @@ class StepSize(TrainerCallback):
         backend: DistributedBackend,
         metrics: Metrics,
     ):
-        self._change, self._predict, self._backend, self._metrics = change, predict, backend, metrics
+        self._change, self._predict, self._backend, self.metrics = change, predict, backend, metrics
         self._hooks: list[Any] = []
         self._state: dict[str, Any] = {"rate": None, "gains": []}
         self.scale = START
@@ -66,9 +66,9 @@ class StepSize(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if not self._used:  # the update was skipped (fp16), or the schedule's rate is 0
             return
-        with self._metrics.time("time/update"):
+        with self.metrics.time("time/update"):
             change = self._measure()
-        self._metrics.add("prediction/change", change)
+        self.metrics.add("prediction/change", change)
         rates, gains = [GROWTH * self._state["rate"]], self._state["gains"]
         if change > 0:  # else it is lost in rounding, and too small
             gains[:] = [*gains, change / self._used][-MEMORY:]

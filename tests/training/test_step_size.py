@@ -54,7 +54,7 @@ def test_the_rate_follows_a_reference():
         expected = moved
         np.testing.assert_allclose(weight.detach().numpy(), expected, rtol=1e-5)
         assert optimizer.param_groups[0]["lr"] == pytest.approx(100.0 * schedule[update + 1])  # as without it
-    assert step_size._metrics.values["prediction/change"] == pytest.approx(changes, rel=1e-5)
+    assert step_size.metrics.values["prediction/change"] == pytest.approx(changes, rel=1e-5)
     assert 0.2 * target < np.median(changes) < target
 
 
@@ -69,7 +69,7 @@ def test_the_rate_stays_below_the_limit_and_a_skipped_update_counts_for_nothing(
     kept = str(state.stateful_callbacks)
     step_size.watch(None)
     step_size.on_step_end(None, state, None)  # without a step, as fp16 does where gradients overflow
-    assert str(state.stateful_callbacks) == kept and len(step_size._metrics.values["prediction/change"]) == 9
+    assert str(state.stateful_callbacks) == kept and len(step_size.metrics.values["prediction/change"]) == 9
 
 
 def test_rounding_is_no_change():
@@ -84,7 +84,7 @@ def test_rounding_is_no_change():
     weight.grad = torch.ones_like(weight)
     optimizer.step()
     step_size.on_step_end(None, state, None)
-    assert step_size._metrics.values["prediction/change"] == [pytest.approx(0.002, rel=0.1)]
+    assert step_size.metrics.values["prediction/change"] == [pytest.approx(0.002, rel=0.1)]
 
 
 TOKENS = {"name": "glm_image", "train_component": "vision_language_encoder", "epsilon": 0.2, "rewards": brightness}
