@@ -104,7 +104,11 @@ class VlmJudge:
     def __post_init__(self):
         check_url(self.url, "vlm_judge", "http://host:port/v1", "api_key_env")
         check_limits("vlm_judge", self, num_frames=1, max_tokens=1, concurrency=1, retries=0, backoff=0)
-        if re.compile(self.pattern).groups < 1:
+        try:
+            has_group = re.compile(self.pattern).groups > 0
+        except re.error as error:
+            raise ValueError(f"vlm_judge: pattern {self.pattern!r} is no regular expression: {error}") from error
+        if not has_group:
             raise ValueError(f"vlm_judge: pattern {self.pattern!r} has no group; put the number into round brackets.")
         for limits in (self.score_range, self.video_score_range):
             if limits is not None and not (len(limits) == 2 and limits[0] < limits[1]):

@@ -293,6 +293,7 @@ def test_what_it_cannot_score(model) -> None:
         ({"url": "https://me:key@host/v1"}, "api_key_env"),
         ({"template": "{prompt"}, "cannot be filled in"),
         ({"template": '{"a": 1}'}, "double other braces"),
+        ({"pattern": "Score: ("}, "pattern"),
         ({"pattern": "Score"}, "has no group"),
         ({"score_range": [5, 1]}, "lowest, highest"),
         ({"video_score_range": [1]}, "lowest, highest"),
