@@ -120,6 +120,7 @@ def score(
         trainer_state=trainer_state,
     )
     scoring = Scoring(reward_funcs, batch)
+    scoring.taken |= {reward.name for reward in scoring.rewards}
     score_here([scoring])
     values, extras = scoring.values(failure_dir, log_metric)
     for name, column in extras.items() if log_extra else ():
@@ -315,7 +316,7 @@ class Scoring:
         self.batch = batch
         self.rewards = [func if isinstance(func, Reward) else Reward(func, reward_name(func)) for func in reward_funcs]
         self.calls: list[list[Call]] = []
-        self.taken = frozenset(TAKEN) | {reward.name for reward in self.rewards}
+        self.taken = frozenset(TAKEN)
         self.doing = ", ".join(reward.name for reward in self.rewards)
         # each thread has its own current device, initially device 0
         self.device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
