@@ -18,14 +18,12 @@ from filelock import FileLock, Timeout
 from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME
 
-from ..distributed.sharded_weights import TrainedWeights
 from ..report.card import list_upload_patterns
 from ..report.record import ResumeError
 from ..rollout.loader import RolloutLoader
-from ..rollout.reference import CopiedReference
-from ..rollout.value_model import ValueModel
 from ..weights.files import POLICY_FOLDER, PolicyFiles
-from .average import OldPolicy, PolicyAverage, find_policy_folder
+from .average import PolicyAverage, find_policy_folder
+from .learner import Learner
 
 logger = logging.getLogger(__name__)
 REFERENCE_FOLDER, OLD_POLICY_FOLDER = "reference", "old_policy"
@@ -55,21 +53,18 @@ class Checkpointer:
 
     def __init__(
         self,
-        *,
         model: nn.Module,
         files: PolicyFiles,
-        weights: TrainedWeights,
-        average: PolicyAverage | None,
-        old_policy: OldPolicy | None,
-        reference: CopiedReference | None,
-        values: ValueModel | None,
-        feed: RolloutLoader,
+        learner: Learner,
+        loader: RolloutLoader,
+        *,
+        moves_reference: bool,
         is_writer: bool,
         pushes_samples: bool,
     ):
-        self._model, self._files, self._weights, self._average = model, files, weights, average
-        self._old_policy = old_policy
-        self._reference, self._values, self._feed = reference, values, feed
+        self._model, self._files, self._loader = model, files, loader
+        self._weights, self._average, self._old_policy = learner.weights, learner.average, learner.old_policy
+        self._reference, self._values = learner.reference if moves_reference else None, learner.values
         self._is_writer, self._pushes_samples = is_writer, pushes_samples
 
     def save_weights(self, folder: Path, whole_pipeline: bool = False) -> None:
@@ -94,7 +89,7 @@ class Checkpointer:
 
     def save_rollout(self, folder: Path, step: int) -> None:
         """Write what is left of the current rollout after `step` updates; every process writes its own part."""
-        self._feed.save(folder, step)
+        self._loader.save(folder, step)
 
     def load(self, folder: Path) -> None:
         """Read a checkpoint; the next micro-batch continues the rollout within which it was written.
@@ -109,7 +104,7 @@ class Checkpointer:
         self._load_policy(policy)
         if self._values is not None:
             self._values.load(folder)
-        self._feed.resume_from(folder)
+        self._loader.resume_from(folder)
 
     def load_best(self, folder: Path) -> None:
         """Read the weights of the best checkpoint: those of the policy and their average."""

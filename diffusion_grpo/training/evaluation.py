@@ -70,13 +70,13 @@ class Evaluator:
         runtime: Runtime,
         *,
         generator: RolloutGenerator,
-        feed: RolloutLoader,
-        replays: Passes,
+        loader: RolloutLoader,
+        passes: Passes,
         settings: Callable[[], EvaluationSettings],
     ):
         self._inputs, self._scorer, self._generator = inputs, scorer, generator
         self._rewards, self._weights = scorer.rewards + rewards.evaluated, torch.tensor(rewards.weights)
-        self._feed, self._replays, self._average = feed, replays, learner.average
+        self._loader, self._passes, self._average = loader, passes, learner.average
         # none in full training with beta=0, where it would need a second copy of the weights
         self._has_reference = learner.reference is not None and not policy.draws_tokens
         self._backend, self._monitor, self._read_settings = runtime.backend, runtime.monitor, settings
@@ -156,7 +156,7 @@ class Evaluator:
         positions, own = self._share_positions(len(prompts))
         rows = [{"prompt": prompts[position]} for position in positions]
         self._generator.learn(rows)
-        samples = self._replays.run(self._sampler.sample, rows, positions, pipeline_kwargs)
+        samples = self._passes.run(self._sampler.sample, rows, positions, pipeline_kwargs)
         number = own if self._backend.groups.is_first else 0
         folder = self._settings.folder / "validation" / f"step-{step:06d}"
         stems = [folder / f"{position:04d}" for position in positions[:number]]
@@ -177,9 +177,9 @@ class Evaluator:
 
         This does not depend on beta. Nothing is measured before the first rollout.
         """
-        if self._feed.buffer is None or not self._has_reference:
+        if self._loader.buffer is None or not self._has_reference:
             return {}
-        divergences, metrics = self._replays.run(self._replays.compare, self._feed.buffer.micro_batch(0))
+        divergences, metrics = self._passes.run(self._passes.compare, self._loader.buffer.micro_batch(0))
         own = {"kl": divergences.mean().item(), **metrics}
         return gather_means(self._backend.accelerator, {name: [value] for name, value in own.items()})
 
@@ -230,7 +230,7 @@ class Evaluator:
             with self._monitor.barrier_after("samples for the evaluation"):
                 if first == 0:
                     self._generator.learn(share.rows)
-                self._replays.run(self._sampler.sample_part, share, first, end)
+                self._passes.run(self._sampler.sample_part, share, first, end)
                 if in_parts:
                     self._sampler.score_part(share, is_last=end == longest)
             first = end

@@ -1,6 +1,7 @@
 """What a checkpoint holds: folders that are whole, and the policy beside its average."""
 
 import contextlib
+from types import SimpleNamespace
 
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -59,21 +60,24 @@ class Reference:
         self.weights = Weights(log)
 
 
-class Feed:
+class Loader:
     def __init__(self, log):
         self.save, self.resume_from = log.note("save rollout"), log.note("resume")
 
 
 def make(log, *, has_average=False, has_old_policy=False, has_reference=False, is_writer=True):
     return Checkpointer(
-        model="model",
-        files=Files(log),
-        weights=Weights(log),
-        average=Average(log) if has_average else None,
-        old_policy=Average(log) if has_old_policy else None,
-        reference=Reference(log) if has_reference else None,
-        values=None,
-        feed=Feed(log),
+        "model",
+        Files(log),
+        SimpleNamespace(
+            weights=Weights(log),
+            average=Average(log) if has_average else None,
+            old_policy=Average(log) if has_old_policy else None,
+            reference=Reference(log) if has_reference else None,
+            values=None,
+        ),
+        Loader(log),
+        moves_reference=True,
         is_writer=is_writer,
         pushes_samples=False,
     )

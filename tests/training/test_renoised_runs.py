@@ -68,7 +68,7 @@ def test_evaluations_compare_the_policy_with_its_reference(tmp_path, loss):
 
 
 @pytest.mark.parametrize("loss", RENOISED)
-@pytest.mark.parametrize("name", ["sd3", "sd15", "cosmos", "wan"])  # flow, DDIM and EDM, images and videos
+@pytest.mark.parametrize("name", ["sd3", "sd15", "lcm", "cosmos", "wan"])  # flow, DDIM, consistency and EDM; videos
 def test_every_loss_trains_every_kind(tmp_path, name, loss):
     trainer, before = trained(tmp_path, name, **SHORT, loss_type=loss)
     assert len(logged(trainer, "loss")) == 2 and all(map(math.isfinite, logged(trainer, "loss")))
