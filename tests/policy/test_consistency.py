@@ -16,6 +16,7 @@ SHAPE = (2, 4, 3, 5)
 SCHEDULERS = {
     "lcm": (LCMScheduler(), 1.0),
     "lcm, v": (LCMScheduler(prediction_type="v_prediction", clip_sample=True), 1.0),
+    "lcm, skips": (LCMScheduler(timestep_scaling=0.001), 1.0),  # keeps more of the latent than published ones do
     "tcd": (TCDScheduler(), 0.3),
     "tcd, v": (TCDScheduler(prediction_type="v_prediction"), 0.8),
     "scm": (SCMScheduler(), 1.0),
@@ -45,10 +46,13 @@ def test_a_step_with_its_noise_is_that_of_diffusers(name):
         mean, std = mine.distribution(prediction, timestep, sample, level)
         noise = torch.randn(SHAPE, generator=torch.manual_seed(index))
         torch.testing.assert_close(mean + std * noise, expected, rtol=2e-5, atol=2e-5)
-        assert (std > 0) == (index < 3)
+        assert mine.loop_length == 4 and (std > 0) == (index < 3)
         assert mine.sde.noise_level == (0.3 if name.startswith("tcd") else 1.0)
         mine.index += 1
         sample = expected
+    mine.index = 3  # a pipeline that decodes what the tuple has second gets the clean sample of the last step
+    last, shown = mine.step(prediction, timestep, sample, return_dict=False)
+    assert torch.equal(last, shown)
 
 
 def test_steps_without_noise_of_their_own_have_the_noise_of_their_latent():
@@ -66,6 +70,47 @@ def test_steps_without_noise_of_their_own_have_the_noise_of_their_latent():
     half, std = scheduler.distribution(prediction, timestep, sample, 0.6)
     torch.testing.assert_close(half[0], (signal * clean + 0.8 * deviation * noise[0])[0], rtol=1e-5, atol=1e-5)
     assert std == 0.6 * deviation  # the variances of both add up to that of the level
+
+
+def perfect(name, scheduler, clean, noise):
+    """A sample noised to the level of step 1, what a perfect network predicts there, and the velocity."""
+    timestep = scheduler.timesteps[1]
+    if name in ("lcm", "lcm, v", "tcd", "tcd, v"):
+        alpha = scheduler.alphas_cumprod[int(timestep)].double()
+        velocity = alpha.sqrt() * noise - (1 - alpha).sqrt() * clean
+        return alpha.sqrt() * clean + (1 - alpha).sqrt() * noise, velocity if name.endswith("v") else noise, velocity
+    if name == "scm":
+        angle, noise = timestep.double(), scheduler.config.sigma_data * noise
+        velocity = angle.cos() * noise - angle.sin() * clean
+        return angle.cos() * clean + angle.sin() * noise, velocity, velocity
+    sigma = scheduler.sigmas[1].double()
+    return (1 - sigma) * clean + sigma * noise, noise - clean, noise - clean
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULERS if name not in ("edm", "lcm, skips")])
+def test_a_finished_sample_is_noised_again_and_found_again(name):
+    scheduler = prepared(stochastic_scheduler(SCHEDULERS[name][0]))
+    clean, noise = (torch.rand(SHAPE, dtype=torch.float64) * 2 - 1 for _ in range(2))  # within what is clipped
+    noised, prediction, velocity = perfect(name, scheduler, clean, noise)
+    scheduler.locate(scheduler.timesteps[0])
+    scheduler.index = 1
+    mine = scheduler.renoise(clean.float(), noise.float(), noised, 1)
+    torch.testing.assert_close(mine.double(), noised, rtol=1e-5, atol=1e-5)
+    found = scheduler.denoise(prediction.float(), scheduler.timesteps[1], noised.float())
+    torch.testing.assert_close(found.clean.double(), clean, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.velocity().double(), velocity, rtol=1e-4, atol=1e-4)
+
+
+def test_the_shared_noise_is_another_in_each_step_and_the_same_for_both_halves_of_guidance():
+    scheduler = prepared(stochastic_scheduler(LCMScheduler()))
+    scheduler.locate(scheduler.timesteps[0])
+    scheduler.driver = Driver(torch.tensor([7]), 1, 0.0)
+    clean, noises = torch.zeros(2, 4, 3, 5), []
+    for scheduler.index in range(3):
+        latents = scheduler.deterministic(clean, scheduler.timesteps[scheduler.index], clean)
+        assert torch.equal(*latents)
+        noises.append(latents[0] / scheduler.next_level(clean)[1])
+    assert not any(torch.allclose(noises[0], other, atol=0.1) for other in noises[1:])
 
 
 def test_formulas_in_float64():
