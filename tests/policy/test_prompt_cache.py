@@ -336,3 +336,18 @@ def test_that_a_prompt_is_cut_for_clip_is_said_once(monkeypatch):
         logging.getLogger("diffusers.pipelines").warning(line)
     said = [line.removeprefix(text) for line in handler.stream.getvalue().splitlines()]
     assert said == ["['a, b']", "['c']", "something else", "something else"]
+
+
+def test_results_have_no_graph_and_each_call_is_told_its_size():
+    """In a replay, gradients are on; an encoder that is trained by nobody must not keep its activations."""
+    weight, sizes = torch.ones(1, requires_grad=True), []
+
+    def encode(prompt, batch_size):
+        sizes.append((len(prompt), batch_size))
+        return torch.tensor([[float(len(text))] for text in prompt]) * weight
+
+    pipe = Pipe(encode)
+    with PromptCache().serve(pipe):
+        embeds = pipe.encode_prompt(["cat", "horse"], batch_size=2)
+    assert not embeds.requires_grad and embeds.flatten().tolist() == [3, 5]
+    assert sizes == [(1, 1), (1, 1), (2, 2)]
