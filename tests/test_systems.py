@@ -59,6 +59,7 @@ SETTINGS = {setting.name for setting in DiffusionGRPOConfig.__dataclass_fields__
 # Files of models that have another file run in full only with "make test-all".
 SLOW = [name for name in STAND_INS if "/" in name and name not in ("24gb/flux", "fast/sd35")]
 SLOW += ["sd35_geneval", "sd35_ocr_fast", "wan22_ti2v_5b", "wan22_image_to_video", "glm_image_dit", "sdxl_inpaint"]
+SLOW += ["minimax_h3", "sana_sprint"]
 SIZES = ("max_area", "audio_end_in_s")  # among the pipeline's own arguments
 SMALL = {
     "gradient_accumulation_steps": 1,
@@ -71,7 +72,6 @@ SMALL = {
     "validation_steps": 1,
     "save_samples_steps": 1,
     "eval_max_prompts": 3,  # more than fit into a batch
-    "per_device_eval_batch_size": 2,
     "warmup_steps": 0,
     "learning_rate": 1e-3,
     "lora_r": 4,
@@ -88,7 +88,8 @@ def small(values, inputs):
         key: value for key, value in inputs.items() if key in SETTINGS and key != "guidance_scale"
     }
     changed["num_generations"] = 4 if "best_of_n" in values else min(2, values["num_generations"])
-    changed["per_device_train_batch_size"] = min(2, values["per_device_train_batch_size"])
+    for side in ("train", "eval"):  # one sample per call stays one
+        changed[f"per_device_{side}_batch_size"] = min(2, values["per_device_train_batch_size"])
     if "best_of_n" in values:
         changed["best_of_n"] = 2
     if "rollout_batch_size" in values:
