@@ -125,7 +125,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         )
         self.rewards, self.backend, self.run = given.rewards, given.backend, given.record
         kinds = (RewardError, RowError, RatioError, NonFiniteError)
-        self.monitor = ProcessGroupMonitor(given.args.distributed_state, given.args.ddp_timeout, kinds)
+        self.monitor = ProcessGroupMonitor(given.args.distributed_state, kinds)
         with explain_loading(given.args, given.is_full_training):
             loaded = load_policy(given, peft_config, self.monitor)
             check_own_optimizer(*optimizers, loaded.model)

@@ -62,7 +62,7 @@ def case(name, folder, **settings):
 
 def embeds(policy, inputs):
     """What encodes the prompts of such a case ahead, in a single process."""
-    return PromptEmbeds(policy, inputs, KeptResults(), ProcessGroupMonitor(ALONE, 1.0, ()))
+    return PromptEmbeds(policy, inputs, KeptResults(), ProcessGroupMonitor(ALONE, ()))
 
 
 def run(folder, settings, source=None):

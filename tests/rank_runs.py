@@ -146,10 +146,8 @@ def fail(folder, settings, where):
             raise ValueError("the scorer is out")
         if rank() == 1 and where == "evaluation" and "3" in columns["prompts"]:
             raise ValueError("the scorer is out")
-        if rank() == 1 and where in ("slow", "dead"):
-            if where == "dead":
-                os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(6)
+        if rank() == 1 and where == "dead":
+            os.kill(os.getpid(), signal.SIGKILL)
         return brightness(images)
 
     def loss(*args):
@@ -158,7 +156,7 @@ def fail(folder, settings, where):
         output = real_loss(*args)
         if rank() == 1 and where == "loss" and own.state.global_step == 1:
             output = dataclasses.replace(output, loss=output.loss * float("nan"))
-        return dataclasses.replace(output, drift=0.5) if rank() == 1 and where in ("ratio", "late") else output
+        return dataclasses.replace(output, drift=0.5) if rank() == 1 and where == "ratio" else output
 
     real_rows = inputs.PipelineInputs.rows
 
@@ -168,11 +166,8 @@ def fail(folder, settings, where):
         return real_rows(self, dataset, numbers)
 
     inputs.PipelineInputs.rows = rows
-    failure.NOTICE_INTERVAL, failure.HEARTBEAT, failure.GRACE_PERIOD = 1.0, 0.5, 1.0
+    failure.GRACE_PERIOD = 1.0
     evaluation_samples.KEPT_BYTES = 1
-    if rank() == 1 and where == "late":
-        wait = failure.ProcessGroupMonitor.wait_for_all
-        failure.ProcessGroupMonitor.wait_for_all = lambda *args: (wait(*args), time.sleep(5))
     own = built(folder, settings, fragile)
     real_loss, own.learner.algorithm.loss = own.learner.algorithm.loss, loss
     try:
@@ -200,7 +195,6 @@ def die(folder, settings, moment, calls):
     if rank() == (0 if moment == "checkpoint" else 1):  # process 0 is the one that writes
         place = {"rollout": (generate, "rollout"), "update": (grpo.GRPO, "loss"), "checkpoint": (hub, "save_policy")}
         kill_in(*place[moment], calls)
-    failure.HEARTBEAT = 0.5
     built(folder, settings).train()
 
 

@@ -1,8 +1,8 @@
 """Failure propagation: when one process fails, all of them end soon and report its error.
 
-A collective in which one process is missing ends in a timeout that does not name the process. So processes exchange
-errors and heartbeats through torch's key-value store, which has no such limit, and wait for each other there while
-each works by itself for any length of time (a rollout, its rewards).
+A collective in which one process is missing may end only in a timeout that does not name the process. So processes
+agree after each piece of work that they do by themselves (a rollout, its rewards), and exchange errors that happen
+between collectives through torch's key-value store.
 """
 
 import contextlib
@@ -22,77 +22,49 @@ from accelerate.utils import gather
 from torch import distributed
 
 logger = logging.getLogger(__name__)
-NOTICE_INTERVAL = 60.0  # seconds between two log lines about processes that are waited for
-HEARTBEAT = 2.0  # seconds between two heartbeats
-REQUESTS_PER_SECOND = 200  # to the store, by all waiting processes together
-MAX_NAMED = 4  # at most this many missing processes are named
+WATCH_INTERVAL = 2.0  # seconds between two looks for the error of another process
 STORE_LINGER = 30.0  # seconds that the process with the store waits for others to read an error
 GRACE_PERIOD = 30.0  # seconds that a process has to end by itself after another one has failed
 RUN_NUMBERS = itertools.count()  # a process may make several runs; each has its own part of the store
 
 
 class RankError(RuntimeError):
-    """Another process failed, or sent no heartbeat within the timeout of the process group."""
+    """Another process failed."""
 
 
 Error = tuple[int, str, str]  # the process that failed, the type of its error, its message
 
 
 class ProcessGroupMonitor:
-    """Watches over the processes of a run: barriers that outlast slow work, and errors that reach every process."""
+    """Watches over the processes of a run, so that an error of one reaches all."""
 
-    def __init__(self, processes: PartialState, timeout: float, kinds: tuple[type[Exception], ...]):
-        self.processes, self.timeout = processes, timeout
+    def __init__(self, processes: PartialState, kinds: tuple[type[Exception], ...]):
+        self.processes = processes
         self.kinds = {kind.__name__: kind for kind in kinds}
         self._number, self._turn = next(RUN_NUMBERS), 0
         self._deferred: Exception | None = None
         self._known: Exception | None = None  # the error that this process ends with, if the others know it
         self._news: Error | None = None  # error of another process, once read from the store
         self._reading, self._watches, self._entry = threading.Lock(), 0, 0
-        self._current_turn: str | None = None  # the barrier that this process works towards
-        self._task, self._since = "", time.monotonic()
-        self._signing = threading.Lock()
 
     @property
     def is_alone(self) -> bool:
         """Whether there is no other process."""
         return self.processes.num_processes == 1
 
-    def set_task(self, task: str) -> None:
-        """Set the current task of this process, for the messages of processes that wait for it."""
-        with self._signing:
-            self._task, self._since = task, time.monotonic()
-        if self._current_turn is not None:
-            self._give_sign(self._current_turn)
-
     @contextlib.contextmanager
     def barrier_after(self, task: str) -> Iterator[None]:
-        """Wait at the end for all processes, however long they take; all leave, or all raise the same error."""
-        self.set_task(task)
-        if self.is_alone:
-            yield
-            return
-        turn, stop = self._next_turn(), threading.Event()
-        self._current_turn = turn
-        life = threading.Thread(target=self._live, args=(turn, stop), daemon=True)
-        life.start()
+        """Wait at the end for all processes; all leave, or all raise the error of one that failed."""
         try:
-            try:
-                yield
-            finally:
-                self._current_turn = None
-                stop.set()
-                life.join()
+            yield
         except Exception as error:
-            if error is self._known or isinstance(
-                error, RankError
-            ):  # from inside `propagate_errors`, or another process is dead
+            if self.is_alone or error is self._known:  # the others know: it is from inside `propagate_errors`
                 raise
             own = self.processes.process_index
-            logger.error("Process %d failed, which %s; it waits for the others to end.", own, task, exc_info=error)
-            self._meet(turn, error)
-            raise
-        self._meet(turn, None)
+            logger.error("Process %d failed, which %s; it waits for the others.", own, task, exc_info=error)
+            self.agree(error)
+        else:
+            self.agree(None)
 
     @contextlib.contextmanager
     def propagate_errors(self) -> Iterator[None]:
@@ -128,7 +100,7 @@ class ProcessGroupMonitor:
             if store.add(f"failures/{self._entry}", 1) == 1:
                 store.set(f"failure/{self._entry}", json.dumps([own, type(error).__name__, str(error)]))
                 logger.error("Process %d failed; the others end too.", own, exc_info=error)
-                self._linger(store, f"failure/{self._entry}/read", self.processes.num_processes - 1)
+                self._linger(store, f"failure/{self._entry}/read")
                 return
             news = self._read_failure(store)
         except distributed.DistError:  # the process with the store has ended; its error may have been read
@@ -141,7 +113,7 @@ class ProcessGroupMonitor:
 
     def _watch(self, stop: threading.Event) -> None:
         """End this process if it waits in vain for another one that has failed."""
-        while not stop.wait(self.request_interval(1.0)):
+        while not stop.wait(WATCH_INTERVAL):
             try:
                 if not self._store.check([f"failure/{self._entry}"]):
                     continue
@@ -163,35 +135,43 @@ class ProcessGroupMonitor:
                 store.add(f"failure/{self._entry}/read", int(self._news[0] != self.processes.process_index))
             return self._news
 
-    def _raise_known_failure(self) -> None:
-        """Raise an error that another process has left in the store, instead of waiting on."""
-        if self._news is not None:
-            self._known = RankError(self._describe_failure(self._news))
-            raise self._known
-
     def _describe_failure(self, news: Error) -> str:
         process, kind, message = news
         return f"Process {process} of {self.processes.num_processes} failed with {kind}: {message}"
 
-    def request_interval(self, least: float) -> float:
-        """Return the seconds between two requests of a process, so that all processes do not overload the store."""
-        return max(least, self.processes.num_processes / REQUESTS_PER_SECOND)
-
-    def _linger(self, store: distributed.Store, read: str, count: int) -> None:
-        """Stay until `count` processes have read an error, if the store ends with this process."""
-        latest = time.monotonic() + min(STORE_LINGER, self.timeout)
-        while self.processes.process_index == 0 and store.add(read, 0) < count and time.monotonic() < latest:
+    def _linger(self, store: distributed.Store, read: str) -> None:
+        """Stay until all others have read this process's error, if the store ends with this process."""
+        latest = time.monotonic() + STORE_LINGER
+        others = self.processes.num_processes - 1
+        while self.processes.process_index == 0 and store.add(read, 0) < others and time.monotonic() < latest:
             time.sleep(0.05)
 
     def agree(self, error: Exception | None) -> None:
         """Raise on all processes if one has an error; a collective."""
         if not self.is_alone:
-            failed = torch.tensor([int(error is not None)], device=self.processes.device)
-            if gather(failed).any():
-                self._meet(self._next_turn(), error)
+            self._turn += 1
+            flags = gather(torch.tensor([int(error is not None)], device=self.processes.device)).tolist()
+            if any(flags):
+                self._known = error
+                self._exchange([process for process, flag in enumerate(flags) if flag], error)
         if error is not None:
             self._known = error
             raise error
+
+    def _exchange(self, failed: list[int], error: Exception | None) -> None:
+        """Raise the error of another process if this one has none, or if their types differ; a collective."""
+        store, own = self._store, self.processes.process_index
+        if error is not None:
+            store.set(f"{self._turn}/{own}", json.dumps([type(error).__name__, str(error)]))
+        failures = [(process, *json.loads(store.get(f"{self._turn}/{process}"))) for process in failed]
+        gather(torch.tensor([own], device=self.processes.device))  # the store may end with the process that leaves
+        others = [failure for failure in failures if failure[0] != own]
+        kinds = {kind for _, kind, _ in failures}
+        if others and (error is None or len(kinds) > 1):  # if the types differ, all processes raise the same type
+            self._known = RankError(self._describe_failure(others[0]))
+            if len(kinds) == 1 and (kind := self.kinds.get(others[0][1])) is not None:
+                self._known = kind(f"Process {others[0][0]} of {self.processes.num_processes} failed: {others[0][2]}")
+            raise self._known
 
     def defer(self, check: Callable, *args: Any) -> Any:
         """Run a check that may fail on this process only, and return what it returns.
@@ -212,123 +192,8 @@ class ProcessGroupMonitor:
         error, self._deferred = self._deferred, None
         self.agree(error)
 
-    def _next_turn(self) -> str:
-        self._turn += 1
-        return str(self._turn)
-
     @property
     def _store(self) -> distributed.Store:
         return distributed.PrefixStore(
             f"diffusion_grpo/{self._number}", distributed.distributed_c10d._get_default_store()
         )
-
-    def _live(self, turn: str, stop: threading.Event) -> None:
-        """Send heartbeats until the work is done."""
-        while True:
-            self._give_sign(turn)
-            if stop.wait(self.request_interval(HEARTBEAT)):
-                return
-
-    def _give_sign(self, turn: str) -> None:
-        with self._signing, contextlib.suppress(distributed.DistError):  # reported at the barrier
-            # Under the lock, so that the heartbeat thread cannot overwrite a task with the one before it.
-            state = {"task": self._task, "seconds": time.monotonic() - self._since}
-            self._store.set(f"{turn}/life/{self.processes.process_index}", json.dumps(state))
-
-    def _meet(self, turn: str, error: Exception | None) -> None:
-        """Wait for all processes, and raise the error of another one if this process has none."""
-        self._known = error
-        try:
-            failures = self._exchange(turn, error)
-        except distributed.DistError as lost:
-            if error is not None:  # report its own error
-                raise error from lost
-            self._known = RankError(
-                f"The processes lost contact ({lost}); the one that holds their store has ended, and its output says "
-                "why."
-            )
-            raise self._known from lost
-        others = [failure for failure in failures if failure[0] != self.processes.process_index]
-        kinds = {kind for _, kind, _ in failures}
-        if others and (error is None or len(kinds) > 1):  # if the types differ, all processes raise the same error
-            process, kind, message = others[0]
-            self._known = RankError(self._describe_failure(others[0]))
-            if kind in self.kinds and len(kinds) == 1:
-                self._known = self.kinds[kind](
-                    f"Process {process} of {self.processes.num_processes} failed: {message}"
-                )
-            raise self._known
-
-    def _exchange(self, turn: str, error: Exception | None) -> list[Error]:
-        """Return the errors of all processes."""
-        store, own = self._store, self.processes.process_index
-        if error is not None:
-            store.append(f"{turn}/failed", json.dumps([own, type(error).__name__, str(error)]) + "\n")
-        store.append(f"{turn}/who", f"{own} ")
-        store.add(f"{turn}/arrived", 1)
-        self.wait_for_all(store, turn)
-        store.delete_key(f"{int(turn) - 1}/life/{own}")  # every process has left the previous barrier
-        for key in ("who", "arrived") if own == 0 else ():
-            store.delete_key(f"{int(turn) - 1}/{key}")
-        if not store.check([f"{turn}/failed"]):
-            return []
-        lines = store.get(f"{turn}/failed").decode().splitlines()
-        store.add(f"{turn}/read", 1)
-        self._linger(store, f"{turn}/read", self.processes.num_processes)
-        return sorted(tuple(json.loads(line)) for line in lines)
-
-    def wait_for_all(self, store: distributed.Store, turn: str) -> None:
-        """Wait for all processes at a barrier: poll their number, and ask who is missing only if that takes long."""
-        watch = SilenceWatch(self.timeout, time.monotonic())
-        pause = 1e-3
-        while store.add(f"{turn}/arrived", 0) < self.processes.num_processes:
-            self._raise_known_failure()
-            time.sleep(pause)
-            pause = min(2 * pause, self.request_interval(0.2))
-            if watch.is_due():
-                here = {int(process) for process in store.get(f"{turn}/who").split()}
-                missing = [process for process in range(self.processes.num_processes) if process not in here]
-                watch.look(missing[:MAX_NAMED], lambda process: _read(store, f"{turn}/life/{process}"))
-
-
-class SilenceWatch:
-    """Names the processes that are waited for, and raises when one has been silent for too long."""
-
-    def __init__(self, timeout: float, now: float):
-        self.timeout, self.start, self.last_look, self.last_notice = timeout, now, now, now
-        self.signs: dict[int, tuple[str | None, float]] = {}
-
-    def is_due(self) -> bool:
-        """Return whether it is time to look again."""
-        return time.monotonic() - self.last_look >= min(NOTICE_INTERVAL, self.timeout) / 4
-
-    def look(self, missing: list[int], sign_of: Callable[[int], str | None]) -> None:
-        """Look for new heartbeats."""
-        now = self.last_look = time.monotonic()
-        is_notice_due = now - self.last_notice >= NOTICE_INTERVAL
-        self.last_notice = now if is_notice_due else self.last_notice
-        for process in missing:
-            sign = sign_of(process)
-            before, since = self.signs.setdefault(process, (sign, self.start))
-            if sign != before:
-                since = now
-                self.signs[process] = (sign, now)
-            doing = _describe_sign(sign)
-            if now - since > self.timeout:
-                raise RankError(
-                    f"Process {process} gave no sign of life for {now - since:.0f} s (ddp_timeout={self.timeout:g}), "
-                    f"so it has been killed or hangs; when last heard of, it {doing}."
-                )
-            if is_notice_due:
-                logger.warning("Waiting for process %d, which %s.", process, doing)
-
-
-def _describe_sign(sign: str | None) -> str:
-    if sign is None:
-        return "has not begun"
-    state: dict[str, Any] = json.loads(sign)
-    return f"{state['task']} ({state['seconds']:.0f} s so far)"
-
-
-def _read(store: distributed.Store, key: str) -> str | None:
-    return store.get(key).decode() if store.check([key]) else None

@@ -317,19 +317,16 @@ class Scoring:
         self.rewards = [func if isinstance(func, Reward) else Reward(func, reward_name(func)) for func in reward_funcs]
         self.calls: list[list[Call]] = []
         self.taken = frozenset(TAKEN)
-        self.doing = ", ".join(reward.name for reward in self.rewards)
         # each thread has its own current device, initially device 0
         self.device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
-    def answer(self, announce: Callable[[str], None] | None = None) -> None:
+    def answer(self) -> None:
         """Call all functions, one after the other; what they raise is kept for `values`."""
         self._use_device()
         with torch.no_grad():
             self.calls = [_make_calls(reward, self.batch) for reward in self.rewards]
             for call in itertools.chain(*self.calls):
-                self.doing, call.taken = call.reward.name, self.taken
-                if announce is not None:
-                    announce(self.doing)
+                call.taken = self.taken
                 call.make()
         self.batch.drop_tensors()
 
@@ -342,7 +339,6 @@ class Scoring:
     async def wait(self) -> None:
         """Await all awaitables among the answers together, and replace them by their results."""
         self._use_device()
-        self.doing = ", ".join(self.awaited)
         torch.set_grad_enabled(False)  # in the event loop's thread; a context would be left in another order
         with preserve_settings():
             calls = [call for call in itertools.chain(*self.calls) if inspect.isawaitable(call.answer)]
@@ -381,13 +377,10 @@ def run_in_loop(coroutine: Coroutine[Any, Any, Any]) -> Future:
     return asyncio.run_coroutine_threadsafe(coroutine, _loop[1])
 
 
-def score_here(scorings: list[Scoring], announce: Callable[[str], None] | None = None) -> None:
+def score_here(scorings: list[Scoring]) -> None:
     """Call the functions of all scorings in this thread, then await the async ones of all together."""
     for scoring in scorings:
-        scoring.answer(announce)
-    names = dict.fromkeys(name for scoring in scorings for name in scoring.awaited)
-    if names and announce is not None:
-        announce(", ".join(names))
+        scoring.answer()
     futures = [run_in_loop(scoring.wait()) for scoring in scorings if scoring.awaited]
     try:
         for future in futures:

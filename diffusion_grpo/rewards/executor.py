@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,7 @@ from torch import Tensor
 from .call import Scoring, run_in_loop, score_here, warn_of_unscored
 from .contract import Reward, is_marked
 
-LOOK = 1.0  # seconds between checks of which reward the run is waiting for
 logger = logging.getLogger(__name__)
-Announce = Callable[[str | None], None]
 Begin = Callable[[list[Reward], list[int], list[Any] | None, list[Tensor] | None], Scoring]
 Part = tuple[list[int], list[int], Scoring]  # indices of samples, numbers of rewards, and their calls
 
@@ -62,15 +60,13 @@ class Executor:
         self._queue.put((scoring, called))
         return called
 
-    def score(self, scorings: list[Scoring], announce: Announce | None = None) -> None:
+    def score(self, scorings: list[Scoring]) -> None:
         """Call rewards and wait for them: in their thread, or in this one if rewards are never overlapped."""
-        if announce is not None and scorings:  # before the call, which may end the process
-            announce(scorings[0].doing)
         if self.overlaps:
-            for scoring, called in [(scoring, self.submit(scoring)) for scoring in scorings]:
-                wait_for(called, scoring, announce)
+            for called in [self.submit(scoring) for scoring in scorings]:
+                wait_for(called)
         else:
-            score_here(scorings, announce)
+            score_here(scorings)
 
     @property
     def is_possible(self) -> bool:
@@ -120,23 +116,11 @@ def _call_queued(entries: queue.SimpleQueue) -> None:
     loop.close()
 
 
-def wait_for(called: Future, scoring: Scoring, announce: Announce | None = None) -> None:
-    """Wait for a submitted scoring, and announce which reward it is calling; raise errors of its thread."""
-    awaited = _wait(called, scoring, announce)
+def wait_for(called: Future) -> None:
+    """Wait for a submitted scoring; raise errors of its thread."""
+    awaited = called.result()
     if awaited is not None:
-        _wait(awaited, scoring, announce)
-
-
-def _wait(future: Future, scoring: Scoring, announce: Announce | None) -> Any:
-    announced = None
-    while not future.done():
-        if announce is not None and scoring.doing != announced:
-            announced = scoring.doing
-            announce(announced)
-        wait([future], timeout=LOOK)
-    if announce is not None and future.exception() is not None:
-        announce(scoring.doing)
-    return future.result()
+        awaited.result()
 
 
 def _cancel(called: Future) -> None:
@@ -159,10 +143,8 @@ class RolloutScoring:
         groups: list[int],
         begin: Begin,
         executor: Executor,
-        announce: Announce | None = None,
     ):
         self.rewards, self.groups, self.begin, self.executor = rewards, groups, begin, executor
-        self.announce = announce
         self.samples: list[Any] = [None] * len(groups)
         self.latents: list[Tensor | None] = [None] * len(groups)
         self.missing = collections.Counter(groups)
@@ -208,9 +190,7 @@ class RolloutScoring:
             if not self.executor.waits_for_rollout():
                 start = time.perf_counter()
                 with self.executor.watch_generator():
-                    self.executor.score([scoring], self.announce)
-                if self.announce is not None:
-                    self.announce(None)
+                    self.executor.score([scoring])
                 self.waited += time.perf_counter() - start
         elif self.executor.is_possible and numbers is self.early:
             self.done.append((self.parts[-1], self.executor.submit(scoring)))
@@ -219,15 +199,15 @@ class RolloutScoring:
         """Wait for all rewards; call `watch` with the number of samples that have just received all theirs."""
         late = [number for number in range(len(self.rewards)) if number not in self.early]
         reported = 0
-        for (indices, _, scoring), called in self.done:
-            wait_for(called, scoring, self.announce)
+        for (indices, *_), called in self.done:
+            wait_for(called)
             if not late:
                 reported += len(indices)
                 watch(len(indices))
         if late:
             self._hand_over(late, list(range(self.count)))
         with self.executor.watch_generator():
-            self.executor.score([scoring for _, _, scoring in self.parts if not scoring.calls], self.announce)
+            self.executor.score([scoring for _, _, scoring in self.parts if not scoring.calls])
         watch(self.count - reported)
 
     def result(self, failure_dir: Path | None, log_metric: Callable, log_extra: Callable) -> Tensor:

@@ -53,7 +53,7 @@ class RewardScorer:
         failures: Path,
     ):
         self.rewards, self._executor, self._state, self._failures = rewards, executor, state, failures
-        self._backend, self._monitor = runtime.backend, runtime.monitor
+        self._backend = runtime.backend
         self._fps, self._sampling_rate = fps, sampling_rate
 
     # Rollouts
@@ -68,7 +68,7 @@ class RewardScorer:
             chosen = [rows[index] for index in indices]
             return self._scoring(funcs, samples, chosen, [groups[index] for index in indices], latents, indices)
 
-        return RolloutScoring(self.rewards, groups, begin, self._executor, self._announce)
+        return RolloutScoring(self.rewards, groups, begin, self._executor)
 
     def finish_rollout(
         self,
@@ -111,7 +111,7 @@ class RewardScorer:
             places = [first + index for index in indices]
             scoring = self._scoring([funcs[number] for number in numbers], *own, some, places)
             parts.append((indices, numbers, scoring))
-        self._executor.score([scoring for *_, scoring in parts], self._announce)
+        self._executor.score([scoring for *_, scoring in parts])
         values = functools.partial(collect_values, parts, (len(samples), len(funcs)))
         return self._values(values, log_metric, extra, len(samples))
 
@@ -157,9 +157,6 @@ class RewardScorer:
             log_metric,
             lambda name, column: extra.update({name: check_extra_column(name, column, count)}),
         )
-
-    def _announce(self, names: str | None) -> None:
-        self._monitor.set_task("rolls out" if names is None else f"computes the reward {names}")
 
 
 def check_extra_column(name: str, values: Sequence[Any], count: int) -> list[Any]:

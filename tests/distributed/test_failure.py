@@ -1,17 +1,13 @@
 """Where one of several processes fails, all end with its error and soon; a checkpoint is left to go on from."""
 
-import json
 import re
 import signal
-import threading
-import time
 import types
 
 import pytest
 import rank_runs
 import ranks_server
 import torch
-from torch import distributed
 
 from diffusion_grpo.distributed import collectives as gathering
 from diffusion_grpo.distributed import failure
@@ -33,11 +29,6 @@ LIMIT = 60  # seconds within which the others must end, on a busy machine
         ("reward", "RewardError: .*'fragile' raised ValueError: the scorer is out"),
         pytest.param("loss", "NonFiniteError", marks=pytest.mark.distributed),
         pytest.param("ratio", "RatioError: .*The first ratio after a rollout", marks=pytest.mark.distributed),
-        pytest.param(
-            "late",
-            "RatioError: .*The first ratio after a rollout is off by 5.0e-01",
-            marks=pytest.mark.distributed,
-        ),
     ],
 )
 def test_an_error_of_one_process_is_that_of_all(tmp_path, where, words):
@@ -103,13 +94,6 @@ def test_an_error_in_the_update_ends_all_before_the_time_out(tmp_path, mode, whe
     assert ("this process ends too" in ended.logs[0]) or where == "bug"
 
 
-@pytest.mark.distributed
-def test_a_fragile_is_named_and_outlasts_the_time_out(tmp_path):
-    ended = ranks_server.run(tmp_path, 2, rank_runs.fail, tmp_path / "run", SMALL | {"ddp_timeout": 4}, "slow")
-    assert ended.codes == [0, 0], [log[-1500:] for log in ended.logs]
-    assert "Waiting for process 1, which computes the reward fragile (" in ended.logs[0]
-
-
 SAVED = SMALL | {"save_strategy": "steps", "save_steps": 1, "steps_per_generation": 8, "max_steps": 4}
 
 
@@ -144,8 +128,7 @@ def test_a_killed_process_ends_the_others_soon_and_the_run_resumes_exactly(tmp_p
     assert -signal.SIGKILL in ended.codes and 1 in ended.codes and ended.seconds < LIMIT, ended.logs
     (last,) = [log for code, log in zip(ended.codes, ended.logs, strict=True) if code == 1]
     assert re.search("RankError|RuntimeError|DistBackendError|DistNetworkError", last)
-    if moment == "reward":
-        assert "Process 1 gave no sign of life" in last and "computes the reward fragile (" in last
+    if moment == "reward":  # before the first checkpoint
         return
     assert list(run.glob("checkpoint-*"))
     ranks_server.succeed(tmp_path / "again", 2, rank_runs.train, run, settings, "brightness", True)
@@ -160,7 +143,7 @@ def ranks_weights(folder):
 
 
 def test_one_process_waits_for_nobody():
-    alone = failure.ProcessGroupMonitor(types.SimpleNamespace(num_processes=1), 1.0, (KeyError,))
+    alone = failure.ProcessGroupMonitor(types.SimpleNamespace(num_processes=1), (KeyError,))
     with pytest.raises(KeyError), alone.barrier_after("x"):
         raise KeyError("x")
     with pytest.raises(ValueError, match="y"):
@@ -170,70 +153,3 @@ def test_one_process_waits_for_nobody():
     alone.agree(None)
     measured = {"a": [1.0, 2.0], "b": [1.0, 3.0], "c": [], "d": [4.0, 2.0]}
     assert gathering.gather_means(alone.processes, measured, ("b",), ("d",)) == {"a": 1.5, "b": 3.0, "d": 2.0}
-
-
-def test_silence_is_death_and_any_sign_is_life(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    watch = failure.SilenceWatch(10.0, 0.0)
-    for second in (4, 8, 12, 16):  # each time another sign
-        now[0] = float(second)
-        watch.look([3], lambda process, second=second: json.dumps({"task": "rolls out", "seconds": second}))
-    now[0] = 25.0
-    watch.look([3], lambda process: '{"task": "rolls out", "seconds": 16}')
-    now[0] = 27.0
-    with pytest.raises(failure.RankError, match="Process 3 gave no sign of life for 11 s .ddp_timeout=10.*rolls out"):
-        watch.look([3], lambda process: '{"task": "rolls out", "seconds": 16}')
-    with pytest.raises(failure.RankError, match="when last heard of, it has not begun"):
-        failure.SilenceWatch(10.0, 0.0).look([1], lambda process: None)
-
-
-def test_a_heartbeat_does_not_overwrite_a_newer_task(monkeypatch):
-    """The heartbeat's thread describes a task, is held up, and only then writes; a new task begins meanwhile."""
-    store, is_held_up, has_written = distributed.HashStore(), threading.Event(), threading.Event()
-
-    class SlowInThreads:
-        def __getattr__(self, name):
-            return getattr(store, name)
-
-        def set(self, key, value):
-            is_late = threading.current_thread() is not threading.main_thread() and not is_held_up.is_set()
-            if is_late:
-                is_held_up.set()
-                time.sleep(0.5)
-            store.set(key, value)
-            if is_late:
-                has_written.set()
-
-    monkeypatch.setattr(distributed.distributed_c10d, "_get_default_store", lambda: None)
-    monkeypatch.setattr(distributed, "PrefixStore", lambda prefix, default: SlowInThreads())
-    monitor = failure.ProcessGroupMonitor(types.SimpleNamespace(num_processes=2, process_index=1), 60.0, ())
-    store.add("1/arrived", 1)  # the other process is there already
-    with monitor.barrier_after("rolls out"):
-        assert is_held_up.wait(10)
-        monitor.set_task("computes the reward fragile")
-        assert has_written.wait(10)
-        assert json.loads(store.get("1/life/1"))["task"] == "computes the reward fragile"
-
-
-def test_the_store_bears_what_many_processes_ask(monkeypatch):
-    """Of 512 each asks less often than of two; and of the missing only a few are looked at, the first."""
-    two, many = (
-        failure.ProcessGroupMonitor(types.SimpleNamespace(num_processes=count), 60.0, ()) for count in (2, 512)
-    )
-    assert two.request_interval(0.2) == 0.2 and 512 / many.request_interval(0.2) == pytest.approx(
-        failure.REQUESTS_PER_SECOND
-    )
-    store, looked_at = distributed.HashStore(), []
-    store.append("1/who", "0 1 3 ")
-    store.add("1/arrived", 3)
-
-    def look(watch, missing, sign_of):
-        looked_at.append(missing)
-        store.add("1/arrived", 509)
-
-    monkeypatch.setattr(failure.SilenceWatch, "look", look)
-    monkeypatch.setattr(failure.SilenceWatch, "is_due", lambda watch: True)
-    monkeypatch.setattr(failure, "MAX_NAMED", 3)
-    many.wait_for_all(store, "1")
-    assert looked_at == [[2, 4, 5]]

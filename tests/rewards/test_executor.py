@@ -156,47 +156,6 @@ def test_the_first_samples_wait_for_a_rollout_that_others_would_wait_in() -> Non
     assert {name for name, _ in seen} == {"rewards"}
 
 
-def test_who_waits_says_for_what() -> None:
-    is_named, named = threading.Event(), []
-
-    def quick(images):
-        return [0.0] * len(images)
-
-    async def awaited(images):
-        while not is_named.is_set():
-            await asyncio.sleep(0.01)
-        return [0.0] * len(images)
-
-    def announce(names):
-        named.append(names)
-        if "awaited" in named:
-            is_named.set()
-
-    def begin(funcs, places, samples, latents):
-        return Scoring(funcs, Batch(images=samples, prompts=[""] * len(places), indices=places))
-
-    executor = Executor(True, lambda: False)
-    executor.is_tried = True
-    with RolloutScoring(load_rewards([quick, awaited]), GROUPS, begin, executor, announce) as scoring:
-        scoring.add(list(range(12)), IMAGES, None)
-        scoring.wait()
-    assert named[-1] == "awaited"
-
-
-def test_a_reward_is_named_before_it_begins() -> None:
-    """One that kills the process at once is named to the processes that wait for it."""
-    named = []
-
-    def deadly(images):
-        assert named[0] == "deadly"
-        return [0.0] * len(images)
-
-    batch = Batch(images=IMAGES, prompts=[""] * len(IMAGES), indices=list(range(len(IMAGES))))
-    scoring = Scoring(load_rewards([deadly]), batch)
-    Executor(True, lambda: False).score([scoring], named.append)
-    assert scoring.values()[0].sum() == 0
-
-
 def test_calls_of_one_reward_share_its_requests(monkeypatch) -> None:
     """Three blocks of samples at once make no more requests at a server than one."""
     under_way, most = [], []

@@ -25,7 +25,7 @@ def load(folder, seed=0):
     peft_config = LoraConfig(**LORA)
     given = check_run(pipe, brightness, None, args, Dataset.from_dict({"prompt": PROMPTS}), None, peft_config)
     torch.rand(len(str(folder)))  # the global generator is somewhere else each time
-    return pipe, load_policy(given, peft_config, ProcessGroupMonitor(given.args.distributed_state, 1.0, ()))
+    return pipe, load_policy(given, peft_config, ProcessGroupMonitor(given.args.distributed_state, ()))
 
 
 def test_a_lora_around_the_network_is_all_that_is_trained_and_starts_from_the_seed(tmp_path):
