@@ -108,7 +108,7 @@ def make_update(policy, folder=".", monitor=ProcessGroupMonitor, **parts):
     return PolicyUpdate(
         SimpleNamespace(**learner | parts),
         policy,
-        Runtime(backend, monitor(backend.accelerator, 1.0, (NonFiniteError,)), metrics, progress),
+        Runtime(backend, monitor(backend.accelerator, (NonFiniteError,)), metrics, progress),
         value_clip=None,
         device=torch.device("cpu"),
         output_dir=str(folder),
