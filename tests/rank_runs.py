@@ -23,7 +23,7 @@ from diffusion_grpo.data import inputs
 from diffusion_grpo.distributed import collectives, failure, late_weights
 from diffusion_grpo.policy import network_gate
 from diffusion_grpo.rollout import generate
-from diffusion_grpo.training import evaluation_samples
+from diffusion_grpo.training import evaluation
 from diffusion_grpo.weights import files as hub
 
 
@@ -167,7 +167,7 @@ def fail(folder, settings, where):
 
     inputs.PipelineInputs.rows = rows
     failure.GRACE_PERIOD = 1.0
-    evaluation_samples.KEPT_BYTES = 1
+    evaluation.KEPT_BYTES = 1
     own = built(folder, settings, fragile)
     real_loss, own.learner.algorithm.loss = own.learner.algorithm.loss, loss
     try:
@@ -200,7 +200,7 @@ def die(folder, settings, moment, calls):
 
 def evaluate(folder, settings, trains=False):
     """Evaluate by a reward that logs, in the smallest parts; train first to have the weights sharded."""
-    evaluation_samples.KEPT_BYTES = 1
+    evaluation.KEPT_BYTES = 1
     own = built(folder, settings, uneven)
     if trains:
         own.train()

@@ -40,17 +40,15 @@ from ..weights.public_names import strip_folders, strip_secrets
 from ..weights.quantization import describe_quantization
 from .callbacks import (
     CollapseCallback,
-    GoingBackCallback,
     LastLogCallback,
-    OwnIntervalsCallback,
     ReportCallback,
+    ResumeCallback,
     SampleGridCallback,
     SyncRefModelCallback,
     ValidationCallback,
 )
 from .checkpoints import Checkpointer
 from .evaluation import Evaluator
-from .evaluation_samples import EvaluationSettings
 from .learner import Learner
 from .preflight import RunRewards
 from .progress import UpdateProgress, replace_progress
@@ -123,16 +121,15 @@ def build(
         learner, policy, runtime, value_clip=args.value_clip, device=args.device, output_dir=args.output_dir
     )
     evaluator = Evaluator(
+        args,
         policy,
-        inputs,
-        scorer,
-        learner,
         rewards,
+        learner,
         runtime,
+        scorer=scorer,
         generator=generator,
         loader=loader,
         passes=passes,
-        settings=lambda: make_evaluation_settings(args, inputs.fps, rate),
     )
     checkpointer = Checkpointer(
         model,
@@ -152,23 +149,6 @@ def make_step_size(args: DiffusionGRPOConfig, passes: Passes, runtime: Runtime) 
         return None
     predict = functools.partial(passes.run, passes.predict_twice)
     return StepSize(args.target_change, predict, runtime.backend, runtime.metrics)
-
-
-def make_evaluation_settings(args: DiffusionGRPOConfig, fps: float, sampling_rate: int | None) -> EvaluationSettings:
-    """Make the settings of evaluations."""
-    return EvaluationSettings(
-        seed=args.seed,
-        num_generations=args.num_generations_eval,
-        num_inference_steps=_count_evaluation_steps(args),
-        batch_size=args.eval_batch_size,
-        reward_batch_size=max(args.eval_batch_size, args.num_generations),  # rollouts also score whole groups per call
-        watched=args.watch_rewards,
-        shown=args.num_completions_to_log,
-        aggregation=args.multi_objective_aggregation,
-        fps=fps,
-        sampling_rate=sampling_rate,
-        folder=Path(args.output_dir),
-    )
 
 
 def make_sampler(args: DiffusionGRPOConfig, num_rows: int, copies: int) -> GroupSampler:
@@ -270,8 +250,7 @@ def add_callbacks(
     write_validation: Callable[[], Path],
 ) -> None:
     """Add the callbacks of a run, in the order in which they act."""
-    handler.add_callback(OwnIntervalsCallback)
-    handler.add_callback(GoingBackCallback)
+    handler.add_callback(ResumeCallback)
     if learner.values is not None:
         handler.add_callback(ValueCallback(learner.values, accelerator))
     for callback in filter(None, (step_size, learner.average, learner.old_policy)):

@@ -35,20 +35,11 @@ class StartCallback(TrainerCallback):
         self._function()
 
 
-class OwnIntervalsCallback(TrainerCallback):
-    """Callback that lets a resumed run log, evaluate and save as often as its own settings say.
-
-    transformers takes these intervals from the checkpoint.
-    """
+class ResumeCallback(TrainerCallback):
+    """Callback that gives a resumed run its own intervals, and moves aside what was left after its checkpoint."""
 
     def on_train_begin(self, args, state, control, **kwargs):
-        state.compute_steps(args, state.max_steps)
-
-
-class GoingBackCallback(TrainerCallback):
-    """Callback that moves aside what the run left after the checkpoint that it is resumed from."""
-
-    def on_train_begin(self, args, state, control, **kwargs):
+        state.compute_steps(args, state.max_steps)  # transformers takes the intervals from the checkpoint
         if not args.should_save or state.global_step == 0:
             return
         aside = set_later_aside(Path(args.output_dir), state.global_step)
@@ -136,11 +127,12 @@ class SampleGridCallback(TrainerCallback):
         last = state.log_history[-1] if state.log_history else {}
         if state.is_world_process_zero and "eval_reward" in last:  # those of another dataset are not logged
             run, step = Path(args.output_dir), state.global_step
-            tables = sorted((run / "evaluations").glob(f"step-{step:06d}*.parquet"))  # one per process
-            rows = [
-                row for table in tables for row in pyarrow.parquet.read_table(table).to_pylist() if row.get("image")
-            ]
-            prompts = {Path(row["image"]).name: row["prompt"] for row in rows}
+            prompts = {}
+            for table in (run / "evaluations").glob(f"step-{step:06d}*.parquet"):  # one per process
+                columns = pyarrow.parquet.read_table(table, columns=["image", "prompt"]).to_pydict()
+                prompts |= {
+                    Path(image).name: prompt for image, prompt in zip(columns["image"], columns["prompt"]) if image
+                }
             _show(self.handler, run, "evaluations", "grid.png", "samples", step, prompts)
 
 
@@ -180,29 +172,30 @@ class ValidationCallback(TrainerCallback):
 
 
 def _show(
-    handler: CallbackHandler, run: Path, folder: str, file: str, name: str, step: int, prompts: dict[str, str]
+    handler: CallbackHandler, run: Path, folder: str, file: str, tracked_as: str, step: int, prompts: dict[str, str]
 ) -> None:
     """Draw a grid of the steps in a folder, below the files' prompts; send this step's row and media to the trackers.
 
     Do nothing if this step left no samples: an evaluation with a prefix other than "eval" keeps none.
     """
-    newest = run / folder / f"step-{step:06d}"
+    folder = run / folder
+    newest = folder / f"step-{step:06d}"
     if not newest.is_dir():
         return
-    found = sorted(int(path.name[5:]) for path in (run / folder).glob("step-*") if path.is_dir())
+    steps = sorted(int(path.name[5:]) for path in folder.glob("step-*") if path.is_dir())
     steps = choose_evenly(
-        [number for number in found if number <= step], EVALUATIONS
+        [each for each in steps if each <= step], EVALUATIONS
     )  # a resumed run may have left later ones
-    rows = {f"step {number}": sorted((run / folder / f"step-{number:06d}").glob("*.png")) for number in steps}
-    own = rows[f"step {step}"]
-    inputs = [run / folder / "inputs" / path.name for path in own]  # samples made from text alone have none
-    taken = [path if path.is_file() else None for path in inputs]
-    first = {"input": taken} if any(taken) else {}
-    titles = [prompts.get(path.name, "") for path in own] if prompts else []
+    rows = {f"step {each}": sorted((folder / f"step-{each:06d}").glob("*.png")) for each in steps}
+    names = [path.name for path in rows[f"step {step}"]]
+    inputs = [folder / "inputs" / name if (folder / "inputs" / name).is_file() else None for name in names]
+    first = {"input": inputs} if any(inputs) else {}  # samples made from text alone have none
+    titles = [prompts.get(name, "") for name in names] if prompts else []
     draw_grid(first | rows, titles=titles).save(run / file)
-    log_image(handler.callbacks, name, draw_grid(first | {f"step {step}": own}, titles=titles), step)
-    files = [path for path in sorted(newest.iterdir()) if path.suffix in (".mp4", ".wav")]
-    log_files(handler.callbacks, name, files, step)
+    grid = draw_grid(first | {f"step {step}": rows[f"step {step}"]}, titles=titles)
+    log_image(handler.callbacks, tracked_as, grid, step)
+    media = [path for path in sorted(newest.iterdir()) if path.suffix in (".mp4", ".wav")]
+    log_files(handler.callbacks, tracked_as, media, step)
 
 
 class LastLogCallback(TrainerCallback):
@@ -279,19 +272,19 @@ class ReportCallback(TrainerCallback):
         state.save_to_json(str(Path(args.output_dir) / "trainer_state.json"))
         write_summary(args.output_dir)
         run, missing = read_run(args.output_dir), missing_packages()
-        change = describe_change(run, "reward")
-        lines = [] if change is None else [f"Reward {change}, on {describe_prompts(run.prompts)}."]
+        if (change := describe_change(run, "reward")) is not None:
+            _print(f"Reward {change}, on {describe_prompts(run.prompts)}.")
         if run.published_after not in (None, run.updates):
-            lines.append(f"The weights are those of the best evaluation, {format_updates(run.published_after)}.")
-        try:
-            lines.append(
+            _print(f"The weights are those of the best evaluation, {format_updates(run.published_after)}.")
+        if missing:
+            _print(
                 f"No report: {' and '.join(missing)} not installed. After pip install 'diffusion-grpo[report]': "
                 f"diffusion-grpo report {args.output_dir}"
-                if missing
-                else f"Report: {write_report(args.output_dir)}"
             )
-        except Exception:  # such as a damaged file; the run has ended well, and the page can be written again
-            logger.exception("The report was not written. To try again: diffusion-grpo report %s", args.output_dir)
-        with contextlib.suppress(OSError):  # a closed pipe must not keep the weights from being saved
-            for line in lines:
-                print(line, flush=True)
+        else:
+            _print(f"Report: {write_report(args.output_dir)}")
+
+
+def _print(line: str) -> None:
+    with contextlib.suppress(OSError):  # a closed pipe must not keep the weights from being saved
+        print(line, flush=True)
