@@ -38,11 +38,6 @@ class UpdateProgress:
         self.copies = 1
         self.watch: Callable[[], None] = lambda: None
 
-    @property
-    def unit(self) -> str:
-        """The unit in which progress is counted."""
-        return "passes" if self.stage == "training" else "samples"
-
     def begin(self, stage: str, total: int, copies: int = 1) -> None:
         """Enter a stage."""
         self._note_memory()
@@ -72,11 +67,12 @@ def describe_run(args: DiffusionGRPOConfig, run: dict[str, Any], updates_of_run:
     precision = "bfloat16" if args.bf16 else "float16" if args.fp16 else run.get("dtype", "float32")
     sizes = args.batch_sizes
     prompts, updates = sizes.prompts_per_rollout, sizes.updates_per_rollout
-    line = f"Training {run['component']} ({trained}) in {precision} on {_describe_devices(args)}: each "
-    line += "update" if updates == 1 else "rollout"
-    line += f" makes {sizes.samples_per_rollout} samples ({prompts} prompt{'s' if prompts > 1 else ''} x "
-    line += f"{args.num_generations}, {args.num_inference_steps} steps each)"
-    line += "." if updates == 1 else f" for {updates} updates."
+    line = (
+        f"Training {run['component']} ({trained}) in {precision} on {_describe_devices(args)}: each "
+        f"{'update' if updates == 1 else 'rollout'} makes {sizes.samples_per_rollout} samples "
+        f"({prompts} prompt{'s' if prompts > 1 else ''} x {args.num_generations}, {args.num_inference_steps} steps "
+        f"each){'' if updates == 1 else f' for {updates} updates'}."
+    )
     if args.max_steps < 0 and updates_of_run < FEW_UPDATES:
         length = f"{updates_of_run} update{'' if updates_of_run == 1 else 's'}"
         line += f" The run makes {length}, from num_train_epochs={args.num_train_epochs:g}; "
@@ -192,7 +188,8 @@ class RewardProgressCallback(ProgressCallback):
             return
         done, seconds = progress.done, now - self.stage_began
         left = f", {format_seconds(seconds / done * (progress.total - done))} left in it" if done else ""
-        stage = f"{progress.stage}, {done} of {progress.total} {progress.unit}{left}"
+        unit = "passes" if progress.stage == "training" else "samples"
+        stage = f"{progress.stage}, {done} of {progress.total} {unit}{left}"
         self._write(f"update {self.step + 1}/{self.total}: {stage}")
 
     def _write(self, line: str) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib.util
+import json
 import os
 import textwrap
 from collections.abc import Callable, Sequence
@@ -44,54 +45,40 @@ def check_trackers(names: list[str], logs: bool) -> None:
             package = name.replace("_", "-")
             raise ImportError(f"report_to={name!r} needs a package: pip install {package}, or set report_to='none'.")
     if "wandb" in names and logs and os.environ.get("WANDB_MODE", "online") == "online":
-        _check_wandb_login()
+        import wandb
 
-
-def _check_wandb_login() -> None:
-    """Log in to wandb, which asks for the key in a terminal; without one, refuse to start without a key."""
-    import wandb
-
-    try:
-        wandb.login(verify=False)
-    except wandb.errors.UsageError as error:
-        raise ValueError(
-            "report_to='wandb': there is no login; run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline."
-        ) from error
+        try:
+            wandb.login(verify=False)  # asks for the key in a terminal
+        except wandb.errors.UsageError as error:
+            raise ValueError(
+                "report_to='wandb': no login; run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline."
+            ) from error
 
 
 def patch_trackers(handler: CallbackHandler) -> None:
-    """Patch those of transformers' tracker callbacks, and of their subclasses, that fail on a diffusers model."""
+    """Let those of transformers' tracker callbacks that read a model's config, and their subclasses, read ours."""
     for callback in handler.callbacks:
-        if isinstance(callback, TensorBoardCallback):
-            callback.on_train_begin = _hide_model(callback.on_train_begin)
-        elif isinstance(callback, MLflowCallback):
-            callback.setup = _hide_model(callback.setup)
-        elif isinstance(callback, (ClearMLCallback, CometCallback, WandbCallback)):  # they read the model's config
+        if isinstance(callback, (ClearMLCallback, CometCallback, MLflowCallback, WandbCallback)):
             callback.setup = _show_config(callback.setup)
+        elif isinstance(callback, TensorBoardCallback):
+            callback.on_train_begin = _show_config(callback.on_train_begin)
 
 
-def _hide_model(method: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a callback's method so that it gets no model, on which it would expect a transformers config."""
+def _show_config(method: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a callback's method so that a diffusers config has the methods of a transformers config that it calls."""
 
     @functools.wraps(method)
-    def call(args: Any, state: Any, *rest: Any, **kwargs: Any) -> None:
-        rest = tuple(None if isinstance(value, nn.Module) else value for value in rest)
-        method(args, state, *rest, **kwargs | ({"model": None} if "model" in kwargs else {}))
+    def call(*args: Any, **kwargs: Any) -> None:
+        model = next((value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module)), None)
+        config = getattr(model, "config", None)
+        with contextlib.ExitStack() as stack:
+            if isinstance(config, dict) and not hasattr(config, "to_dict"):
+                as_json = json.dumps(dict(config), indent=2, default=str)
+                stack.enter_context(replace_attribute(config, "to_dict", lambda: dict(config)))
+                stack.enter_context(replace_attribute(config, "to_json_string", lambda: as_json))
+            method(*args, **kwargs)
 
     return call
-
-
-def _show_config(setup: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a callback's `setup` so that a diffusers config has the method `to_dict` that it calls."""
-
-    @functools.wraps(setup)
-    def set_up(args: Any, state: Any, model: Any, *rest: Any, **kwargs: Any) -> None:
-        config = getattr(model, "config", None)
-        is_plain = isinstance(config, dict) and not hasattr(config, "to_dict")
-        with replace_attribute(config, "to_dict", lambda: dict(config)) if is_plain else contextlib.nullcontext():
-            setup(args, state, model, *rest, **kwargs)
-
-    return set_up
 
 
 def draw_grid(
@@ -156,7 +143,12 @@ def log_files(callbacks: list[TrainerCallback], name: str, files: list[Path], st
     videos = [path for path in files if path.suffix == ".mp4"]
     for callback in callbacks if files else []:
         if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
-            _log_to_tensorboard(callback.tb_writer, name, videos, [path for path in files if path not in videos], step)
+            if videos:
+                frames = np.asarray(draw_film_strips(videos))
+                callback.tb_writer.add_image(f"{name}/frames", frames, step, dataformats="HWC")
+            for path in (path for path in files if path not in videos):
+                sound, rate = read_sound(path)
+                callback.tb_writer.add_audio(f"{name}/{path.stem}", sound.mean(axis=0), step, sample_rate=rate)
         elif isinstance(callback, (WandbCallback, TrackioCallback)):
             tracker = callback._wandb if isinstance(callback, WandbCallback) else callback._trackio
             media = {path: (tracker.Video if path in videos else tracker.Audio)(str(path)) for path in files}
@@ -164,11 +156,3 @@ def log_files(callbacks: list[TrainerCallback], name: str, files: list[Path], st
         elif isinstance(callback, MLflowCallback):
             for path in files:
                 callback._ml_flow.log_artifact(str(path), artifact_path=f"{name}/step-{step:06d}")
-
-
-def _log_to_tensorboard(writer: Any, name: str, videos: list[Path], sounds: list[Path], step: int) -> None:
-    if videos:
-        writer.add_image(f"{name}/frames", np.asarray(draw_film_strips(videos)), step, dataformats="HWC")
-    for path in sounds:
-        sound, rate = read_sound(path)
-        writer.add_audio(f"{name}/{path.stem}", sound.mean(axis=0), step, sample_rate=rate)
