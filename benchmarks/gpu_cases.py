@@ -120,16 +120,17 @@ def train(settings: dict[str, Any], work: Path, model: Any = None, callbacks: tu
 def make_trainer(settings: dict[str, Any], work: Path, model: Any = None) -> Any:
     """Make the trainer of these settings; see [`train`]."""
     from diffusion_grpo import DiffusionGRPOTrainer
-    from diffusion_grpo.cli.inputs import hide_loading_bars, load_checked
+    from diffusion_grpo.cli.inputs import hide_loading_bars
     from diffusion_grpo.config.parse import parse_train_arguments
+    from diffusion_grpo.data.prompts import load_prompts
 
     script, lora, args = parse_train_arguments(str(write_settings(settings, work)), [])
     hide_loading_bars(script.model)
     held_out = None
     if script.eval_dataset is not None:
-        held_out = load_checked(script.eval_dataset, script.dataset_test_split, "eval_dataset")
+        held_out = load_prompts(script.eval_dataset, script.dataset_test_split)
         held_out = held_out.select(range(script.eval_max_prompts))
-    train_prompts = load_checked(script.dataset, script.dataset_train_split, "dataset")
+    train_prompts = load_prompts(script.dataset, script.dataset_train_split)
     trainer = DiffusionGRPOTrainer(
         model or script.model, script.reward_funcs, args, train_prompts, held_out, lora.peft_config()
     )

@@ -323,11 +323,8 @@ def test_the_python_form_says_and_does_the_same(script, tmp_path, at_root, monke
     arguments, lora, args = parse_train_arguments(file, flags(on_cpu))
     assert DiffusionGRPOConfig(**given["settings"] | on_cpu).to_dict() == args.to_dict()
     assert (given["model"], given["reward_funcs"]) == (arguments.model, values["reward_funcs"])
-    assert (
-        given["train_dataset"].to_dict()
-        == commands.inputs.load_checked(arguments.dataset, "train", "dataset").to_dict()
-    )
-    held_out = commands.inputs.load_checked(arguments.eval_dataset, "test", "eval_dataset").to_dict()
+    assert given["train_dataset"].to_dict() == load_small(arguments.dataset, "train").to_dict()
+    held_out = load_small(arguments.eval_dataset, "test").to_dict()
     held_out = {key: values[: arguments.eval_max_prompts] for key, values in held_out.items()}
     assert given["eval_dataset"].to_dict() == held_out
     if lora.use_peft:

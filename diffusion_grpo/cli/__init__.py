@@ -34,17 +34,16 @@ def main(argv: list[str] | None = None) -> int:
         if not is_output_closed():
             raise
         return 1
-    except Refusal as refusal:
-        if arguments.traceback:
+    except Exception as error:
+        kinds = Refusal if arguments.command == "train" else (Refusal, ValueError, OSError, ImportError)
+        if arguments.traceback or not (isinstance(error, kinds) or is_explained(error)):
             raise
+        if not isinstance(error, kinds):
+            print_failure(error)
+            return 1
         if os.environ.get("LOCAL_RANK", "0") == "0":  # the other processes of a machine refuse the same
-            print(f"error: {refusal}", file=sys.stderr)
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    except (RuntimeError, ValueError) as error:
-        if arguments.traceback or not is_explained(error):
-            raise
-        print_failure(error)
-        return 1
     except KeyboardInterrupt as interrupt:
         if os.environ.get("RANK", "0") == "0":  # only the first process prints it
             print(f"\n{str(interrupt) or 'Interrupted.'}", file=sys.stderr)

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from ..config.files import check_model_name
 from ..sampling import settings as sample_settings
-from .inputs import Refusal, call_or_refuse, hide_loading_bars
+from .inputs import hide_loading_bars
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -21,15 +21,13 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the replay report as a table. Return 0 if the pipeline can be trained, else 1."""
-    call = call_or_refuse(sample_settings.read_call_options, arguments)
-    inputs = {"prompt": arguments.prompt, "num_inference_steps": 4, **call}
-    read_json, option = sample_settings.parse_json_object, "--model_init_kwargs"
-    arguments.model_init_kwargs = call_or_refuse(read_json, arguments.model_init_kwargs, option)
-    call_or_refuse(check_model_name, arguments.model)
+    inputs = {"prompt": arguments.prompt, "num_inference_steps": 4, **sample_settings.read_call_options(arguments)}
+    arguments.model_init_kwargs = sample_settings.parse_json_object(arguments.model_init_kwargs, "--model_init_kwargs")
+    check_model_name(arguments.model)
     from ..policy.sde import SDES
 
     if arguments.sde_type not in (known := ["auto", *SDES]):
-        raise Refusal(f"--sde_type {arguments.sde_type} is unknown; choose one of {', '.join(known)}.")
+        raise ValueError(f"--sde_type {arguments.sde_type} is unknown; choose one of {', '.join(known)}.")
     import torch
     from diffusers import ModelMixin
     from rich.console import Console
@@ -41,10 +39,10 @@ def run(arguments: argparse.Namespace) -> int:
     from ..training.model_checks import check_packages, pipeline_class
     from ..weights.files import load_weights
 
-    pipeline = call_or_refuse(pipeline_class, arguments.model, arguments)
-    call_or_refuse(check_packages, arguments.model, arguments)
+    pipeline = pipeline_class(arguments.model, arguments)
+    check_packages(arguments.model, arguments)
     if pipeline is not None and (missing := find_missing(inspect.signature(pipeline.__call__).parameters, inputs)):
-        raise Refusal(
+        raise ValueError(
             f"{pipeline.__name__} cannot be called without {missing[0]!r}; load it in Python, and call "
             f"check_pipeline(pipe, {{..., {missing[0]!r}: ...}})."
         )
@@ -52,15 +50,14 @@ def run(arguments: argparse.Namespace) -> int:
     steps = inputs.pop("num_inference_steps")
     try:
         source = arguments.model, arguments.dtype, arguments.device, False, arguments.model_init_kwargs
-        pipe = call_or_refuse(load_plain_pipeline, *source)
+        pipe = load_plain_pipeline(*source)
         if arguments.lora is not None:
-            call_or_refuse(load_weights, pipe, arguments.lora)
+            load_weights(pipe, arguments.lora)
         pipe.to(choose_device(arguments.device))
         for part in pipe.components.values():  # replays then keep few activations, as in training
             if isinstance(part, ModelMixin) and part._supports_gradient_checkpointing:
                 part.enable_gradient_checkpointing()
-        replay = call_or_refuse(
-            check_pipeline,
+        replay = check_pipeline(
             pipe,
             inputs,
             num_inference_steps=steps,
@@ -69,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
             seed=arguments.seed or 0,
         )
     except torch.OutOfMemoryError as error:
-        raise Refusal(
+        raise ValueError(
             f"{arguments.model} and one replay do not fit into the accelerator's memory, so it was not checked "
             "whether the model trains; set a smaller --height and --width, --dtype bfloat16, or --device cpu."
         ) from error

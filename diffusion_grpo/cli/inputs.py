@@ -1,34 +1,27 @@
-"""Check and load user input, and refuse it with a message of one sentence before a model is loaded."""
+"""Refuse user input that cannot be used, with a message of one sentence."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from datasets import Dataset
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
 
 
 class Refusal(Exception):
-    """Raised for input that cannot be used. The message is one line that says what to change."""
+    """Raised for input of `train` that cannot be used. The message says what to change."""
 
 
-def call_or_refuse(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Call a function that checks or loads user input, and turn its errors into a `Refusal`."""
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Turn errors of checking or loading user input inside the context into a `Refusal`."""
     try:
-        return function(*args, **kwargs)
+        yield
     except (ValueError, OSError, ImportError) as error:
         raise Refusal(" ".join(str(error).split())) from error
 
 
-def load_checked(source: str | list[str], split: str, name: str, prompt_column: str | None = None) -> "Dataset":
-    """Load and check the prompts of a file, a folder, a Hub id or `tiny`, or make a dataset of given texts."""
-    from datasets import Dataset
-
-    from ..data.prompts import check_dataset, load_prompts
-
-    texts = isinstance(source, list)
-    dataset = Dataset.from_dict({"prompt": source}) if texts else load_prompts(source, split, prompt_column)
-    check_dataset(dataset, name=name)
-    return dataset
+def call_or_refuse(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Call a function inside [`refusing`]."""
+    with refusing():
+        return function(*args, **kwargs)
 
 
 def hide_loading_bars(model: str) -> None:

@@ -1,9 +1,6 @@
 """`diffusion-grpo report`: rewrite report.html and summary.json of a run."""
 
 import argparse
-from pathlib import Path
-
-from .inputs import call_or_refuse
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -19,7 +16,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Rewrite report.html and summary.json from a run's files, and return the exit code."""
     from ..report.page import write_report, write_summary
 
-    run_dir = Path(arguments.run_dir)
-    call_or_refuse(write_summary, run_dir)
-    print(call_or_refuse(write_report, run_dir, experiment=arguments.experiment))
+    write_summary(arguments.run_dir)
+    print(write_report(arguments.run_dir, experiment=arguments.experiment))
     return 0

@@ -4,7 +4,6 @@ import argparse
 import sys
 
 from ..sampling import settings as sample_settings
-from .inputs import Refusal, call_or_refuse
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -55,26 +54,26 @@ def run_serve(arguments: argparse.Namespace) -> int:
     import os
     import socket
 
-    named = call_or_refuse(sample_settings.read_rewards, arguments.rewards)
+    named = sample_settings.read_rewards(arguments.rewards)
     from ..rewards import check_needs, load_rewards
 
-    rewards = call_or_refuse(load_rewards, named)
-    call_or_refuse(check_needs, rewards)
+    rewards = load_rewards(named)
+    check_needs(rewards)
     token = os.environ.get(arguments.token_env) if arguments.token_env else None
     if arguments.token_env and not token:
-        raise Refusal(f"--token_env names {arguments.token_env}, but no such environment variable is set.")
+        raise ValueError(f"--token_env names {arguments.token_env}, but no such environment variable is set.")
     if arguments.max_waiting < 1 or arguments.max_megabytes < 1:
-        raise Refusal("--max_waiting and --max_megabytes must be at least 1.")
+        raise ValueError("--max_waiting and --max_megabytes must be at least 1.")
     if not 0 <= arguments.port <= 65535:
-        raise Refusal(f"--port must lie between 0 and 65535, got {arguments.port}.")
+        raise ValueError(f"--port must lie between 0 and 65535, got {arguments.port}.")
     try:
         import uvicorn
 
         from ..rewards.server.serve import Server, create_app
     except ImportError as error:
-        raise Refusal('A server needs fastapi and uvicorn; pip install "diffusion-grpo[rewards]".') from error
+        raise ValueError('A server needs fastapi and uvicorn; pip install "diffusion-grpo[rewards]".') from error
     app = create_app(rewards, token, arguments.max_waiting, arguments.max_megabytes * 2**20)
-    listener = call_or_refuse(socket.create_server, (arguments.host, arguments.port))
+    listener = socket.create_server((arguments.host, arguments.port))
     if token is None and not arguments.host.startswith("127.") and arguments.host not in ("localhost", "::1"):
         print(
             "warning: other machines can reach this server, and it does not require a token; set --token_env",

@@ -4,7 +4,7 @@ import argparse
 
 from ..config.files import check_model_name
 from ..sampling import settings as sample_settings
-from .inputs import Refusal, call_or_refuse, hide_loading_bars, load_checked
+from .inputs import hide_loading_bars
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -15,36 +15,38 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write samples and a table of their scores, print the mean scores, and return the exit code."""
-    settings = call_or_refuse(sample_settings.read_settings, arguments, arguments.overrides)
-    call_or_refuse(check_model_name, settings.model)
+    settings = sample_settings.read_settings(arguments, arguments.overrides)
+    check_model_name(settings.model)
 
     from ..data.columns import list_types
+    from ..data.prompts import check_dataset, load_prompts
     from ..rewards import check_columns, check_needs, load_rewards
 
-    rewards = call_or_refuse(load_rewards, settings.reward_funcs)
-    eval_rewards = call_or_refuse(load_rewards, settings.eval_reward_funcs, "eval_reward_funcs")
-    eval_rewards = [reward for reward in eval_rewards if reward.name not in {trained.name for trained in rewards}]
-    prompt_column = getattr(settings.train, "prompt_column", None)
-    dataset = call_or_refuse(load_checked, settings.prompts, settings.split, "--prompts", prompt_column)
-    call_or_refuse(check_columns, rewards + eval_rewards, dataset.column_names, "--prompts", list_types(dataset))
-    call_or_refuse(check_needs, rewards + eval_rewards)
+    rewards = load_rewards(settings.reward_funcs)
+    names = {reward.name for reward in rewards}
+    eval_rewards = load_rewards(settings.eval_reward_funcs, "eval_reward_funcs")
+    eval_rewards = [reward for reward in eval_rewards if reward.name not in names]
+    dataset = load_prompts(settings.prompts, settings.split, getattr(settings.train, "prompt_column", None))
+    check_dataset(dataset, "--prompts")
+    check_columns(rewards + eval_rewards, dataset.column_names, "--prompts", list_types(dataset))
+    check_needs(rewards + eval_rewards)
     dataset = dataset.select(range(min(settings.max_prompts or len(dataset), len(dataset))))
 
     from ..report.run_folder import format_measured
     from ..sampling.sample import check_folder, check_inputs, load_pipeline_to_sample, write_samples
     from ..training.out_of_memory import is_out_of_memory
 
-    call_or_refuse(check_inputs, settings, dataset, rewards + eval_rewards)
-    call_or_refuse(check_folder, settings, dataset)
+    check_inputs(settings, dataset, rewards + eval_rewards)
+    check_folder(settings, dataset)
     hide_loading_bars(settings.model)
     try:
-        pipe = call_or_refuse(load_pipeline_to_sample, settings)
-        summary = call_or_refuse(write_samples, pipe, dataset, rewards, eval_rewards, settings)
+        pipe = load_pipeline_to_sample(settings)
+        summary = write_samples(pipe, dataset, rewards, eval_rewards, settings)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
         offload = "" if settings.offload_frozen else "--offload_frozen cpu, "
-        raise Refusal(
+        raise ValueError(
             f"{settings.model} and {settings.batch_size} samples at a time do not fit into memory; set {offload}a "
             "smaller --batch_size, or a smaller --height and --width. Samples that are already in the table are kept."
         ) from error

@@ -5,16 +5,13 @@ import functools
 import json
 import os
 import textwrap
-from collections.abc import Callable
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .inputs import Refusal, call_or_refuse, hide_loading_bars
+from .inputs import Refusal, hide_loading_bars, refusing
 
 if TYPE_CHECKING:
-    from transformers import TrainerState
-
     from ..config.arguments import LaunchArguments, LoraArguments, ScriptArguments
     from ..config.settings import DiffusionGRPOConfig
     from ..trainer import DiffusionGRPOTrainer
@@ -66,31 +63,29 @@ def run(arguments: argparse.Namespace) -> int:
         for settings in (ScriptArguments, LoraArguments, LaunchArguments, DiffusionGRPOConfig):
             print(describe_settings(settings))
         return 0
-    values = call_or_refuse(read_values, arguments.config, arguments.overrides)
-    script, lora, processes = (
-        call_or_refuse(make_script_arguments, values, kind)
-        for kind in (ScriptArguments, LoraArguments, LaunchArguments)
-    )
-    if arguments.config and Path(arguments.config).name == "train.yaml" and values.get("output_dir"):
-        from ..report.record import refuse_own_settings
+    with refusing():
+        values = read_values(arguments.config, arguments.overrides)
+        kinds = (ScriptArguments, LoraArguments, LaunchArguments)
+        script, lora, processes = (make_script_arguments(values, kind) for kind in kinds)
+        if arguments.config and Path(arguments.config).name == "train.yaml" and values.get("output_dir"):
+            from ..report.record import refuse_own_settings
 
-        call_or_refuse(refuse_own_settings, arguments.config, values["output_dir"])
+            refuse_own_settings(arguments.config, values["output_dir"])
     # otherwise a launcher has started this process
     if not processes.is_empty and not {"LOCAL_RANK", LAUNCH_VARIABLE} & os.environ.keys():
         return start_processes(processes, arguments, str(values.get("use_cpu", False)).lower() == "true")
-    values = resolve_values(values)
-    config = call_or_refuse(make_settings, values)
-    if str(config.resume_from_checkpoint).lower() == "false":  # transformers would take it for the name of a folder
-        config.resume_from_checkpoint = None
-    trainer = build_trainer(script, lora, config)
+    with refusing():
+        values = resolve_values(values)
+        config = make_settings(values)
+        if str(config.resume_from_checkpoint).lower() == "false":  # transformers would take it for a folder's name
+            config.resume_from_checkpoint = None
+        trainer = build_trainer(script, lora, config)
     if trainer.is_world_process_zero():
         save_command_at_start(trainer, values)
-    if script.baseline_guidance_scales:
-        path = Path(trainer.args.output_dir) / "baselines.json"
-        if not (config.resume_from_checkpoint and path.is_file()):
-            argument = call_or_refuse(find_baseline_argument, trainer, script.baseline_guidance_scales)
-            scales = script.baseline_guidance_scales
-            call_or_refuse(measure_baselines, trainer.evaluate, trainer.state, scales, path, argument)
+    path = Path(trainer.args.output_dir) / "baselines.json"
+    if script.baseline_guidance_scales and not (config.resume_from_checkpoint and path.is_file()):
+        with refusing():
+            measure_baselines(trainer, script.baseline_guidance_scales, path)
     from ..policy.base import UntrainedStepError
     from ..report.record import ResumeError
 
@@ -129,11 +124,12 @@ def start_processes(processes: "LaunchArguments", arguments: argparse.Namespace,
     from ..config.arguments import LAUNCH_VARIABLE
     from ..distributed.launch import launch, make_launch_settings
 
-    settings = call_or_refuse(make_launch_settings, processes)
+    with refusing():
+        settings = make_launch_settings(processes)
     words = ["--traceback"] if arguments.traceback else []
     words += ["train", *([arguments.config] if arguments.config else []), *arguments.overrides]
-    given = {key: value for key, value in vars(processes).items() if value is not None}
-    return launch(settings, words, use_cpu=use_cpu, variables={LAUNCH_VARIABLE: json.dumps(given)})
+    chosen = {key: value for key, value in vars(processes).items() if value is not None}
+    return launch(settings, words, use_cpu=use_cpu, variables={LAUNCH_VARIABLE: json.dumps(chosen)})
 
 
 def build_trainer(
@@ -146,22 +142,21 @@ def build_trainer(
     if not config.resume_from_checkpoint and not config.overwrite_output_dir:
         from ..training.checkpoints import refuse_used_folder
 
-        call_or_refuse(refuse_used_folder, Path(config.output_dir))
+        refuse_used_folder(Path(config.output_dir))
     column, eval_dataset = config.prompt_column, None
-    train_dataset = call_or_refuse(load_prompts, script.dataset, script.dataset_train_split, column)
+    train_dataset = load_prompts(script.dataset, script.dataset_train_split, column)
     if script.eval_dataset is not None:
-        eval_dataset = call_or_refuse(load_prompts, script.eval_dataset, script.dataset_test_split, column)
+        eval_dataset = load_prompts(script.eval_dataset, script.dataset_test_split, column)
         if script.eval_max_prompts is not None:
             eval_dataset = eval_dataset.select(range(min(script.eval_max_prompts, len(eval_dataset))))
     hide_loading_bars(script.model)
-    return call_or_refuse(
-        DiffusionGRPOTrainer,
+    return DiffusionGRPOTrainer(
         model=script.model,
         reward_funcs=script.reward_funcs,
         args=config,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
-        peft_config=call_or_refuse(lora.peft_config, config.lora_path),
+        peft_config=lora.peft_config(config.lora_path),
         eval_reward_funcs=script.eval_reward_funcs,
     )
 
@@ -180,30 +175,23 @@ def find_baseline_argument(trainer: "DiffusionGRPOTrainer", guidance_scales: lis
     return argument
 
 
-def measure_baselines(
-    evaluate: Callable[..., dict[str, float]],
-    state: "TrainerState",
-    guidance_scales: list[float],
-    path: Path,
-    argument: str = "guidance_scale",
-) -> None:
+def measure_baselines(trainer: "DiffusionGRPOTrainer", guidance_scales: list[float], path: Path) -> None:
     """Evaluate the untrained model at several guidance scales, and write the rewards to a file."""
     from ..report.record import write_json
-    from ..report.run_folder import format_measured
+    from ..report.run_folder import format_measured, name_metrics
 
-    baselines = []
+    argument, baselines = find_baseline_argument(trainer, guidance_scales), []
     for scale in guidance_scales:
-        metrics = evaluate(metric_key_prefix="baseline", pipeline_kwargs={argument: scale})
-        names = [key.split("/")[1] for key in metrics if key.startswith("baseline_rewards/") and key.endswith("/mean")]
-        rewards = {
-            name: {key: metrics.get(f"baseline_rewards/{name}/{key}") for key in ("mean", "std_error")}
-            for name in names
+        metrics = trainer.evaluate(metric_key_prefix="baseline", pipeline_kwargs={argument: scale})
+        cells = {
+            name: dict(zip(("mean", "std_error"), map(metrics.get, name_metrics(name, "baseline")), strict=True))
+            for name in ["reward", *(reward.name for reward in trainer.rewards.all)]
         }
-        reward = {"mean": metrics["baseline_reward"], "std_error": metrics.get("baseline_reward_std_error")}
-        baselines.append({"name": f"guidance {scale:g}", "rewards": rewards, "reward": reward})
-        if state.is_world_process_zero:
+        reward = cells.pop("reward")
+        baselines.append({"name": f"guidance {scale:g}", "rewards": cells, "reward": reward})
+        if trainer.is_world_process_zero():
             print(f"before training, guidance {scale:g}: reward {format_measured(*reward.values())}")
-    if state.is_world_process_zero:
+    if trainer.is_world_process_zero():
         write_json(path, baselines)
 
 

@@ -8,7 +8,8 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.parquet
@@ -18,10 +19,10 @@ from tqdm import tqdm
 
 from ..algorithms.advantages import combine, compute_advantages, load_advantage_fn
 from ..data.call_form import learn_forms
-from ..data.calls import LISTED, SINGLE, Form
+from ..data.calls import BATCHED, call_in_some_form
 from ..data.columns import Columns, drop_format
 from ..data.inputs import RATES, PipelineInputs, prepare_inputs
-from ..data.prompts import get_prompt_column, get_prompts
+from ..data.prompts import get_prompts
 from ..media.files import extract_samples, find_sampling_rate
 from ..pipelines import family_of
 from ..policy.base import call_arguments, list_filters, policy_component, without_filters
@@ -46,27 +47,31 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 TABLE, JOB = "samples.parquet", "sample.json"
 COMBINED = ("reward", "advantage")  # columns of the table
+ADVANTAGE_SETTINGS = ("scale_rewards", "reward_baseline", "multi_objective_aggregation", "advantage_clip")
+ADVANTAGE_SETTINGS += ("reward_threshold",)
 
 
 def check_folder(settings: SampleSettings, dataset: Dataset) -> None:
     """Check that the output folder holds no samples of another job. A part of the same job is fine."""
-    folder, path, count = settings.output_dir, settings.output_dir / TABLE, settings.num_generations
-    if not path.is_file():
-        return
-    job, change = _read_job(settings), "choose another --output_dir, or delete it."
-    for name, here in settings.identity.items():
-        if job.get(name) != here:
-            there = job.get(name)
+    folder, job = settings.output_dir, _read_job(settings)
+    remedy = "choose another --output_dir, or delete it."
+    for name, here in settings.identity.items() if _count_made(settings) else ():
+        if (there := job.get(name)) != here:
             raise ValueError(
-                f"{folder} contains samples of another job ({name} is {there!r} there and {here!r} here); {change}"
+                f"{folder} contains samples of another job ({name} is {there!r} there and {here!r} here); {remedy}"
             )
-    table = pyarrow.parquet.read_table(path).to_pylist()
-    for row, prompt in zip(table[::count], get_prompt_column(dataset)):
-        if (there := row.get("prompt", "")) != prompt:  # no column `prompt` if there are only embeddings
-            raise ValueError(f"{path} contains samples of {there!r}, but the prompt is {prompt!r}; {change}")
-    for number, (there, here) in enumerate(zip(job.get("rows", [])[: len(table) // count], hash_rows(dataset))):
+    made = _count_made(settings) // settings.num_generations
+    for number, (there, here) in enumerate(zip(job.get("rows", [])[:made], hash_rows(dataset))):
         if there != here:
-            raise ValueError(f"{path} was made from other columns in row {number} (the first is row 0); {change}")
+            raise ValueError(
+                f"{folder} contains samples of another prompt or of other columns in row {number} (the first is row "
+                f"0); {remedy}"
+            )
+
+
+def _count_made(settings: SampleSettings) -> int:
+    path = settings.output_dir / TABLE
+    return pyarrow.parquet.read_metadata(path).num_rows if path.is_file() else 0
 
 
 def _read_job(settings: SampleSettings) -> dict[str, Any]:
@@ -81,16 +86,26 @@ def hash_rows(dataset: Dataset) -> list[str]:
 
 
 def check_inputs(settings: SampleSettings, dataset: Dataset, rewards: list[Reward]) -> None:
-    """Check the settings, columns and files of a job against the class of its pipeline, before the pipeline is
-    loaded.
-    """
-    _check_batchwise(settings, len(dataset), rewards)
+    """Check the settings, columns and files of a job before the pipeline is loaded."""
+    samples = len(dataset) * settings.num_generations
+    is_whole = len(dataset) <= count_prompts_at_once(settings) and _count_made(settings) in (0, samples)
+    for reward in rewards:
+        if is_marked(reward.function, "is_batchwise") and not is_whole:
+            raise ValueError(
+                f"The reward {reward.name!r} compares all {samples} samples, so they must be made at once; set "
+                f"--batch_size to {samples} and choose an empty --output_dir, or leave the reward out."
+            )
     pipeline = pipeline_class(settings.model, settings.train or settings)
     if settings.train is None:
         replaced = [name for name in RATES if name in settings.pipeline_kwargs and name in dataset.column_names]
         dataset = dataset.remove_columns(replaced)  # an option sets the rate of all samples
     if pipeline is not None:  # None for code that is not downloaded yet
         prepare_inputs(pipeline, settings, [("--prompts", dataset)], rewards)
+
+
+def count_prompts_at_once(settings: SampleSettings) -> int:
+    """Return how many prompts are sampled and scored before the table is written."""
+    return max(1, settings.batch_size // settings.num_generations)
 
 
 def load_pipeline_to_sample(settings: SampleSettings) -> "DiffusionPipeline":
@@ -108,7 +123,7 @@ def load_pipeline_to_sample(settings: SampleSettings) -> "DiffusionPipeline":
         quantized = plan_quantization(settings.model, train, is_full_training=False)
         pipe = load_pipeline(settings.model, train, is_full_training=False, quantized=quantized)
     if settings.lora is not None:
-        load_weights(pipe, settings.lora, component=policy_component(pipe, train.train_component if train else None))
+        load_weights(pipe, settings.lora, component=policy_component(pipe, settings.component))
     place(pipe, settings, device)
     return pipe
 
@@ -126,8 +141,7 @@ def place(pipe: "DiffusionPipeline", settings: SampleSettings, device: torch.dev
     if offload is None and not swaps_blocks:
         pipe.to(device)
         return
-    component = policy_component(pipe, None if train is None else train.train_component)
-    networks = [getattr(pipe, name) for name in component]
+    networks = [getattr(pipe, name) for name in policy_component(pipe, settings.component)]
     for network in networks:
         network.requires_grad_(False)
         if swaps_blocks:
@@ -135,29 +149,6 @@ def place(pipe: "DiffusionPipeline", settings: SampleSettings, device: torch.dev
         else:
             network.to(device)
     place_frozen_parts(pipe, networks, device, offload)
-
-
-def count_prompts_at_once(settings: SampleSettings) -> int:
-    """Return how many prompts are sampled and scored before the table is written."""
-    return max(1, settings.batch_size // settings.num_generations)
-
-
-def _check_batchwise(settings: SampleSettings, prompts: int, rewards: list[Reward]) -> None:
-    """Refuse rewards that compare all samples of a job, if the samples are scored in parts, or some already are."""
-    path, samples = settings.output_dir / TABLE, prompts * settings.num_generations
-    made = pyarrow.parquet.read_metadata(path).num_rows if path.is_file() else 0
-    if made not in (0, samples):
-        size, remedy = made, "choose another --output_dir"
-    elif prompts > count_prompts_at_once(settings):
-        size, remedy = settings.batch_size, f"set --batch_size to {samples}"
-    else:
-        return
-    for reward in rewards:
-        if is_marked(reward.function, "is_batchwise"):
-            raise ValueError(
-                f"The reward {reward.name!r} compares all {samples} samples, but {size} are scored at once; {remedy}, "
-                "or leave the reward out."
-            )
 
 
 def write_samples(
@@ -173,27 +164,30 @@ def write_samples(
     named `0000.png` (`.mp4`, `.wav`) and so on. The table is written after each batch, and samples that it lists are
     not made again.
     """
-    path, count = settings.output_dir / TABLE, settings.num_generations
-    table = pyarrow.parquet.read_table(path).to_pylist() if path.is_file() else []
-    make = Sampler(pipe, settings)
-    hashes, plain = hash_rows(dataset), drop_format(dataset)
+    folder, count, total = settings.output_dir, settings.num_generations, len(dataset) * settings.num_generations
+    table = pyarrow.parquet.read_table(folder / TABLE).to_pylist() if _count_made(settings) else []
+    sampler = Sampler(pipe, settings)
+    hashes, plain = hash_rows(dataset), drop_format(dataset)  # in plain rows, media are file names
     hashes += _read_job(settings).get("rows", [])[len(hashes) : len(table) // count]  # of samples beyond these prompts
-    write_json(settings.output_dir / JOB, settings.identity | {"rows": hashes})
-    step = count_prompts_at_once(settings)
-    with tqdm(total=len(dataset) * count, initial=min(len(table), len(dataset) * count), unit="sample") as bar:
-        for first in range(len(table) // count, len(dataset), step):
-            prompts = range(first, min(first + step, len(dataset)))
-            positions = [prompt * count + turn for prompt in prompts for turn in range(count)]
-            rows = make.inputs.rows(dataset, [position // count for position in positions])
-            samples = make(rows, positions)
-            rates = make.inputs.fps, find_sampling_rate(pipe)
-            scores = _score(rewards + eval_rewards, samples, rows, positions, settings, *rates)
-            # the dataset's own rows, where media are file names
-            as_written = [plain[position // count] for position in positions]
-            table += _make_rows(samples, as_written, positions, scores, settings, *rates)
-            write_table(path, _make_columns(table))
+    write_json(folder / JOB, settings.identity | {"rows": hashes})
+    size = count_prompts_at_once(settings) * count
+    with tqdm(total=total, initial=min(len(table), total), unit="sample") as bar:
+        for first in range(len(table), total, size):
+            positions = range(first, min(first + size, total))
+            numbers = [position // count for position in positions]
+            rows = sampler.inputs.rows(dataset, numbers)
+            samples = sampler(rows, positions)
+            scores = _score(sampler, rewards + eval_rewards, samples, rows, numbers)
+            stems = [folder / f"{position:04d}" for position in positions]
+            columns = write_files(samples, stems, folder, sampler.inputs.fps, sampler.sampling_rate)
+            columns |= {"seed": [settings.seed + position for position in positions]} | scores
+            taken = {*columns, *(COMBINED if settings.reward_funcs else ())}
+            for place, number in enumerate(numbers):
+                made = {name: values[place] for name, values in columns.items()}
+                table.append(_keep_plain_columns(plain[number], taken) | made)
+            _write_table(folder, table)
             bar.update(len(positions))
-    return _finish(table, len(dataset) * count, rewards, eval_rewards, settings)
+    return _finish(table, total, rewards, eval_rewards, settings)
 
 
 class Sampler:
@@ -201,84 +195,68 @@ class Sampler:
 
     def __init__(self, pipe: "DiffusionPipeline", settings: SampleSettings):
         self.pipe, self.settings, train = pipe, settings, settings.train
-        self.inputs = PipelineInputs(pipe, settings)
+        self.inputs, self.sampling_rate = PipelineInputs(pipe, settings), find_sampling_rate(pipe)
         self.overridden = set() if train else set(self.inputs.fixed)  # columns that command-line values replace
-        component = train.train_component if train else None
         self.policy = None
         if train or settings.noise_level != 0:
-            sampling = train.token_sampling if component is not None and train else None
-            self.policy = make_policy(pipe, component, sde_type=settings.sde_type, sampling=sampling)
+            sampling = train.token_sampling if settings.component is not None else None
+            self.policy = make_policy(pipe, settings.component, sde_type=settings.sde_type, sampling=sampling)
         pipe.set_progress_bar_config(disable=True)
         if filters := list_filters(pipe):
             logger.warning("Samples are made without %s, as in training.", ", ".join(filters))
 
-    def __call__(self, rows: list[dict[str, Any]], positions: list[int]) -> list[Any]:
+    def __call__(self, rows: list[dict[str, Any]], positions: Sequence[int]) -> list[Any]:
         """Generate the samples of `rows`. `positions` are their positions in the whole job."""
-        settings, samples = self.settings, [None] * len(rows)
+        train, samples = self.settings.train, [None] * len(rows)
         rows = [{name: value for name, value in row.items() if name not in self.overridden} for row in rows]
-        # tokens are drawn at random even if the steps after them are noiseless
-        is_drawn = settings.noise_level != 0 or (self.policy is not None and self.policy.draws_tokens)
-        make = self._sample_with_noise if is_drawn else self._sample_plainly
-        if settings.train is not None:
-            level = settings.train.noise_level or self.policy.default_noise_level
-            learn_forms(self.inputs, self.policy, rows, level, settings.train)
-        for first in range(0, len(rows), settings.batch_size):
-            for part in self._split(rows[first : first + settings.batch_size]):
-                chosen = [first + number for number in part]
-                made = self._call(make, [rows[row] for row in chosen], [positions[row] for row in chosen])
-                self.inputs.check_samples(made, len(chosen), self.inputs([rows[chosen[0]]]))
-                for row, sample in zip(chosen, made, strict=True):
-                    samples[row] = sample
+        if train is not None:
+            learn_forms(self.inputs, self.policy, rows, train.noise_level or self.policy.default_noise_level, train)
+        calls = self.inputs.calls(rows, self.settings.batch_size)
+        if train is None and not all(map(self._is_plain, rows)):
+            # No trial call has found out how the pipeline reads lists, and some take a list of images for the images
+            # of one sample.
+            calls = [[index] for call in calls for index in call]
+        for call in calls:
+            made = self._call([rows[index] for index in call], [positions[index] for index in call])
+            for index, sample in zip(call, made, strict=True):
+                samples[index] = sample
         return samples
 
-    def _call(self, make: Callable, rows: list[dict[str, Any]], positions: list[int]) -> Any:
-        """Call the pipeline with these rows; if it refuses lists of such rows, go on with one sample per call."""
-        given, forms = self.inputs.find_given(rows[0]), self.inputs.forms
-        try:
-            return make(self.inputs(rows), positions)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as refused:  # any error of the pipeline
-            if given in forms:
-                raise
-            for name in (SINGLE, LISTED):
-                forms[given] = Form(name, str(refused))
-                try:
-                    made = [make(self.inputs([row]), [at])[0] for row, at in zip(rows, positions, strict=True)]
-                except torch.OutOfMemoryError:
-                    raise
-                except Exception:  # nor does it take this form
-                    del forms[given]
-                else:
-                    reason = " ".join(str(refused).split())
-                    logger.warning("The pipeline takes these samples only one by one (%s).", reason)
-                    return made
-            raise
-
-    def _split(self, rows: list[dict[str, Any]]) -> list[list[int]]:
-        """Return the indices of the rows of each call.
-
-        Without a run's settings no trial call has found out how the pipeline reads lists, and some take a list of
-        images for the images of one sample. So rows that hold more than texts and numbers get calls of their own.
-        """
-        parts = self.inputs.parts(rows)
-        if self.settings.train is not None or all(map(self._is_plain, rows)):
-            return parts
-        return [[index] for part in parts for index in part]
-
     def _is_plain(self, row: dict[str, Any]) -> bool:
-        given = [row[name] for name in self.inputs.accepted & row.keys()]
-        return all(value is None or isinstance(value, (str, int, float)) for value in given)
+        values = [row[name] for name in self.inputs.accepted & row.keys()]
+        return all(value is None or isinstance(value, (str, int, float)) for value in values)
 
-    def _sample_plainly(self, inputs: dict[str, Any], positions: list[int]) -> Any:
-        seeds = torch.tensor([self.settings.seed + position for position in positions])
-        arguments = call_arguments(self.pipe, inputs, self.settings.num_inference_steps, seeds)
-        with family_of(self.pipe).bridged(self.pipe), without_filters(self.pipe):
-            return extract_samples(self.pipe, self.pipe(**arguments))
+    def _call(self, rows: list[dict[str, Any]], positions: list[int]) -> list[Any]:
+        """Call the pipeline with these rows, in the first form that it takes; remember if that is not a batch."""
+        inputs, forms = self.inputs.find_given(rows[0]), self.inputs.forms
 
-    def _sample_with_noise(self, inputs: dict[str, Any], positions: list[int]) -> Any:
+        def call(form: str) -> list[Any]:
+            size = len(rows) if form == BATCHED else 1
+            samples: list[Any] = []
+            for first in range(0, len(rows), size):
+                arguments = self.inputs.arguments(rows[first : first + size], form)
+                made = self._sample(arguments, positions[first : first + size])
+                self.inputs.check_samples(made, size, arguments)
+                samples += made
+            return samples
+
+        if inputs in forms:
+            return call(forms[inputs].name)
+        samples, form = call_in_some_form(call)
+        if form.name != BATCHED:
+            forms[inputs] = form
+            logger.warning("The pipeline takes these samples only one by one (%s).", form.reason)
+        return samples
+
+    def _sample(self, inputs: dict[str, Any], positions: list[int]) -> Any:
+        """Call the pipeline as it is, or as a rollout does where noise or tokens are drawn."""
         settings, count = self.settings, self.settings.num_generations
         seeds = [settings.seed + position for position in positions]
+        # tokens are drawn at random even if the steps after them are noiseless
+        if settings.noise_level == 0 and (self.policy is None or not self.policy.draws_tokens):
+            arguments = call_arguments(self.pipe, inputs, settings.num_inference_steps, torch.tensor(seeds))
+            with family_of(self.pipe).bridged(self.pipe), without_filters(self.pipe):
+                return extract_samples(self.pipe, self.pipe(**arguments))
         sharing = min(settings.samples_per_latent or count, count)
         self.policy.prompts.clear()
         samples, _ = rollout(
@@ -308,13 +286,7 @@ class Sampler:
 
 
 def _score(
-    rewards: list[Reward],
-    samples: list[Any],
-    rows: list[dict],
-    positions: list[int],
-    settings: SampleSettings,
-    fps: float,
-    rate: int | None,
+    sampler: Sampler, rewards: list[Reward], samples: list[Any], rows: list[dict], groups: list[int]
 ) -> dict[str, list]:
     """Score the samples. Return one column per reward, and the columns that rewards add."""
     if not rewards:
@@ -326,31 +298,13 @@ def _score(
         **{kind: samples},
         prompts=get_prompts(rows),
         columns={name: [row[name] for row in rows] for name in rows[0] if name != "prompt"},
-        groups=[position // settings.num_generations for position in positions],
-        fps=fps,
-        sampling_rate=rate,
+        groups=groups,
+        fps=sampler.inputs.fps,
+        sampling_rate=sampler.sampling_rate,
         log_extra=lambda name, column: extra.update({name: check_extra_column(name, column, len(rows))}),
-        failure_dir=settings.output_dir / "failures",
+        failure_dir=sampler.settings.output_dir / "failures",
     )
     return extra | {reward.name: column for reward, column in zip(rewards, values.T.tolist(), strict=True)}
-
-
-def _make_rows(
-    samples: list[Any],
-    rows: list[dict],
-    positions: list[int],
-    scores: dict[str, list],
-    settings: SampleSettings,
-    fps: float,
-    rate: int | None,
-) -> list[dict[str, Any]]:
-    """Write the files, and make one row per sample: plain columns of the dataset, files, seed, scores."""
-    folder = settings.output_dir
-    columns = write_files(samples, [folder / f"{position:04d}" for position in positions], folder, fps, rate)
-    columns |= {"seed": [settings.seed + position for position in positions]} | scores
-    made = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-    taken = {*columns, *(COMBINED if settings.reward_funcs else ())}
-    return [_keep_plain_columns(row, taken) | one for row, one in zip(rows, made)]
 
 
 def _keep_plain_columns(row: dict[str, Any], taken: set[str]) -> dict[str, Any]:
@@ -359,9 +313,9 @@ def _keep_plain_columns(row: dict[str, Any], taken: set[str]) -> dict[str, Any]:
     return {f"input_{name}" if name in taken else name: value for name, value in plain.items()}
 
 
-def _make_columns(table: list[dict[str, Any]]) -> dict[str, list]:
+def _write_table(folder: Path, table: list[dict[str, Any]]) -> None:
     names = dict.fromkeys(name for row in table for name in row)
-    return {name: [row.get(name) for row in table] for name in names}
+    write_table(folder / TABLE, {name: [row.get(name) for row in table] for name in names})
 
 
 def _finish(
@@ -376,31 +330,26 @@ def _finish(
     Only the first `size` rows belong to this job. An earlier job with more prompts may have left others, which are
     kept as they are.
     """
-    columns = _make_columns(table[:size])
-    prompts = [row // settings.num_generations for row in range(size)]
+    rows, prompts = table[:size], [row // settings.num_generations for row in range(size)]
 
-    def summarise(values: list[float]) -> tuple[float, float | None]:
-        return measure_mean(values, prompts) or (math.nan, None)
+    def summarise(name: str) -> tuple[float, float | None]:
+        return measure_mean([row.get(name) for row in rows], prompts) or (math.nan, None)
 
-    summary = {reward.name: summarise(columns[reward.name]) for reward in rewards + eval_rewards}
+    summary = {reward.name: summarise(reward.name) for reward in rewards + eval_rewards}
     if not rewards:
         return summary
-    values = torch.tensor([columns[reward.name] for reward in rewards]).T
+    values = torch.tensor([[row[reward.name] for reward in rewards] for row in rows])
     weights = torch.tensor(reward_weights(rewards, settings.reward_weights))
-    names = ("scale_rewards", "reward_baseline", "multi_objective_aggregation", "advantage_clip", "reward_threshold")
-    how = {name: getattr(settings.train, name) for name in names} if settings.train else {}
-    if settings.train:
-        how["advantage_fn"] = load_advantage_fn(settings.train.advantage_fn)
+    how = {name: getattr(settings.train, name) for name in ADVANTAGE_SETTINGS} if settings.train else {}
     if settings.num_generations > 1:
-        groups = torch.arange(size) // settings.num_generations
-        result = compute_advantages(values, groups, weights, **how)
-        added = {"reward": result.rewards.tolist(), "advantage": result.advantages.tolist()}
+        advantage_fn = load_advantage_fn(settings.train.advantage_fn) if settings.train else None
+        result = compute_advantages(values, torch.tensor(prompts), weights, advantage_fn=advantage_fn, **how)
+        combined = {"reward": result.rewards, "advantage": result.advantages}
     else:
         aggregation = how.get("multi_objective_aggregation", "sum_then_normalize")
-        added = {"reward": combine(values, weights, aggregation, torch.zeros(size, dtype=torch.long)).tolist()}
-    for number, row in enumerate(table[:size]):
-        row.update({name: values[number] for name, values in added.items()})
-    write_table(settings.output_dir / TABLE, _make_columns(table))
-    if len(rewards) > 1:
-        summary["reward"] = summarise(added["reward"])
-    return summary
+        combined = {"reward": combine(values, weights, aggregation, torch.zeros(size, dtype=torch.long))}
+    for name, column in combined.items():
+        for row, value in zip(rows, column.tolist(), strict=True):
+            row[name] = value
+    _write_table(settings.output_dir, table)
+    return summary | ({"reward": summarise("reward")} if len(rewards) > 1 else {})

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,22 +19,11 @@ if TYPE_CHECKING:
     from ..config.settings import DiffusionGRPOConfig
 
 PROMPTS_HELP = "file of prompts (.txt, .jsonl, .json, .csv, .parquet), dataset folder, Hub id, or `tiny`"
-OPTIONS = (
-    "prompts",
-    "split",
-    "max_prompts",
-    "lora",
-    "model_init_kwargs",
-    "num_generations",
-    "batch_size",
-    "num_inference_steps",
-    "sde_type",
-)
-OPTIONS += ("noise_level", "seed", "fps", "dtype", "device", "offload_frozen")
-OPTIONS += ("guidance_scale", "height", "width", "num_frames")
 STEPS = ("trained_steps", "num_trained_steps", "step_selection", "step_interval", "noisy_steps")
 OF_THE_RUN = ("scheduler_kwargs", *STEPS, "train_component", "temperature", "top_k", "top_p")
 OF_THE_RUN += ("bf16", "fp16", "load_in_4bit", "load_in_8bit", "quantization")
+NOT_IDENTITY = {"prompts", "split", "output_dir", "max_prompts", "reward_weights", "batch_size", "device"}
+NOT_IDENTITY |= {"offload_frozen", "train"}
 CALL = ("guidance_scale", "height", "width", "num_frames")  # arguments of the pipeline's call, passed if given
 
 
@@ -80,19 +69,20 @@ class SampleSettings:
             raise ValueError(f"--noise_level must be 0 (no noise) or above, got {self.noise_level}.")
         if self.noise_level != 0 and self.num_inference_steps is None:
             raise ValueError("Noise in the steps needs --num_inference_steps, the number of steps it is spread over.")
-
         if self.lora is not None and not Path(self.lora).exists():
             in_a_run = (Path(self.lora).parent / "run.json").is_file()  # then the checkpoint is missing
             if self.lora.startswith((".", "/", "~")) or self.lora.count("/") != 1 or in_a_run:
                 raise ValueError(f"--lora: there is no folder or file {self.lora}, and a Hub id is `owner/name`.")
 
     @property
+    def component(self) -> str | None:
+        """The trained networks of a run, if its settings name them."""
+        return None if self.train is None else self.train.train_component
+
+    @property
     def identity(self) -> dict[str, Any]:
         """Values that two jobs must share for their samples to belong in one table."""
-        names = ("model", "lora", "num_generations", "num_inference_steps", "sigmas", "sde_type", "noise_level", "fps")
-        names += ("samples_per_latent", "seed", "dtype", "reward_funcs", "eval_reward_funcs", "pipeline_kwargs", *CALL)
-        names += ("model_init_kwargs",)
-        values = {name: getattr(self, name) for name in names}
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in NOT_IDENTITY}
         for name in ("model", "lora"):  # ignore a slash at the end of a folder
             if values[name] and Path(values[name]).exists():
                 values[name] = str(Path(values[name]))
@@ -105,19 +95,14 @@ def hash_weights(source: str | None) -> str | None:
     """Return a hash of the weights in a file, or in a run's folder without its checkpoints; None for a Hub id."""
     if source is None or not (path := Path(source)).exists():
         return None
-    files = [path] if path.is_file() else []
-    for folder in (path, *(entry for entry in path.glob("*") if entry.is_dir())):
-        if folder == path or not folder.name.startswith(("checkpoint-", "policy")):
-            files += [
-                file for ending in ("*.safetensors", "*.bin", "adapter_config.json") for file in folder.glob(ending)
-            ]
-    found = hashlib.sha256()
-    for file in sorted(files):
-        found.update(file.relative_to(path).as_posix().encode())
-        with file.open("rb") as weights:
-            while part := weights.read(2**20):
-                found.update(part)
-    return found.hexdigest()[:16]
+    digest = hashlib.sha256()
+    for file in [path] if path.is_file() else sorted(path.rglob("*")):
+        name = file.relative_to(path)
+        is_weights = file.suffix in (".safetensors", ".bin") or file.name == "adapter_config.json" or file == path
+        if is_weights and not str(name).startswith(("checkpoint-", "policy", "abandoned")):
+            with file.open("rb") as weights:
+                digest.update(name.as_posix().encode() + hashlib.file_digest(weights, "sha256").digest())
+    return digest.hexdigest()[:16]
 
 
 def add_call_options(command: argparse.ArgumentParser) -> None:
@@ -219,7 +204,8 @@ def parse_json_object(text: str | None, option: str = "--pipeline_kwargs") -> di
 def read_settings(arguments: argparse.Namespace, overrides: Sequence[str]) -> SampleSettings:
     """Read the settings of a job from the command line."""
     check_folder("--output_dir", arguments.output_dir)
-    given = {name: value for name, value in vars(arguments).items() if name in OPTIONS and value is not None}
+    names = {each.name for each in fields(SampleSettings)}
+    given = {name: value for name, value in vars(arguments).items() if name in names and value is not None}
     given |= {
         "output_dir": Path(arguments.output_dir).expanduser(),
         "pipeline_kwargs": parse_json_object(arguments.pipeline_kwargs),
@@ -227,9 +213,9 @@ def read_settings(arguments: argparse.Namespace, overrides: Sequence[str]) -> Sa
     }
     if arguments.prompt:
         given["prompts"] = arguments.prompt
-    given |= {
-        name: os.path.expanduser(given[name]) for name in ("prompts", "lora") if isinstance(given.get(name), str)
-    }
+    for name in ("prompts", "lora"):
+        if isinstance(given.get(name), str):
+            given[name] = os.path.expanduser(given[name])
     if arguments.reward_funcs:
         given |= {
             "reward_funcs": read_rewards(arguments.reward_funcs),

@@ -42,14 +42,6 @@ def test_mistyped_keys_are_refused_before_anything_heavy_is_imported(config_file
     assert len(lines) == len(cases) and all(line.startswith("error: ") for line in lines)
 
 
-def test_only_the_command_is_read_as_one():
-    words = ["report", "train", "--experiment", "nothing.json"]
-    assert cli.split_overrides(words) == (words, [])
-    words = ["--traceback", "train", "train", "--beta", "0.1"]
-    assert cli.split_overrides(words) == (words[:3], words[3:])
-    assert cli.split_overrides(["--version"]) == (["--version"], [])
-
-
 def test_the_version(capsys):
     with pytest.raises(SystemExit) as exit_info:
         cli.main(["--version"])
@@ -83,7 +75,11 @@ def test_ctrl_c_before_or_after_training_says_so(capsys, monkeypatch) -> None:
     assert capsys.readouterr().err == "\nInterrupted.\n"
 
 
-def test_the_file_may_be_named_as_for_trl_scripts():
+def test_only_the_command_is_read_as_one_and_the_file_may_be_named_as_for_trl_scripts():
+    words = ["report", "train", "--experiment", "nothing.json"]
+    assert cli.split_overrides(words) == (words, [])
+    words = ["--traceback", "train", "train", "--beta", "0.1"]
+    assert cli.split_overrides(words) == (words[:3], words[3:])
     for words in (["--config", "a.yaml"], ["--config=a.yaml"]):
         expected = (["train", "a.yaml"], ["--beta", "0.1"])
         assert cli.split_overrides(["train", *words, "--beta", "0.1"]) == expected

@@ -56,8 +56,8 @@ def test_a_row_that_cannot_be_read_is_one_line(monkeypatch, capsys):
         except OSError as error:
             raise RowError("Row 3 (the first is row 0), column 'image': cannot identify image file") from error
 
-    monkeypatch.setattr("diffusion_grpo.cli.report.run", fail)
-    assert cli.main(["report", "run"]) == 1
+    monkeypatch.setattr("diffusion_grpo.cli.train.run", fail)
+    assert cli.main(["train", "x.yaml"]) == 1
     assert capsys.readouterr().err == "error: Row 3 (the first is row 0), column 'image': cannot identify image file\n"
 
 

@@ -1,30 +1,11 @@
 """`diffusion-grpo sample`: samples, scores and refusals."""
 
-import json
-
-import pyarrow.parquet
 import pytest
 import torch
-from command_line import SIZE, flags, refusal
+from command_line import refusal
 
 from diffusion_grpo import cli
 from diffusion_grpo.sampling.settings import read_settings
-
-
-def test_sample_writes_images_and_rewards(model, tmp_path, capsys):
-    (tmp_path / "prompts.txt").write_text("a red fox\na blue house\na tree\n")
-    words = ["sample", model, "--prompts", str(tmp_path / "prompts.txt"), "--reward_funcs", "brightness"]
-    options = {**SIZE, "guidance_scale": 1.0, "max_prompts": 2, "pipeline_kwargs": '{"max_sequence_length": 8}'}
-    for batch_size in (1, 2):
-        folder = str(tmp_path / f"batch{batch_size}")
-        assert cli.main([*words, *flags(output_dir=folder, batch_size=batch_size, **options)]) == 0
-    tables = [pyarrow.parquet.read_table(tmp_path / f"batch{size}" / "samples.parquet").to_pylist() for size in (1, 2)]
-    assert [row["prompt"] for row in tables[0]] == ["a red fox", "a blue house"]
-    assert (tmp_path / "batch1" / "0001.png").is_file()
-    assert [row["brightness"] for row in tables[0]] == pytest.approx(
-        [row["brightness"] for row in tables[1]], abs=0.01
-    )
-    assert "brightness" in capsys.readouterr().out
 
 
 def test_sample_refuses_what_it_cannot_use(model, tmp_path, capsys, no_model):
@@ -57,14 +38,9 @@ def test_memory_that_runs_out_is_a_sentence(model, tmp_path, capsys, monkeypatch
 
 def test_files_of_the_prompts_are_checked_before_the_model_is_loaded(tmp_path, capsys, no_model):
     (tmp_path / "model_index.json").write_text('{"_class_name": "StableDiffusionImg2ImgPipeline"}')
-    for image, expected in (
-        ("gone.png", "row 0 (the first is row 0), column 'image': there is no file"),
-        ("", "the path is empty; leave the field out, or write null"),
-        ("https://example.org/a.png", "is a network address"),
-    ):
-        (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a fox", "image": image}) + "\n")
-        words = ["sample", str(tmp_path), "--prompts", str(tmp_path / "rows.jsonl")]
-        assert expected in refusal(capsys, *words, "--output_dir", str(tmp_path / "out"))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a fox", "image": "gone.png"}\n')
+    words = ["sample", str(tmp_path), "--prompts", str(tmp_path / "rows.jsonl")]
+    assert "row 0" in refusal(capsys, *words, "--output_dir", str(tmp_path / "out"))
 
 
 def test_sample_writes_into_the_home_folder(tmp_path, monkeypatch):

@@ -12,7 +12,6 @@ import tiny_pipelines
 from command_line import SIZE, refusal
 from datasets import Dataset
 from run_folders import make_run
-from transformers import TrainerState
 
 from diffusion_grpo import cli
 from diffusion_grpo.cli.train import find_baseline_argument, finish_run, measure_baselines
@@ -135,9 +134,9 @@ def test_baselines_are_guided_by_the_argument_that_the_pipeline_heeds(tmp_path):
     pipe, _ = tiny_pipelines.build("qwen_image")
     prompts = Dataset.from_dict({"prompt": ["a"]})
 
-    def trainer(arguments: dict | None, dataset: Dataset = prompts) -> SimpleNamespace:
+    def trainer(arguments: dict | None, dataset: Dataset = prompts, **others) -> SimpleNamespace:
         policy, args = SimpleNamespace(networks=[pipe.transformer]), SimpleNamespace(pipeline_kwargs=arguments)
-        return SimpleNamespace(pipe=pipe, policy=policy, args=args, eval_dataset=dataset)
+        return SimpleNamespace(pipe=pipe, policy=policy, args=args, eval_dataset=dataset, **others)
 
     argument = find_baseline_argument(trainer({"negative_prompt": " "}), [4.0])
     assert argument == "true_cfg_scale" == find_baseline_argument(trainer(None), [1.0])
@@ -151,7 +150,8 @@ def test_baselines_are_guided_by_the_argument_that_the_pipeline_heeds(tmp_path):
         calls.append(pipeline_kwargs)
         return {f"{metric_key_prefix}_reward": 0.5}
 
-    measure_baselines(evaluate, TrainerState(is_world_process_zero=True), [1.0, 4.0], tmp_path / "b.json", argument)
+    evaluated = {"evaluate": evaluate, "rewards": SimpleNamespace(all=[]), "is_world_process_zero": lambda: True}
+    measure_baselines(trainer({"negative_prompt": " "}, **evaluated), [1.0, 4.0], tmp_path / "b.json")
     assert calls == [{"true_cfg_scale": 1.0}, {"true_cfg_scale": 4.0}]
     assert [each["name"] for each in json.loads((tmp_path / "b.json").read_text())] == ["guidance 1", "guidance 4"]
 

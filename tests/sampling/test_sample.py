@@ -76,13 +76,8 @@ def test_groups_get_rewards_advantages_and_a_summary(models, prompts, tmp_path, 
     error = values.reshape(3, 3).mean(1).std(ddof=1) / 3**0.5  # over the prompts
     line = f"{'brightness':<16} {values.mean():.3f} ± {error:.3f}"
     assert line in (printed := capsys.readouterr().out) and "9 samples of 3 prompts" in printed
-
-
-def test_a_folder_saved_with_a_format_gives_plain_columns(models, tmp_path):
-    dataset = Dataset.from_dict({"prompt": PROMPTS[:1], "level": [3]}).with_format("torch")
-    dataset.save_to_disk(tmp_path / "data")  # keeps the format
-    run(models / "sd3", "--prompts", tmp_path / "data", *SIZE, "--output_dir", tmp_path / "out")
-    assert [(row["prompt"], row["level"]) for row in table_of(tmp_path / "out")] == [(PROMPTS[0], 3)]
+    job = json.loads((tmp_path / "out" / "sample.json").read_text())
+    assert job["height"] == 16 and job["seed"] == 0 and job["model"] == str(models / "sd3")
 
 
 def test_a_stopped_job_goes_on_and_makes_nothing_twice(models, prompts, tmp_path, monkeypatch):
@@ -117,7 +112,7 @@ def test_another_jobs_folder_and_other_prompts_are_refused(models, prompts, tmp_
     assert "seed is 0 there and 5 here" in capsys.readouterr().err
     (tmp_path / "others.txt").write_text("a dog\n")
     assert cli.main(["sample", *map(str, words), "--prompts", str(tmp_path / "others.txt")]) == 2
-    assert "'a red fox', but the prompt is 'a dog'" in capsys.readouterr().err
+    assert "in row 0" in capsys.readouterr().err
 
 
 def test_noise_is_that_of_a_rollout_and_0_is_none(models, prompts, tmp_path):
@@ -221,9 +216,7 @@ def test_only_the_network_is_placed_at_once_where_the_rest_is_offloaded(tmp_path
 @pytest.mark.parametrize(
     ("added", "offloads", "swaps"),
     [
-        ({"offload_frozen": "cpu"}, True, False),
         ({"cache_prompt_embeds": "memory"}, True, False),
-        ({"group_offload": "block_level", "use_peft": True}, False, True),
         ({"group_offload": "block_level", "use_peft": True, "offload_frozen": "cpu"}, True, True),
     ],
     ids=str,
@@ -318,18 +311,16 @@ def test_options_replace_columns_and_a_negative_prompt_is_given_to_each_sample(t
 
 
 def test_an_input_named_as_a_column_of_ours_is_kept(models, tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a fox", "image": "fox.png", "level": 3}\n')
-    run(models / "sd3", "--prompts", tmp_path / "rows.jsonl", *SIZE, "--output_dir", tmp_path / "out")
-    [row] = table_of(tmp_path / "out")
-    assert (row["input_image"], row["image"], row["level"]) == (str(tmp_path / "fox.png"), "0000.png", 3)
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a fox", "reward": 7, "advantage": 8}\n')
-    words = [models / "sd3", "--prompts", tmp_path / "rows.jsonl", *SIZE, "--reward_funcs", "brightness"]
-    run(*words, "--output_dir", tmp_path / "scored", "--num_generations", 2)
-    for row in table_of(tmp_path / "scored"):
+    columns = {"prompt": ["a fox"], "image": ["fox.png"], "level": [3], "reward": [7], "advantage": [8]}
+    Dataset.from_dict(columns).with_format("torch").save_to_disk(tmp_path / "data")  # keeps the format
+    words = [models / "sd3", "--prompts", tmp_path / "data", *SIZE, "--reward_funcs", "brightness"]
+    run(*words, "--output_dir", tmp_path / "out", "--num_generations", 2)
+    for number, row in enumerate(table_of(tmp_path / "out")):
+        assert (row["input_image"], row["image"], row["level"]) == ("fox.png", f"000{number}.png", 3)
         assert (row["input_reward"], row["input_advantage"], row["reward"]) == (7, 8, row["brightness"])
 
 
-def test_options_and_settings_given_beside_the_file_win(training, models, tmp_path, capsys):
+def test_options_and_settings_given_beside_the_file_win(training, tmp_path, capsys):
     options = ["--num_generations", 1, "--noise_level", 0, "--reward_funcs", "smoothness", "--num_frames", 9]
     run(training, "--output_dir", tmp_path / "out", "--max_prompts", 1, *options, "--beta", 0.5)
     [row] = table_of(tmp_path / "out")
@@ -337,10 +328,6 @@ def test_options_and_settings_given_beside_the_file_win(training, models, tmp_pa
     assert len(read_video(tmp_path / "out" / row["file"])) == 9
     assert cli.main(["sample", str(training), "--bta", "0.5"]) == 2
     assert "`beta`" in capsys.readouterr().err
-    assert cli.main(["sample", str(models / "sd3"), "--beta", "0.5", "--prompts", "x.txt"]) == 2
-    assert "unknown option --beta" in capsys.readouterr().err
-    assert cli.main(["sample", str(models / "sd3")]) == 2
-    assert "--prompts is missing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["LoRA", "full"])
@@ -363,9 +350,6 @@ def test_what_cannot_be_sampled_is_refused(models, prompts, tmp_path, capsys, mo
     (tmp_path / "empty").mkdir()
     words = ["sample", str(models / "sd3"), "--prompts", prompts]
     for options, expected in (
-        (["--noise_level", "0.5"], "needs --num_inference_steps"),
-        (["--noise_level", "-1"], "must be 0"),
-        (["--num_generations", "0"], "at least 1"),
         (["--lora", "empty", *SIZE], "holds neither a LoRA nor a network of StableDiffusion3Pipeline"),
         (["--num_frames", "5", *SIZE], "does not take num_frames"),
     ):
@@ -381,58 +365,28 @@ def test_a_reward_that_compares_all_samples_gets_all_or_is_refused(models, promp
     monkeypatch.syspath_prepend(str(tmp_path))
     words = [models / "sd3", "--prompts", prompts, *SIZE, "--reward_funcs", "mine.count", "--num_generations", 2]
     assert cli.main(["sample", *map(str, words), "--batch_size", "4"]) == 2
-    refused = "'count' compares all 6 samples, but 4 are scored at once; set --batch_size to 6, or leave"
-    assert refused in capsys.readouterr().err
+    assert "'count' compares all 6 samples" in capsys.readouterr().err
     words += ["--batch_size", 6, "--output_dir", tmp_path / "out"]
     run(*words)
     assert [row["count"] for row in table_of(tmp_path / "out")] == [6.0] * 6
     run(*words)  # nothing is left to score
     assert cli.main(["sample", *map(str, words), "--max_prompts", "2"]) == 2
-    assert "all 4 samples, but 6 are scored at once; choose another --output_dir" in capsys.readouterr().err
+    assert "'count' compares all 4 samples" in capsys.readouterr().err
 
 
-def test_the_job_is_written_down(models, prompts, tmp_path):
-    run(models / "sd3", "--prompts", prompts, "--max_prompts", 1, *SIZE, "--output_dir", tmp_path / "out")
-    job = json.loads((tmp_path / "out" / "sample.json").read_text())
-    assert job["height"] == 16 and job["seed"] == 0 and job["model"] == str(models / "sd3")
-
-
-@pytest.mark.parametrize(("name", "has_image", "expected"), [("sd15_img2img", True, [1, 1]), ("sd3", False, [2])])
-def test_images_are_edited_one_by_one_where_no_run_has_asked_the_pipeline(
-    name, has_image, expected, tmp_path, monkeypatch
-):
-    """A list of images may be several of one sample."""
-    tiny_pipelines.build(name)[0].save_pretrained(tmp_path / "model")
-    Image.effect_noise((16, 16), 80).convert("RGB").save(tmp_path / "a.png")
-    rows = [{"prompt": prompt} | ({"image": "a.png"} if has_image else {}) for prompt in ("a fox", "a cat")]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    calls = []
-    monkeypatch.setattr(PipelineInputs, "check_samples", lambda self, samples, count, arguments: calls.append(count))
-    size = [] if has_image else SIZE
-    words = ["--prompts", tmp_path / "rows.jsonl", "--output_dir", tmp_path / "out", "--num_inference_steps", 4]
-    run(tmp_path / "model", *words, *size)
-    assert calls == expected
-
-
-def test_images_of_several_sizes_are_read_and_kept_apart(tmp_path, training):
-    pipe, inputs = tiny_pipelines.build("sd15_img2img")
-    pipe.save_pretrained(tmp_path / "model")
-    lines = []
+def test_images_are_edited_one_by_one_where_no_run_has_asked_the_pipeline(tmp_path, monkeypatch):
+    """A list of images may be several of one sample. Images of each size give samples of their size."""
+    tiny_pipelines.build("sd15_img2img")[0].save_pretrained(tmp_path / "model")
+    lines, calls = [], []
     for name, side in (("a", 16), ("b", 24), ("c", 16)):
         Image.effect_noise((side, side), 80).convert("RGB").save(tmp_path / f"{name}.png")
         lines.append(json.dumps({"prompt": "a fox", "image": f"{name}.png"}))
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    run(
-        tmp_path / "model",
-        "--prompts",
-        tmp_path / "rows.jsonl",
-        "--output_dir",
-        tmp_path / "out",
-        "--num_inference_steps",
-        4,
-    )
+    monkeypatch.setattr(PipelineInputs, "check_samples", lambda self, samples, count, arguments: calls.append(count))
+    words = ["--prompts", tmp_path / "rows.jsonl", "--output_dir", tmp_path / "out", "--num_inference_steps", 4]
+    run(tmp_path / "model", *words)
     sizes = [Image.open(tmp_path / "out" / row["image"]).size for row in table_of(tmp_path / "out")]
-    assert sizes == [(16, 16), (24, 24), (16, 16)]
+    assert sizes == [(16, 16), (24, 24), (16, 16)] and calls == [1, 1, 1]
 
 
 def test_what_a_pipeline_needs_in_these_versions_is_there_without_a_trainer(tmp_path, monkeypatch):
@@ -484,8 +438,7 @@ def test_fewer_prompts_have_their_own_summary_and_the_table_stays(models, prompt
     assert table_of(tmp_path / "out") == before and len(before) == 6
 
 
-@pytest.mark.parametrize("name", ["wan_image", "wan_vace"])
-@pytest.mark.parametrize("noise", [[], ["--noise_level", "0.7"]], ids=["plain", "noise"])
+@pytest.mark.parametrize(("name", "noise"), [("wan_image", ["--noise_level", "0.7"]), ("wan_vace", [])])
 def test_pipelines_that_take_one_sample_at_a_time_are_sampled_from(name, noise, tmp_path, caplog):
     """Without the settings of a run, no trial call has found out that they refuse lists."""
     tiny_pipelines.build(name)[0].save_pretrained(tmp_path / "model")

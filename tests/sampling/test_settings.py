@@ -42,13 +42,16 @@ def test_a_file_of_a_run_gives_what_the_options_do_not(tmp_path):
     assert other.reward_weights is None  # the weights were those of other rewards
 
 
-def test_jobs_whose_samples_differ_have_other_identities():
+def test_jobs_whose_samples_differ_have_other_identities(tmp_path):
     words = ("owner/name", "--prompts", "x.txt")
     first = read(*words)
     assert first.identity == read(*words, "--batch_size", "3", "--output_dir", "elsewhere").identity
     others = (("--seed", "1"), ("--height", "8"), ("--reward_funcs", "text"), ("--pipeline_kwargs", '{"a": 1}'))
     for option in (*others, ("--fps", "8")):
         assert first.identity != read(*words, *option).identity
+    # a slash at the end of a folder makes no other job
+    words += ("--lora",)
+    assert read(*words, f"{tmp_path}/").identity == read(*words, str(tmp_path)).identity
 
 
 @pytest.mark.parametrize(
@@ -61,24 +64,14 @@ def test_settings_of_a_run_that_change_its_samples_make_another_job(tmp_path, op
     assert read(config).identity != read(config, *option).identity
 
 
-def test_samples_of_a_run_have_its_spacing_of_steps(tmp_path):
-    steps = {"num_inference_steps": 3, "eval_num_inference_steps": 3, "sigmas": [1.0, 0.6, 0.3]}
-    config = write_config(tmp_path, **steps)
-    assert read(config).sigmas == [1.0, 0.6, 0.3]
-    assert read(config, "--sigmas", "null").sigmas is None
-    assert read(config).identity != read(config, "--sigmas", "1.0", "0.7", "0.3").identity
-
-
-def test_samples_of_a_run_begin_with_the_lora_that_it_trains_further(tmp_path):
+def test_samples_of_a_run_have_its_spacing_of_steps_and_begin_with_the_lora_that_it_trains_further(tmp_path):
     (tmp_path / "lora").mkdir()
-    config = write_config(tmp_path, lora_path=str(tmp_path / "lora"))
-    assert read(config).lora == str(tmp_path / "lora")
+    steps = {"num_inference_steps": 3, "eval_num_inference_steps": 3, "sigmas": [1.0, 0.6, 0.3]}
+    config = write_config(tmp_path, **steps, lora_path=str(tmp_path / "lora"))
+    assert read(config).sigmas == [1.0, 0.6, 0.3] and read(config).lora == str(tmp_path / "lora")
+    assert read(config, "--sigmas", "null").sigmas is None
     assert read(config, "--lora", "owner/name").lora == "owner/name"
-
-
-def test_a_slash_at_the_end_of_a_folder_makes_no_other_job(tmp_path):
-    words = ("owner/name", "--prompts", "x.txt", "--lora")
-    assert read(*words, f"{tmp_path}/").identity == read(*words, str(tmp_path)).identity
+    assert read(config).identity != read(config, "--sigmas", "1.0", "0.7", "0.3").identity
 
 
 @pytest.mark.parametrize(
@@ -91,6 +84,7 @@ def test_a_slash_at_the_end_of_a_folder_makes_no_other_job(tmp_path):
             "--num_generations must be at least 1, got 0",
         ),
         (["owner/name", "--prompts", "x.txt", "--noise_level", "0.5"], "needs --num_inference_steps"),
+        (["owner/name", "--prompts", "x.txt", "--noise_level", "-1"], "--noise_level must be 0"),
         (["owner/name", "--prompts", "x.txt", "--pipeline_kwargs", "[1]"], "write a JSON object"),
         (["owner/name", "--prompts", "x.txt", "--output_dir", __file__], "--output_dir: .* is a file; give the path"),
     ],
@@ -114,12 +108,10 @@ def test_the_embedded_model_and_a_runs_lora_are_sampled_as_they_were_trained(tmp
 
 
 def test_what_a_pipeline_is_loaded_with(tmp_path):
-    assert (
-        read("a/b", "--prompt", "x", "--model_init_kwargs", '{"revision": "v1"}').model_init_kwargs["revision"] == "v1"
-    )
+    words = ("--model_init_kwargs", '{"revision": "v2"}')
+    assert read("a/b", "--prompt", "x", *words).model_init_kwargs["revision"] == "v2"
     config = write_config(tmp_path, model_init_kwargs={"revision": "v1"})
-    settings = read(config, "--model_init_kwargs", '{"revision": "v2"}')
-    assert settings.train.model_init_kwargs == {"revision": "v2"}
+    assert read(config, *words).train.model_init_kwargs == {"revision": "v2"}
 
 
 def test_arguments_of_the_call_and_rewards():
