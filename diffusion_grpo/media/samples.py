@@ -106,32 +106,24 @@ def copy_value(value: Any) -> Any:
         >>> copy_value(["a", {"count": 2}])
         ['a', {'count': 2}]
     """
-    if value is None or isinstance(value, (str, bytes, bool, int, float)):
-        return value
     if isinstance(value, Image.Image):
         return _copy_image(value)
     if isinstance(value, Tensor):
         return value.detach().clone()
-    if isinstance(value, np.ndarray):
-        return value.copy()
     if type(value) is tuple:
         return tuple(map(copy_value, value))
     if type(value) is dict:
         return {name: copy_value(item) for name, item in value.items()}
     if not isinstance(value, list):
-        return _deep_copy(value)
+        try:
+            return copy.deepcopy(value)
+        except TypeError:  # raised by `copy` for locks, files and decoders
+            return value
     copied = copy.copy(value)  # a video with sound is a list with attributes
     copied[:] = map(copy_value, value)
     for name, item in getattr(value, "__dict__", {}).items():
         setattr(copied, name, copy_value(item))
     return copied
-
-
-def _deep_copy(value: Any) -> Any:
-    try:
-        return copy.deepcopy(value)
-    except TypeError:  # raised by `copy` for locks, files and decoders
-        return value
 
 
 def _copy_image(image: Image.Image) -> Image.Image:

@@ -129,7 +129,7 @@ def write_model_card(
         usage=write_usage(run, source, pairs[0]["prompt"] if pairs else None, repository is not None, is_whole),
         evaluations=evaluations[:1] + evaluations[1:][-1:],
         rewards=_list_rewards(run, [] if results is None else results.datasets),
-        prompts=describe_prompts(run.get("prompts", {})),
+        prompts=describe_prompts(run["prompts"]),
         pairs=pairs,
         times=[format_updates(step) for step in (min(results.samples), max(results.samples))] if pairs else [],
         images=[(title, file) for title, file in IMAGES.items() if (folder / file).is_file()],

@@ -27,14 +27,11 @@ def make_gallery(run: Run) -> dict[str, Any] | None:
     if not pairs:
         return None
     changes = [_change(pair) for pair in pairs]
-    rewards = [pair[when]["reward"] for pair in pairs for when in ("before", "after")]
-    known = [reward for reward in rewards if _is_number(reward)]
+    rewards = [_number(pair[when]["reward"]) for pair in pairs for when in ("before", "after")]
+    known = [reward for reward in rewards if reward is not None]
     noticed = 0.01 * (max(known) - min(known)) if known else 0.0
-    shown = [
-        (pair, change)
-        for pair, change in zip(pairs, changes, strict=True)
-        if run.find_file(pair["before"].get("image")) and run.find_file(pair["after"].get("image"))
-    ][:SHOWN]
+    has_files = lambda pair: all(run.find_file(pair[when].get("image")) for when in ("before", "after"))  # noqa: E731
+    shown = [(pair, change) for pair, change in zip(pairs, changes, strict=True) if has_files(pair)][:SHOWN]
     has_media = any(Path(pair["after"].get("file") or "").suffix in (".mp4", ".wav") for pair, _ in shown)
     steps = choose_evenly(sorted(run.samples), 2 if has_media else EVALUATIONS)  # for the size of the page
     rows = {step: {key_of(row): row for row in run.samples[step]} for step in steps}
@@ -87,32 +84,25 @@ def choose_evenly(steps: list[int], most: int) -> list[int]:
 
 
 def _change(pair: dict[str, Any]) -> float:
-    before, after = pair["before"]["reward"], pair["after"]["reward"]
-    return after - before if _is_number(before) and _is_number(after) else 0.0
-
-
-def _is_number(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
+    before, after = _number(pair["before"]["reward"]), _number(pair["after"]["reward"])
+    return 0.0 if None in (before, after) else after - before
 
 
 def _number(value: float | None) -> float | None:
-    return value if _is_number(value) else None
+    return value if value is not None and math.isfinite(value) else None
 
 
 def embed(run: Run, row: dict[str, Any]) -> dict[str, str | None]:
     """Embed the image that represents a sample, and the sample itself if it is a video or sound."""
     file = run.find_file(row.get("file"))
-    kind = None if file is None else {".mp4": "video", ".wav": "audio"}.get(file.suffix)
+    kind = {".mp4": "video", ".wav": "audio"}.get(file.suffix) if file else None
     media = None
-    if kind == "video":
-        media = file.read_bytes() if file.stat().st_size <= SMALL_VIDEO else shrink_video(file, WIDEST)
-    elif kind == "audio":
+    if kind == "audio":
         media = compress_sound(file)
-    return {
-        "image": embed_image(run.find_file(row["image"])),
-        "kind": kind,
-        "media": media and _data_uri(f"{kind}/mp4", media),
-    }
+    elif kind == "video":
+        media = file.read_bytes() if file.stat().st_size <= SMALL_VIDEO else shrink_video(file, WIDEST)
+    image = embed_image(run.find_file(row["image"]))
+    return {"image": image, "kind": kind, "media": media and _data_uri(f"{kind}/mp4", media)}
 
 
 def embed_image(path: Path | None) -> str | None:

@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import json
 import math
+import re
 import statistics
 from functools import cache
 from pathlib import Path
@@ -71,12 +72,10 @@ def write_report(run_dir: str | Path, experiment: str | Path | None = None) -> P
         method=name_method(run.info)[0],
         prompts=describe_prompts(run.prompts),
         prompts_name=name_prompts(run.prompts),
-        aggregation=AGGREGATIONS.get(
-            (run.info.get("settings") or {}).get("multi_objective_aggregation"), "Weighted sum"
-        ),
+        aggregation=AGGREGATIONS.get(run.info["settings"].get("multi_objective_aggregation"), "Weighted sum"),
         times=summarise_times(run),
         diagnostics=draw_diagnostics(run),
-        settings=yaml.safe_dump(run.info.get("settings") or {}, sort_keys=True, default_flow_style=None),
+        settings=yaml.safe_dump(run.info["settings"], sort_keys=True, default_flow_style=None),
         script=markupsafe.Markup(script),
         script_hash="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         experiment=read_experiment(experiment) if experiment else None,
@@ -91,9 +90,10 @@ def _load_template() -> "Template":
     """Return the page's template; a process with several runs compiles it only once."""
     import jinja2
 
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    loader = jinja2.FileSystemLoader(HERE)
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["number"] = format_number
-    return environment.from_string((HERE / "page.html.jinja").read_text(encoding="utf-8"))
+    return environment.get_template("page.html.jinja")
 
 
 def missing_packages() -> list[str]:
@@ -119,18 +119,6 @@ def format_number(value: float | None, digits: int = 3) -> str:
     if 1e-3 <= abs(value) < 1e5:
         return f"{value:.{digits}f}" if abs(value) < 100 else f"{value:,.0f}"
     return f"{value:.1e}"
-
-
-def has_changed(run: Run, name: str) -> bool | None:
-    """Return whether a reward changed from first to last evaluation by more than twice the change's standard error.
-
-    None if that cannot be estimated: with fewer than two evaluations, or with a single prompt.
-    """
-    (before, error_before), (after, error_after) = run.held_out(name, 0), run.held_out(name, -1)
-    if len(run.evaluations) < 2 or None in (before, error_before, after, error_after):
-        return None
-    is_visible = f"{before:.3f}" != f"{after:.3f}"
-    return is_visible and abs(after - before) > 2 * math.hypot(error_before, error_after)
 
 
 def make_results_table(run: Run) -> list[dict[str, Any]]:
@@ -160,11 +148,10 @@ def make_watched_table(run: Run) -> list[tuple[str, float, float | None, float, 
         return []
     first, last = run.evaluations[0], run.evaluations[-1]
     rows = []
-    for key in first:
-        if key.startswith("eval_watch/") and key.endswith("/mean") and key in last:
-            error = key.removesuffix("/mean") + "/std_error"
-            name = key.removeprefix("eval_watch/").removesuffix("/mean")
-            rows.append((name, first[key], first.get(error), last[key], last.get(error)))
+    for key in (key for key in first if key in last):
+        if match := re.fullmatch("eval_watch/(.+)/mean", key):
+            error = f"eval_watch/{match[1]}/std_error"
+            rows.append((match[1], first[key], first.get(error), last[key], last.get(error)))
     return rows
 
 
@@ -185,7 +172,7 @@ def list_findings(run: Run) -> list[str]:
         )
     collapsed = find_collapse(run.train)
     found += [] if collapsed is None else [collapsed]
-    if run.prompts.get("eval_in_train"):
+    if run.prompts["eval_in_train"]:
         found.append(
             f"The evaluations are on {describe_prompts(run.prompts)}: they do not say how well the model does on new "
             "prompts."
@@ -203,16 +190,19 @@ def list_findings(run: Run) -> list[str]:
 
 
 def describe_finding(run: Run, name: str) -> str | None:
-    """Describe a reward that fell in evaluations or did not change beyond its noise; None if it rose."""
-    before, after = (run.held_out(name, at)[0] for at in (0, -1))
+    """Describe a reward that fell in evaluations or did not change beyond its noise; None if it rose.
+
+    The noise is twice the standard error of the change.
+    """
+    (before, error_before), (after, error_after) = run.held_out(name, 0), run.held_out(name, -1)
     if None in (before, after):
         return None
     label = "The combined reward" if name == "reward" else name
     label += " (evaluation only, never trained on)" if name in run.evaluation_only else ""
-    is_changed = has_changed(run, name)
-    if is_changed is None:
+    if None in (error_before, error_after):
         return f"{label} was measured on a single prompt, so its noise is unknown: {before:.3f}, then {after:.3f}."
-    if not is_changed:
+    is_visible = f"{before:.3f}" != f"{after:.3f}"
+    if not is_visible or abs(after - before) <= 2 * math.hypot(error_before, error_after):
         return f"{label} did not change beyond its noise: {before:.3f}, then {after:.3f}."
     if after > before:
         return None

@@ -55,12 +55,12 @@ class Run:
     @property
     def evaluation_only(self) -> list[str]:
         """Evaluation-only rewards: measured, never trained on."""
-        return [name for name in self.info.get("eval_reward_funcs") or [] if name not in self.info["reward_funcs"]]
+        return self.info["eval_reward_funcs"]
 
     @property
     def prompts(self) -> dict[str, int | None]:
         """Numbers of prompts; see `held_out.count_prompts`."""
-        return self.info.get("prompts") or {}
+        return self.info["prompts"]
 
     @property
     def datasets(self) -> list[str]:
@@ -71,11 +71,6 @@ class Run:
     def times(self) -> list[str]:
         """When the first and the last evaluation took place, in words; one entry if they are the same, or none."""
         return list(dict.fromkeys(format_updates(self.evaluations[at]["step"]) for at in (0, -1) if self.evaluations))
-
-    @property
-    def weights(self) -> list[float]:
-        """One weight per trained reward."""
-        return self.info.get("reward_weights") or [1.0] * len(self.info["reward_funcs"])
 
     @property
     def published_after(self) -> int | None:
@@ -147,7 +142,7 @@ def read_run(run_dir: str | Path) -> Run:
     baselines = path / "baselines.json"
     samples = read_samples(path)
     if not history:  # running, with no log saved yet
-        names = [*info["reward_funcs"], *(info.get("eval_reward_funcs") or [])]
+        names = [*info["reward_funcs"], *info["eval_reward_funcs"]]
         evaluations = [summarise_table(step, rows, names) for step, rows in samples.items()]
     return Run(
         path=path,
@@ -274,8 +269,8 @@ def summarise(run: Run) -> dict[str, Any]:
     steps = [entry["step"] for entry in run.evaluations]
     total = compare(run, "reward")
     return {
-        "evaluation_prompts": run.prompts.get("eval") or 0,
-        "evaluation_prompts_in_training": run.prompts.get("eval_in_train"),
+        "evaluation_prompts": run.prompts["eval"],
+        "evaluation_prompts_in_training": run.prompts["eval_in_train"],
         "first_evaluation_after": steps[0] if steps else None,
         "last_evaluation_after": steps[-1] if steps else None,
         **{f"reward_{when}": total[when] for when in ("before", "first", "after")},
@@ -342,7 +337,7 @@ def find_collapse(log: list[dict[str, float]]) -> str | None:
 
 def name_method(info: dict[str, Any]) -> tuple[str, dict[str, str]]:
     """Return a run's training method, from its run.json, and the method's papers by name; a user's own has none."""
-    loss = (info.get("settings") or {}).get("loss_type", "grpo")
+    loss = info["settings"].get("loss_type", "grpo")
     if loss == "grpo":
         return "GRPO", {"Flow-GRPO": "2505.05470", "DDPO": "2305.13301"}
     return METHODS[loss][0] if loss in METHODS else loss, dict([METHODS[loss]] if loss in METHODS else [])

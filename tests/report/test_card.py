@@ -84,10 +84,7 @@ def test_the_card_of_a_local_base_model_names_no_folder_of_this_machine(tmp_path
 
 
 def test_the_card_of_the_embedded_model_loads_it_by_its_path_and_names_the_method(tmp_path):
-    trainer = trainer_for(tmp_path, max_steps=1, loss_type="nft")
-    trainer.run["model"] = "tiny"
-    trainer.train()
-    trainer.save_model()
+    write_model_card(tmp_path, RUN | {"model": "tiny", "settings": {"loss_type": "nft"}}, [], updates=1)
     card = (tmp_path / "README.md").read_text()
     assert "DiffusionPipeline.from_pretrained(tiny.PATH)" in card
     assert "trained with DiffusionNFT by" in card
@@ -96,14 +93,13 @@ def test_the_card_of_the_embedded_model_loads_it_by_its_path_and_names_the_metho
 
 @pytest.mark.parametrize("text", ["# Mine\n", "---\ntags: [lora]\n---\nMine\n", "---\ntags: [\n---\nMine\n"])
 def test_a_readme_that_somebody_wrote_stays(tmp_path, caplog, text):
-    trainer = trainer_for(tmp_path / "run")
-    write_model_card(tmp_path, {**trainer.run, "model": "tiny"}, [], 0)
+    write_model_card(tmp_path, RUN, [], 0)
     written = (tmp_path / "README.md").read_text()
     (tmp_path / "README.md").write_text(text)
-    write_model_card(tmp_path, {**trainer.run, "model": "tiny"}, [], 0)
+    write_model_card(tmp_path, RUN, [], 0)
     assert (tmp_path / "README.md").read_text() == text and "was not written by a run" in caplog.text
     (tmp_path / "README.md").write_text(f"{written}more")
-    write_model_card(tmp_path, {**trainer.run, "model": "tiny"}, [], 0)
+    write_model_card(tmp_path, RUN, [], 0)
     assert (tmp_path / "README.md").read_text() == written
 
 
@@ -113,6 +109,9 @@ RUN = {
     "trains_by": "LoRA rank 4",
     "pipeline": "SomePipeline",
     "component": "transformer",
+    "loads_by": "load_lora_weights",
+    "evaluation_call": {"inputs": ["prompt"], "arguments": {"num_inference_steps": 4}},
+    "prompts": {"train": 2, "eval": 0, "eval_in_train": None},
     "reward_funcs": [EVIL],
     "eval_reward_funcs": ["judge_of_two"],
     "reward_weights": [1.0],
@@ -240,23 +239,16 @@ def test_videos_and_sounds_lie_behind_their_images(tmp_path):
     assert [entry["output"]["url"] for entry in card.data.widget] == ["images/0-after.mp4"]  # the Hub shows no sound
 
 
-def test_images_of_an_earlier_card_are_removed(tmp_path):
+def test_images_of_an_earlier_card_are_removed_and_other_files_stay(tmp_path):
     run = read_run(make_run(tmp_path / "run", prompts=1))
-    (run.path / "images").mkdir()
-    (run.path / "images" / "3-after.png").touch()
-    write_card_samples(run)
-    assert sorted(path.name for path in (run.path / "images").iterdir()) == ["0-after.png", "0-before.png"]
-
-
-def test_other_files_beside_the_samples_stay(tmp_path):
-    run = read_run(make_run(tmp_path / "run", prompts=1))
-    own = ["photo.png", "0-before.txt", "a0-after.png", "deep/1-after.png"]
-    for name in own:
+    others = ["photo.png", "0-before.txt", "a0-after.png", "deep/1-after.png"]
+    for name in [*others, "3-after.png"]:
         (run.path / "images" / name).parent.mkdir(parents=True, exist_ok=True)
         (run.path / "images" / name).write_text("mine")
     for _ in range(2):
         write_card_samples(run)
-        assert all((run.path / "images" / name).read_text() == "mine" for name in own)
+        assert all((run.path / "images" / name).read_text() == "mine" for name in others)
+    assert {path.name for path in (run.path / "images").glob("[0-9]-*.png")} == {"0-before.png", "0-after.png"}
 
 
 def test_without_kept_samples_there_are_none(tmp_path):

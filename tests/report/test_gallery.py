@@ -37,9 +37,10 @@ def test_every_prompt_has_a_sample_of_every_evaluation(tmp_path):
     assert len(images) == 9 and not found["is_wide"]
 
 
-def test_two_evaluations_are_called_before_and_after(tmp_path):
-    found = make_gallery(read_run(make_run(tmp_path / "run", prompts=1, eval_every=20)))
+def test_two_evaluations_are_called_before_and_after_and_one_has_no_gallery(tmp_path):
+    found = make_gallery(read_run(make_run(tmp_path / "two", prompts=1, eval_every=20)))
     assert found["names"] == {0: "before", 20: "after"}
+    assert make_gallery(read_run(make_run(tmp_path / "one", prompts=1, updates=5))) is None
 
 
 def test_the_first_and_the_last_evaluation_are_always_chosen():
@@ -146,8 +147,3 @@ def test_datasets_with_the_same_prompts_are_not_mixed(tmp_path):
     assert [card["dataset"] for card in found["cards"]] == ["plain", "hard"]
     images = {sample["image"] for card in found["cards"] for sample in card["samples"]}
     assert len(images) == 6
-
-
-def test_without_two_evaluations_there_is_no_gallery(tmp_path):
-    run = make_run(tmp_path / "run", prompts=1, updates=5)
-    assert make_gallery(read_run(run)) is None

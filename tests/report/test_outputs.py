@@ -78,13 +78,12 @@ def loudness(completions, sampling_rate, **columns):
     return [float(sound.float().clamp(-1, 1).abs().mean()) for sound in completions]
 
 
-@pytest.mark.parametrize(("rollouts", "expected"), [(1, [0, 2]), (3, [0, 3])], ids=["each update", "each third"])
-def test_samples_of_rollouts_are_saved_every_n_updates(tmp_path, rollouts, expected):
+def test_samples_of_rollouts_are_saved_every_n_updates(tmp_path):
     """Where a rollout lasts for three updates, the first one at or after each multiple of two is saved."""
-    settings = {"steps_per_generation": 2 * rollouts, "max_steps": 4, "save_samples_steps": 2}
+    settings = {"steps_per_generation": 6, "max_steps": 4, "save_samples_steps": 2}
     trainer_for(tmp_path, **settings, log_completions=False).train()
     saved = sorted(path.name for path in (tmp_path / "samples").iterdir())
-    names = [f"step-{step:06d}" for step in expected]
+    names = ["step-000000", "step-000003"]
     assert saved == sorted([*names, *(f"{name}.parquet" for name in names)])
     for name in names:
         rows = table_of(tmp_path / "samples" / f"{name}.parquet")
@@ -97,14 +96,7 @@ def test_samples_of_rollouts_are_saved_every_n_updates(tmp_path, rollouts, expec
 
 @pytest.mark.parametrize(
     ("settings", "expected"),
-    [
-        ({}, {0: 3, 4: 3}),
-        ({"log_samples_steps": 2}, {0: 3, 2: 3, 4: 3}),
-        ({"log_samples_steps": None}, {}),
-        ({"num_completions_to_log": 0}, {}),
-        ({"log_completions": False}, {}),
-        ({"save_samples_steps": 3}, {0: 8, 3: 8}),
-    ],
+    [({"log_samples_steps": 2}, {0: 3, 2: 3, 4: 3}), ({"log_completions": False}, {})],
     ids=str,
 )
 def test_some_samples_are_kept_and_shown_without_an_evaluation(tmp_path, settings, expected):

@@ -16,7 +16,9 @@ from diffusion_grpo.weights.files import name_half_dtype
 RUN = {
     "model": "a/b",
     "trains_by": "LoRA rank 4",
+    "pipeline": "SomePipeline",
     "component": "transformer",
+    "loads_by": "load_lora_weights",
     "settings": {},
     "evaluation_call": {"inputs": ["prompt"], "arguments": {"num_inference_steps": 4}},
 }
@@ -123,17 +125,6 @@ def test_what_a_dataset_gives_beside_prompts_stands_as_dots():
         "    num_inference_steps=4,",
         f'    negative_prompt="{"long " * 30}",',
         ")[0][0]",
-    ]
-
-
-def test_a_run_that_did_not_note_its_calls_has_code_that_loads_it():
-    run = {name: value for name, value in RUN.items() if name != "evaluation_call"}
-    assert write_usage(run, "me/run", "a", is_on_hub=True).splitlines() == [
-        "import torch",
-        "from diffusers import DiffusionPipeline",
-        "",
-        'pipe = DiffusionPipeline.from_pretrained("a/b", dtype=torch.float32)',
-        'pipe.load_lora_weights("me/run")',
     ]
 
 
