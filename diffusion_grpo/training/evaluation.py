@@ -54,7 +54,7 @@ LogMetric = Callable[[str, float], None]
 
 
 @dataclasses.dataclass
-class _Share:
+class Share:
     """One process's share of the evaluation of one dataset, and what was measured so far.
 
     `samples` has None in place of those that are not among the `shown` first ones: they are dropped once they have
@@ -95,7 +95,7 @@ class _Result:
     combined.
     """
 
-    share: _Share
+    share: Share
     rewards: Tensor
     combined: Tensor
     watched: list[Reward]
@@ -278,7 +278,7 @@ class Evaluator:
         with self._monitor.barrier_after("reads rows for the evaluation"):
             self._load_watched(None)
             rows = self._inputs.rows(dataset, [position // count for position in positions])
-        share = _Share(rows[: own * count], positions[: own * count], shown)
+        share = Share(rows[: own * count], positions[: own * count], shown)
         first, longest = 0, math.ceil(len(dataset) / self._backend.groups.count) * count
         while first < longest:
             largest = max(gather_json(accelerator, share.largest))
@@ -299,7 +299,7 @@ class Evaluator:
         rewards = self._gather(local, share.positions, total)
         return _Result(share, rewards, self._combine(rewards), watched, self._diversity(share, total))
 
-    def _score(self, share: _Share, samples: list[Any], latents: list[Tensor] | None, log_metric: LogMetric) -> None:
+    def _score(self, share: Share, samples: list[Any], latents: list[Tensor] | None, log_metric: LogMetric) -> None:
         """Score the next samples of a share by all rewards, and measure what their diversity is computed from."""
         first = len(share.samples)
         rows, count = share.rows[first : first + len(samples)], self._args.num_generations_eval
@@ -345,7 +345,7 @@ class Evaluator:
             watched |= {reward.name: reward for reward in self._loaded[key]}
         return list(watched.values())
 
-    def _diversity(self, share: _Share, total: int) -> dict[str, float]:
+    def _diversity(self, share: Share, total: int) -> dict[str, float]:
         """Return how much the samples of a prompt differ, whichever process made them."""
         groups, diversity = torch.arange(total) // self._args.num_generations_eval, {}
         local = {name: torch.cat(parts) for name, parts in share.points.items()}

@@ -11,7 +11,7 @@ from tiny_runs import brightness, trainer_for
 
 from diffusion_grpo.policy.rollout import rollout
 from diffusion_grpo.rewards import RewardError, batchwise, takes_latents
-from diffusion_grpo.training.evaluation import _Share
+from diffusion_grpo.training.evaluation import Share
 
 PROMPTS = list("53142")
 
@@ -116,7 +116,7 @@ def test_no_sample_is_kept_of_an_evaluation_that_shows_none(tmp_path):
 
 @pytest.mark.parametrize("extra", [{}, {"width": [5, 6]}])
 def test_columns_of_some_parts_have_none_for_the_others_and_samples_that_are_not_shown_are_dropped(extra):
-    share = _Share([], [0, 2, 4, 6], shown=3)
+    share = Share([], [0, 2, 4, 6], shown=3)
     share.add(["a", "b"], torch.zeros(2, 1), {}, {"height": [1, 2]})
     share.add(["c", "d"], torch.ones(2, 1), {"diversity": torch.zeros(2, 3)}, extra)
     assert share.extra == {"height": [1, 2, None, None]} | {name: [None, None, *own] for name, own in extra.items()}
