@@ -27,7 +27,7 @@ from .data.held_out import warn_of_trained_prompts
 from .data.prompts import choose_evaluated, load_given
 from .data.sampler import GroupSampler
 from .distributed.failure import ProcessGroupMonitor
-from .policy.attention import avoid_cudnn_attention
+from .policy.networks import avoid_cudnn_attention
 from .report.card import CardDetails, name_repository, write_model_card
 from .report.page import write_curve
 from .report.record import write_json

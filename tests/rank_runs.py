@@ -21,7 +21,7 @@ from diffusion_grpo import trainer as trainer_module
 from diffusion_grpo.algorithms import grpo
 from diffusion_grpo.data import inputs
 from diffusion_grpo.distributed import collectives, failure, late_weights
-from diffusion_grpo.policy import network_gate
+from diffusion_grpo.policy import networks
 from diffusion_grpo.rollout import generate
 from diffusion_grpo.training import evaluation
 from diffusion_grpo.weights import files as hub
@@ -242,8 +242,8 @@ def train_from_files(folder, runs):
         resume = settings.pop("resume", None)
         with contextlib.ExitStack() as stack:
             if not settings.pop("late"):
-                stack.enter_context(network_gate.replace_attribute(late_weights, "read_late", contextlib.nullcontext))
-                stack.enter_context(network_gate.replace_attribute(late_weights, "hold", torch.nn.Module.to))
+                stack.enter_context(networks.replace_attribute(late_weights, "read_late", contextlib.nullcontext))
+                stack.enter_context(networks.replace_attribute(late_weights, "hold", torch.nn.Module.to))
             own = built(folder / name, settings)
             copy = None if own.learner.reference is None else own.learner.reference.module
             before = [held_back(model) for model in (own.model, copy) if model is not None]

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from ..policy.step_weights import STEP_WEIGHTS
+from ..policy.trajectory import STEP_WEIGHTS
 from .defaults import Sizes
 from .fields import check_fields
 from .files import check_folder

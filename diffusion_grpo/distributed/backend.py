@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..policy.network_gate import NetworkAccess
+from ..policy.networks import NetworkAccess
 from . import late_weights
 from .checkpoints import restore_optimizer
 from .collectives import EqualCalls, redirect

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
-from ..policy.network_gate import replace_attribute
+from ..policy.networks import replace_attribute
 from .sharded_weights import as_shard, is_sharded
 
 MODE_FILE = "processes.json"

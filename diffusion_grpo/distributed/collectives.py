@@ -17,7 +17,7 @@ from accelerate.utils import broadcast
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..policy.network_gate import CallHook, replace_attribute
+from ..policy.networks import CallHook, replace_attribute
 
 DONE, PLAIN, GRAPH = 0, 1, 2  # next action of a process: no more calls, a call without gradient, one with gradient
 

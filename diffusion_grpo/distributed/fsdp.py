@@ -21,7 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
-from ..policy.network_gate import replace_attribute
+from ..policy.networks import replace_attribute
 from . import late_weights, refusals
 from .backend import DistributedBackend
 from .checkpoints import save_shards

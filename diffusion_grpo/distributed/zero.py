@@ -23,7 +23,7 @@ from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
 from trl.models.utils import add_hooks, remove_hooks
 
-from ..policy.network_gate import HOOKS, NetworkAccess, replace_attribute
+from ..policy.networks import HOOKS, NetworkAccess, replace_attribute
 from . import late_weights, refusals
 from .backend import DistributedBackend
 from .checkpoints import restore_engine

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..config.settings import DiffusionGRPOConfig
 from ..policy.drivers import StepScored
 from ..policy.language_model import Drawn
-from ..policy.network_gate import replace_attribute
+from ..policy.networks import replace_attribute
 from ..policy.prompt_cache import PromptCache
 from ..policy.rollout import Policy, Trajectory, replay, rollout, run_prefix
 from ..policy.token_process import TokenTrajectory, pack_bits

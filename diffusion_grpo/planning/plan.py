@@ -27,7 +27,7 @@ from ..data.inputs import PipelineInputs
 from ..distributed.launch import check_processes, read_settings
 from ..distributed.refusals import check_optimizer, check_quantization
 from ..policy.base import Policy
-from ..policy.network_gate import NetworkAccess
+from ..policy.networks import NetworkAccess
 from ..policy.token import make_policy
 from ..policy.unguided import switch_guidance_off
 from ..training.model import check_reentrant, prepare_model

@@ -15,7 +15,7 @@ from ..pipelines import family_of
 from .drivers import UnsupportedPipeline
 from .language_model import Drawn, draw
 from .modular import as_pipeline
-from .network_gate import NetworkAccess, NetworkGates, replace_attribute
+from .networks import NetworkAccess, NetworkGates, replace_attribute
 from .prompt_cache import PromptCache
 from .token_process import Sampling, TokenDistribution, TokenTrajectory
 from .trajectory import RolloutRequest, StepDistribution, Trajectory, make_generators

@@ -12,7 +12,7 @@ import torch
 from diffusers import DiffusionPipeline, ModularPipeline
 from torch import Tensor, nn
 
-from .attention import avoid_cudnn_attention
+from .networks import avoid_cudnn_attention
 from .rollout import DenoisingPolicy, UnsupportedPipeline, replay, rollout, sample_seed
 from .schedulers import UnsupportedScheduler
 

@@ -1,7 +1,7 @@
 """The policy whose actions are denoising steps: a stochastic scheduler in the pipeline, and gates before its networks.
 
-A `DenoisingPolicy` rolls the pipeline out, replays a recorded step, or predicts at a given latent. In each case it
-calls the pipeline as a user would, while a driver decides what each step does.
+A `DenoisingPolicy` rolls the pipeline out, replays a recorded step, or predicts clean samples. In each case it calls
+the pipeline as a user would, while a driver decides what each step does.
 """
 
 import contextlib
@@ -17,21 +17,12 @@ from ..media.files import extract_samples
 from .base import POLICY_COMPONENTS, Policy, without_filters
 from .drivers import Driver, ProbeDriver, StepScored, UnsupportedPipeline
 from .modular import as_pipeline, ask_for_latents
-from .network_gate import NetworkAccess, NetworkGates, replace_attribute
-from .recording import BranchRecorder, FinishDriver, PrefixDriver, Recorder, SolverRecorder, join_clean
-from .replaying import PredictDriver, RenoiseDriver, ReplayDriver
+from .networks import NetworkAccess, NetworkGates, replace_attribute
+from .recording import BranchRecorder, FinishDriver, PrefixDriver, Recorder, SolverRecorder
+from .replaying import RenoiseDriver, ReplayDriver
 from .schedulers import StochasticScheduler, stochastic_scheduler, watch_solver
 from .sde import NOISE_UP_TO_1
-from .trajectory import (
-    CleanSamples,
-    Denoised,
-    Prediction,
-    Prefix,
-    RolloutRequest,
-    StepDistribution,
-    Trajectory,
-    first_of_each,
-)
+from .trajectory import CleanSamples, Denoised, Prefix, RolloutRequest, StepDistribution, Trajectory
 from .unguided import switch_guidance_off
 
 
@@ -108,12 +99,12 @@ class DenoisingPolicy(Policy):
     def _roll_out_clean(self, inputs: dict[str, Any], request: RolloutRequest) -> tuple[Any, CleanSamples]:
         """Sample without noise, by the pipeline's own solver or, if that draws noise, by a deterministic one."""
         recorder: Recorder | SolverRecorder = SolverRecorder(request.initial_seeds)
-        scheduler = watch_solver(self.pipe.scheduler, recorder.keep)
+        scheduler = watch_solver(self.pipe.scheduler, recorder.leave)
         if scheduler is None:
             recorder = Recorder(request, noise_level=0.0)
         samples = self._sample(inputs, request, recorder, scheduler)
         return samples, CleanSamples(
-            latents=join_clean(recorder).to(request.device),
+            latents=recorder.join_left().to(request.device),
             steps=torch.tensor([list(row) for row in request.steps], dtype=torch.int64),
             seeds=request.seeds,
             initial_seeds=request.initial_seeds,
@@ -154,11 +145,11 @@ class DenoisingPolicy(Policy):
         arguments = self.call_arguments(inputs, num_inference_steps, driver.initial_seeds)
         with self.acting(driver), contextlib.suppress(StepScored):
             self.pipe(**arguments)
-        if driver.found is None:
+        if driver.prefix is None:
             raise UnsupportedPipeline(
                 f"{type(self.pipe).__name__} ended before step {length}, where its samples were to branch."
             )
-        return driver.found
+        return driver.prefix
 
     def replay(
         self,
@@ -168,58 +159,12 @@ class DenoisingPolicy(Policy):
         forwards: Sequence[Callable] | None = None,
         sources: Tensor | None = None,
     ) -> StepDistribution:
-        """Score one recorded step under the current networks; see [`~diffusion_grpo.policy.rollout.replay`].
-
-        Args:
-            sources: (batch,) int64, the row of `inputs` that each sample uses; None if each has its own row.
-        """
-        rows, columns = (trajectory.steps == step).nonzero(as_tuple=True)
-        if len(rows) != len(trajectory):
-            raise ValueError(
-                f"step {step} was recorded for {len(rows)} of {len(trajectory)} samples; select those first."
-            )
-        firsts = slice(None) if sources is None else first_of_each(sources)
-        driver = ReplayDriver(
-            step,
-            trajectory.latents[rows, columns][firsts],
-            trajectory.next_latents[rows, columns],
-            trajectory.noise_level,
-            trajectory.initial_seeds[firsts],
-            None if trajectory.tokens is None else trajectory.tokens[firsts],
-            sources,
-        )
+        """Score one recorded step under the current networks; see [`~diffusion_grpo.policy.rollout.replay`]."""
+        driver = ReplayDriver(step, trajectory, sources)
         self._call_until_scored(driver, inputs, trajectory.num_inference_steps, forwards)
         if driver.scored is None:
             raise RuntimeError(f"{type(self.pipe).__name__} ended before step {step}; it was not replayed.")
         return driver.scored
-
-    def predict(
-        self,
-        inputs: dict[str, Any],
-        latents: Tensor,
-        step: int,
-        *,
-        num_inference_steps: int,
-        initial_seeds: Tensor | Sequence[int],
-        tokens: Tensor | None = None,
-        forwards: Sequence[Callable] | None = None,
-    ) -> Prediction:
-        """Return what the pipeline hands to `scheduler.step` for a given latent at a given step.
-
-        The pipeline runs its whole loop up to `step`, so that everything that depends on the index of a step is as in
-        a rollout, but the network runs only in this step. Gradients flow if torch's grad mode is on.
-
-        Args:
-            latents: (batch, ...) float32 input of step `step`, in the scheduler's own coordinates; if a step moves
-                several latents, all of them, flattened and joined. Step 0 has no step before it: there the pipeline
-                draws its initial latent from `initial_seeds`, and `latents` must equal it.
-            initial_seeds: (batch,) seeds of the initial latents.
-            tokens: (batch, tokens) int64 tokens that a language model in the pipeline's call wrote, if there is one.
-        """
-        initial_seeds = torch.as_tensor(initial_seeds, dtype=torch.int64)
-        predictor = PredictDriver(step, latents, initial_seeds, tokens)
-        self._call_until_scored(predictor, inputs, num_inference_steps, forwards)
-        return predictor.found
 
     def denoise(
         self,
@@ -228,20 +173,16 @@ class DenoisingPolicy(Policy):
         step: int,
         forwards: Sequence[Callable] | None = None,
     ) -> Denoised:
-        """Noise finished samples again, to the level of one step, and return the predicted clean samples.
-
-        Classifier-free guidance is off, because the conditional prediction is trained. Guidance that the network takes
-        as an input is left as it is. Gradients flow if torch's grad mode is on.
-        """
+        """Predict clean samples from re-noised ones; see [`~diffusion_grpo.policy.rollout.denoise`]."""
         if step < 1:
             raise ValueError("Step 0 has no step before it that could hand over a noised sample; train at 1 or later.")
         driver = RenoiseDriver(step, samples, self.networks)
         unguided = switch_guidance_off(self.pipe, self.networks, inputs)
         with driver.watch.closing():
             self._call_until_scored(driver, unguided, samples.num_inference_steps, forwards)
-        if driver.found is None:
+        if driver.denoised is None:
             raise RuntimeError(f"{type(self.pipe).__name__} ended before step {step}; nothing was predicted there.")
-        return driver.found
+        return driver.denoised
 
     def _call_until_scored(
         self, driver: Driver, inputs: dict[str, Any], num_inference_steps: int, forwards: Sequence[Callable] | None
@@ -378,7 +319,7 @@ class DenoisingPolicy(Policy):
 
     def _split_latents(self, found: Any, recorder: Recorder) -> list[Tensor]:
         """Return one float32 latent per sample; refuse other results, or larger ones than the steps left."""
-        left = FinishDriver(recorder).left
+        left = FinishDriver(recorder).latents
         is_tensor = torch.is_tensor(found) and found.ndim > 1 and len(found) == recorder.count
         if not is_tensor or found[0].numel() > left[0].numel():
             shape = tuple(found.shape) if torch.is_tensor(found) else type(found).__name__

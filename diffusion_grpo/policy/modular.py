@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from ..media.files import SOUND_FIELDS
 from .drivers import UnsupportedPipeline
-from .network_gate import replace_attribute
+from .networks import replace_attribute
 
 SAMPLES = ("images", "image", "videos", "video", "frames", "audio", "sound", "audios")  # the first is what is scored
 GUIDER, OFF = "guider", "off"  # what names of guiders contain; the scale that leaves one pass

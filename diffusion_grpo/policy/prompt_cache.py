@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .drivers import UnsupportedPipeline
-from .network_gate import replace_attribute
+from .networks import replace_attribute
 
 CONDITIONS = ("image", "images", "image_embeds", "query_embeds", "lyrics", "text_images")
 COPIES = re.compile(r"num_\w+_per_prompt")  # num_images_per_prompt and the like

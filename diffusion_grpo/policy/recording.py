@@ -11,10 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .drivers import Driver, OneStepDriver, StepParts, StepScored, UnsupportedPipeline, first_rows, join_latents
+from .drivers import (
+    Driver,
+    JoinedLatents,
+    OneStepDriver,
+    StepScored,
+    UnsupportedPipeline,
+    average_scores,
+    first_rows,
+    join_latents,
+)
 from .schedulers import StochasticScheduler
-from .step_weights import weigh_steps
-from .trajectory import Prefix, RolloutRequest, StepScale, Trajectory, make_generators
+from .trajectory import Prefix, RolloutRequest, StepScale, Trajectory, make_generators, weigh_steps
 
 
 class Recorder(Driver):
@@ -26,17 +34,16 @@ class Recorder(Driver):
     needs_network = True
 
     def __init__(self, request: RolloutRequest, noise_level: float):
-        super().__init__(request.initial_seeds, len(request.seeds), noise_level)
-        self.request, self.generators = request, make_generators(request.seeds)
+        super().__init__(request.initial_seeds)
+        self.request, self.noise_level, self.generators = request, noise_level, make_generators(request.seeds)
         noisy, steps = (request.noise_steps, request.steps) if noise_level > 0 else ([], [[]] * self.count)
         self.noise_steps = _split_noise_steps(noisy, self.count)
         self.trained_steps: Tensor | None = None  # (batch, steps) int64; None: all but the last
         if steps is not None:
             rows = torch.tensor([list(row) for row in steps], dtype=torch.int64)
             self.trained_steps = rows.reshape(len(rows), -1)
-        self.records: dict[int, StepParts] = {}
+        self.records: dict[int, list[list[Tensor]]] = {}  # of each latent: input, output, log-density, maybe mean
         self.scales: dict[int, list[StepScale]] = {}
-        self.left: dict[int, Tensor] = {}  # the last latent of each scheduler
         self.loop_length: int | None = None
 
     @property
@@ -65,14 +72,21 @@ class Recorder(Driver):
             self._begin(scheduler)
         if not self.request.is_complete and self.records and index > self.trained_steps.max():
             raise StepScored
-        self.enter(scheduler, index)
+        copies = self.enter(scheduler, index, sample)
         self._note_scale(scheduler, index, timestep, sample)
-        if any(index in steps for steps in self.noise_steps):
-            latents = self._draw_next(scheduler, index, prediction, timestep, sample)
-        else:
-            latents = scheduler.deterministic(prediction, timestep, sample)
-        self.left[id(scheduler)] = latents.clone()  # pipelines write conditions into latents in place
-        return latents
+        is_noisy = torch.tensor([index in steps for steps in self.noise_steps])
+        if not is_noisy.any():
+            return self.leave(scheduler, scheduler.deterministic(prediction, timestep, sample))
+        silent = None if is_noisy.all() else scheduler.deterministic(prediction, timestep, sample)
+        mean, std = scheduler.distribution(prediction, timestep, sample, self.noise_level)
+        noise = torch.cat([self._draw_noise(sample, is_noisy)] * copies)
+        latents = (mean + std * noise.to(mean.device)).to(sample.dtype)
+        if silent is not None:  # samples without noise, as in a step without noise
+            mask = torch.cat([is_noisy] * copies).to(latents.device).view(-1, *[1] * (latents.ndim - 1))
+            latents = torch.where(mask, latents, silent.to(latents))
+        if index in self.trained_steps:
+            self._record(scheduler, index, sample, latents, mean, std)
+        return self.leave(scheduler, latents)
 
     def _note_scale(self, scheduler, index: int, timestep: Any, sample: Tensor) -> None:
         """Record the scale of a step that may be trained: the weights of all trained steps depend on it."""
@@ -83,32 +97,22 @@ class Recorder(Driver):
             scale = scheduler.scale(timestep, sample, self.noise_level, self.count)
             self.scales.setdefault(index, []).append(scale)
 
-    def _draw_next(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
-        copies = self.rows(sample)
-        is_noisy = torch.tensor([index in steps for steps in self.noise_steps])
-        silent = None if is_noisy.all() else scheduler.deterministic(prediction, timestep, sample)
-        mean, std = scheduler.distribution(prediction, timestep, sample, self.noise_level)
+    def _draw_noise(self, sample: Tensor, is_noisy: Tensor) -> Tensor:
+        """Draw each sample's noise from its own generator."""
         shape = sample.shape[1:]
-        noise = torch.stack(
-            [
-                torch.randn(shape, generator=generator) if noisy else torch.zeros(shape)
-                for generator, noisy in zip(self.generators, is_noisy.tolist(), strict=True)
-            ]
-        )
-        noise = torch.cat([noise] * copies) if copies > 1 else noise
-        latents = (mean + std * noise.to(mean.device)).to(sample.dtype)
-        if silent is not None:  # samples without noise, as in a step without noise
-            mask = torch.cat([is_noisy] * copies).to(latents.device).view(-1, *[1] * len(shape))
-            latents = torch.where(mask, latents, silent.to(latents))
-        if index in self.trained_steps:
-            handed = self.left.get(id(scheduler), sample)[: self.count].float()
-            # score the rounded latents, which are the ones that a replay gets
-            next_latents, mean, std = first_rows((latents.float(), mean, std), sample, self.count)
-            score = scheduler.log_prob(next_latents, mean, std)
-            kept = [handed, next_latents, score] + ([mean] if self.request.keeps_means else [])
-            kept = (x.clone().to(self.request.device) for x in kept)
-            self.records.setdefault(index, StepParts()).add(*kept)
-        return latents
+        noise = [
+            torch.randn(shape, generator=generator) if noisy else torch.zeros(shape)
+            for generator, noisy in zip(self.generators, is_noisy.tolist(), strict=True)
+        ]
+        return torch.stack(noise)
+
+    def _record(self, scheduler, index: int, sample: Tensor, latents: Tensor, mean: Tensor, std: Tensor) -> None:
+        handed = self.left.get(id(scheduler), sample)[: self.count].float()
+        # score the rounded latents, which are the ones that a replay gets
+        next_latents, mean, std = first_rows((latents.float(), mean, std), sample, self.count)
+        record = [handed, next_latents, scheduler.log_prob(next_latents, mean, std)]
+        record += [mean] if self.request.keeps_means else []
+        self.records.setdefault(index, []).append([x.clone().to(self.request.device) for x in record])
 
     def _refuse_silent_steps(self) -> None:
         """Refuse a trained step in which a sample draws no noise, and so has no density."""
@@ -130,25 +134,12 @@ class Recorder(Driver):
             raise UnsupportedPipeline(
                 f"The pipeline took no step {missing or ''} through its scheduler; nothing can be recorded."
             )
-        steps = {
-            step: (
-                join_latents(parts.handed),
-                join_latents(parts.next),
-                parts.log_prob(),
-                join_latents(parts.means) if parts.means else None,
-            )
-            for step, parts in self.records.items()
-        }
+        joined = {step: _join_parts(parts) for step, parts in self.records.items()}
+        columns = list(enumerate(self.trained_steps.tolist()))
         latents, next_latents, log_probs, *means = (
-            torch.stack(
-                [
-                    torch.stack([steps[step][i][row] for step in columns.tolist()])
-                    for row, columns in enumerate(self.trained_steps)
-                ]
-            )
-            for i in range(3 + self.request.keeps_means)
+            torch.stack([torch.stack([joined[step][item][row] for step in steps]) for row, steps in columns])
+            for item in range(3 + self.request.keeps_means)
         )
-        tokens = None if self.tokens is None else self.tokens.to(self.request.device)
         scales = {step: StepScale.join(parts) for step, parts in self.scales.items()}
         weights = weigh_steps(self.request.step_weight, scales, self.trained_steps)
         return Trajectory(
@@ -156,7 +147,7 @@ class Recorder(Driver):
             next_latents,
             log_probs,
             steps=self.trained_steps.clone(),
-            tokens=tokens,
+            tokens=None if self.tokens is None else self.tokens.to(self.request.device),
             step_weights=None if weights is None else weights.to(self.request.device),
             means=means[0] if means else None,
             seeds=self.request.seeds,
@@ -175,11 +166,9 @@ class BranchRecorder(Recorder):
     def __init__(self, request: RolloutRequest, noise_level: float):
         super().__init__(request, noise_level)
         prefix = request.prefix
-        self.tokens, self.length, self.prediction = prefix.tokens, prefix.length, prefix.prediction
-        self._offset = 0  # in that prediction, if a step moves several latents
-        self._to_branch = OneStepDriver(
-            prefix.length, prefix.latents, prefix.initial_seeds, prefix.tokens, self.noise_level
-        )
+        self.tokens, self.length = prefix.tokens, prefix.length
+        self.prediction = None if prefix.prediction is None else JoinedLatents(prefix.prediction)
+        self._to_branch = OneStepDriver(prefix.length, prefix.latents, prefix.initial_seeds)
 
     @property
     def needs_network(self) -> bool:
@@ -196,45 +185,31 @@ class BranchRecorder(Recorder):
 
     def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
         if index == self.length and self.prediction is not None:
-            prediction = self._take_prediction(prediction)
+            prediction = self.prediction.take(prediction).to(prediction)  # in place of a blank one
         if index >= self.length:
             return super().step(scheduler, index, prediction, timestep, sample)
         if self.loop_length is None:
             self._begin(scheduler)
-        self.enter(scheduler, index)
-        self.rows(sample)  # raises if the batch does not divide
+        self.enter(scheduler, index, sample)
         self._note_scale(scheduler, index, timestep, sample)
-        latents = self._to_branch.hand_over(index, sample)
-        self.left[id(scheduler)] = latents.clone()
-        return latents
-
-    def _take_prediction(self, blank: Tensor) -> Tensor:
-        """Return the prefix's prediction in the shape of the blank one that the pipeline made without its network."""
-        start, self._offset = self._offset, self._offset + blank[0].numel()
-        return self.prediction[:, start : self._offset].reshape(blank.shape).to(blank)
+        return self.leave(scheduler, self._to_branch.hand_over(index, sample))
 
     def trajectory(self) -> Trajectory:
-        found = super().trajectory()
+        trajectory = super().trajectory()
         if self.prediction is None:
-            return found
-        return dataclasses.replace(
-            found, shared_steps=torch.full((self.count,), self.length, device=self.request.device)
-        )
+            return trajectory
+        shared = torch.full((self.count,), self.length, device=self.request.device)
+        return dataclasses.replace(trajectory, shared_steps=shared)
 
 
 class PrefixDriver(Driver):
-    """Drives the first steps of a loop, without noise; keeps the resulting latent and the next prediction.
-
-    Args:
-        initial_seeds: (batch,) int64 seeds of the initial latents.
-    """
+    """Drives the first steps of a loop, without noise; keeps the resulting latent and the next prediction."""
 
     def __init__(self, length: int, initial_seeds: Tensor, device: str | torch.device):
-        super().__init__(initial_seeds, len(initial_seeds), noise_level=0.0)
+        super().__init__(initial_seeds)
         self.length, self.device = length, device
-        self.left: dict[int, Tensor] = {}  # the last latent of each scheduler
         self.predictions: list[Tensor] = []  # of each scheduler in step `length`
-        self.found: Prefix | None = None
+        self.prefix: Prefix | None = None
 
     @property
     def needs_network(self) -> bool:
@@ -247,25 +222,22 @@ class PrefixDriver(Driver):
                 "which must come before the last; choose an earlier one (trained_steps)."
             )
         if index > self.length:  # now each scheduler has its prediction
-            self.found = self._collect()
+            self.prefix = self._collect()
             raise StepScored
-        self.enter(scheduler, index)
-        copies = self.rows(sample)
-        if index == self.length:
-            self.left.setdefault(id(scheduler), sample.clone())  # the initial latent in step 0
-            if copies == 1 and not scheduler.gets_more_of_network:
-                self.predictions.append(prediction.flatten(1))
-            return sample
-        latents = scheduler.deterministic(prediction, timestep, sample)
-        self.left[id(scheduler)] = latents.clone()
-        return latents
+        copies = self.enter(scheduler, index, sample)
+        if index < self.length:
+            return self.leave(scheduler, scheduler.deterministic(prediction, timestep, sample))
+        if id(scheduler) not in self.left:  # the initial latent in step 0
+            self.leave(scheduler, sample)
+        if copies == 1 and not scheduler.gets_more_of_network:
+            self.predictions.append(prediction.flatten(1))
+        return sample
 
     def _collect(self) -> Prefix:
-        latents = join_latents([part[: self.count].float() for part in self.left.values()])
         # not if the pipeline keeps both halves of guidance, or gives the scheduler more than the prediction
         is_shared = len(self.predictions) == len(self.left)
         return Prefix(
-            latents.to(self.device),
+            self.join_left().to(self.device),
             self.initial_seeds,
             self.length,
             torch.cat(self.predictions, dim=1).to(self.device) if is_shared else None,
@@ -274,30 +246,13 @@ class PrefixDriver(Driver):
 
 
 class SolverRecorder(Driver):
-    """Drives a rollout with the pipeline's own solver, and keeps the output of its last step.
-
-    Attributes:
-        left: (batch, ...) the last latent of each scheduler, by its id, in the order in which they take their steps.
-    """
+    """Drives a rollout with the pipeline's own solver, which calls `leave` with the output of each of its steps."""
 
     needs_network = True
 
-    def __init__(self, initial_seeds: Tensor):
-        super().__init__(initial_seeds, len(initial_seeds), noise_level=0.0)
-        self.left: dict[int, Tensor] = {}
-
-    def keep(self, scheduler: Any, latents: Tensor) -> None:
-        """Keep the output of a step of the solver."""
-        self.rows(latents)  # raises if the batch does not divide
-        self.left[id(scheduler)] = latents.detach().clone()
-
-
-def join_clean(recorder: Recorder | SolverRecorder) -> Tensor:
-    """Return the (batch, ...) float32 output of the last step of a rollout; several latents are joined."""
-    parts = [latents[: recorder.count].float() for latents in recorder.left.values()]
-    if not parts:
-        raise UnsupportedPipeline("The pipeline took no step through its scheduler; nothing can be recorded.")
-    return join_latents(parts)
+    def leave(self, scheduler: Any, latents: Tensor) -> Tensor:
+        self.count_copies(latents)  # raises if the batch does not divide
+        return super().leave(scheduler, latents)
 
 
 class FinishDriver(Driver):
@@ -306,18 +261,24 @@ class FinishDriver(Driver):
     needs_network = False
 
     def __init__(self, recorder: Recorder | SolverRecorder):
-        super().__init__(recorder.initial_seeds, recorder.count, recorder.noise_level)
-        self.tokens = recorder.tokens
+        super().__init__(recorder.initial_seeds, recorder.tokens)
         if len(recorder.left) != 1:
             raise UnsupportedPipeline(
                 f"The pipeline's steps change {len(recorder.left)} latents at once (video and sound), but a reward "
                 "that takes latents receives only one; use a reward that takes the decoded samples."
             )
-        (self.left,) = recorder.left.values()
+        (self.latents,) = recorder.left.values()
 
     def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
-        self.enter(scheduler, index)
-        return self.left.clone() if index == scheduler.loop_length - 1 else sample
+        self.enter(scheduler, index, sample)
+        return self.latents.clone() if index == scheduler.loop_length - 1 else sample
+
+
+def _join_parts(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Join what is recorded of each latent that a step moves."""
+    handed, next_latents, scores, *means = zip(*parts, strict=True)
+    score = average_scores(scores, next_latents)
+    return [join_latents(handed), join_latents(next_latents), score, *map(join_latents, means)]
 
 
 def _split_noise_steps(noise_steps: Sequence | None, count: int) -> list[set[int]] | None:

@@ -1,9 +1,9 @@
-"""The pipeline is the policy: rollouts that record, replays that score, predictions at any latent.
+"""The pipeline is the policy: rollouts that record, replays that score, clean samples from re-noised ones.
 
-All three take a diffusers pipeline and the keyword arguments of its `__call__`. `rollout` returns samples and a
+All take a diffusers pipeline and the keyword arguments of its `__call__`. `rollout` returns samples and a
 `Trajectory`; `replay` returns the `StepDistribution` of one recorded step under the current network, with gradient;
-`predict` returns what the pipeline hands to its scheduler at a given latent. There is no code for single families:
-guidance, packing and conditions are the pipeline's own in all three, so they cannot drift apart.
+`denoise` returns the clean samples that the network predicts. There is no code for single families: guidance, packing
+and conditions are the pipeline's own in all of them, so they cannot drift apart.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,45 +13,16 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor
 
-from .base import POLICY_COMPONENTS, Policy, policy_component
+from .base import Policy
 from .denoising import DenoisingPolicy
 from .drivers import UnsupportedPipeline
-from .token import TokenPolicy
 from .token_process import TokenDistribution, TokenTrajectory
-from .trajectory import (
-    CleanSamples,
-    Denoised,
-    Prediction,
-    Prefix,
-    RolloutRequest,
-    StepDistribution,
-    Trajectory,
-    sample_seed,
-)
+from .trajectory import CleanSamples, Denoised, Prefix, RolloutRequest, StepDistribution, Trajectory, sample_seed
 
 BRANCHING_TOKENS = (
     "{}'s policy samples tokens, so there are no noiseless steps that samples could share; leave out "
     "samples_per_latent."
 )
-
-__all__ = [
-    "POLICY_COMPONENTS",
-    "CleanSamples",
-    "DenoisingPolicy",
-    "Policy",
-    "Prefix",
-    "StepDistribution",
-    "TokenPolicy",
-    "Trajectory",
-    "UnsupportedPipeline",
-    "denoise",
-    "policy_component",
-    "predict",
-    "replay",
-    "rollout",
-    "run_prefix",
-    "sample_seed",
-]
 
 
 def _as_policy(policy: Policy | DiffusionPipeline) -> Policy:
@@ -83,8 +54,9 @@ def rollout(
     """Call the pipeline as a user would, with noise in its steps, and record the trained ones.
 
     Args:
-        policy: a [`Policy`], or a pipeline to make one from. The actions of a [`TokenPolicy`] are tokens: `seeds` fix
-            the tokens, `initial_seeds` fix their decoding, and `steps` and `noise_steps` have no effect.
+        policy: a [`Policy`], or a pipeline to make one from. The actions of a
+            [`~diffusion_grpo.policy.token.TokenPolicy`] are tokens: `seeds` fix the tokens, `initial_seeds` fix their
+            decoding, and `steps` and `noise_steps` have no effect.
         inputs: keyword arguments of the pipeline's `__call__` for one batch.
         seeds: one seed per sample. It fixes the noise of the sample's steps, whatever else is in the batch.
         num_inference_steps: length of the loop.
@@ -260,56 +232,6 @@ def replay(
     """
     policy, rows = _as_policy(policy), None if sources is None else torch.as_tensor(sources, dtype=torch.int64)
     return policy.replay(inputs, trajectory, step, [forward] if callable(forward) else forward, rows)
-
-
-def predict(
-    policy: DenoisingPolicy | DiffusionPipeline,
-    inputs: dict[str, Any],
-    latents: Tensor,
-    step: int,
-    *,
-    num_inference_steps: int,
-    initial_seeds: Tensor | Sequence[int],
-    tokens: Tensor | None = None,
-    forward: Callable | Sequence[Callable] | None = None,
-) -> Prediction:
-    """Return what the pipeline hands to `scheduler.step` for a given latent at a given step.
-
-    Losses on re-noised samples (DiffusionNFT, https://huggingface.co/papers/2509.16117) are built on it.
-
-    The pipeline runs its whole loop up to `step`, so that everything that depends on the index of a step is as in a
-    rollout, but the network runs only in this step. Gradients flow if torch's grad mode is on.
-
-    Args:
-        policy: as in [`rollout`].
-        inputs: keyword arguments of the pipeline's `__call__` for one batch.
-        latents: (batch, ...) float32 input of step `step`, in the scheduler's own coordinates. If a step moves several
-            latents, all of them, flattened and joined. At step 0, which has no step before it, they must equal the
-            initial latents of `initial_seeds`.
-        step: index of the step in the loop.
-        num_inference_steps: length of the loop.
-        initial_seeds: (batch,) seeds of the initial latents.
-        tokens: (batch, tokens) int64 tokens that a language model in the pipeline's call wrote, if there is one.
-        forward: function to use in place of the network's own forward; one per network.
-
-    Raises:
-        ValueError: the step lies outside the loop, or is 0 and the latents are not the initial ones.
-
-    Examples:
-        >>> _, trajectory = rollout(pipe, inputs, seeds=[0, 1], num_inference_steps=4)
-        >>> found = predict(pipe, inputs, trajectory.latents[:, 1], 1, num_inference_steps=4, initial_seeds=[0, 1])
-        >>> found.prediction.shape
-        torch.Size([2, 6, 8, 24])
-    """
-    return _as_policy(policy).predict(
-        inputs,
-        latents,
-        step,
-        num_inference_steps=num_inference_steps,
-        initial_seeds=initial_seeds,
-        tokens=tokens,
-        forwards=[forward] if callable(forward) else forward,
-    )
 
 
 def denoise(

@@ -21,7 +21,7 @@ from .base import Policy, policy_component
 from .denoising import DenoisingPolicy
 from .drivers import StepScored, UnsupportedPipeline
 from .language_model import Drawn, recomputing, score, select_prompt
-from .network_gate import NetworkAccess, replace_attribute
+from .networks import NetworkAccess, replace_attribute
 from .token_process import TokenDistribution, TokenTrajectory, pack_bits, unpack_bits
 from .trajectory import RolloutRequest
 

@@ -1,4 +1,4 @@
-"""Data that the stages exchange: requests, trajectories, predictions and step distributions; seeds and trained steps.
+"""Data that the stages exchange: requests, trajectories, step distributions and their scales; seeds.
 
 A rollout records a `Trajectory`, the buffer keeps it, and each replay reads it and returns a `StepDistribution`. For
 losses on re-noised samples, the rollout keeps `CleanSamples` instead, from which each pass makes a `Denoised`.
@@ -7,7 +7,7 @@ Nothing here needs a pipeline.
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -272,6 +272,49 @@ class StepScale:
         return cls(std, jacobian, moving)
 
 
+# Weights of the policy term per recorded step, which make steps with different noise count equally. The gradient of a
+# step is proportional to |jacobian| / std, and differs by a factor of up to thirty between the steps of one schedule.
+# To add a weight, write a function from the scale of a step and those of all trainable steps, and an entry below.
+
+
+def noise(own: StepScale, every: Sequence[StepScale]) -> Tensor:
+    """Return 2.25 * std: steps with more room to explore count more (TempFlow-GRPO, 2508.04324)."""
+    return 2.25 * own.std
+
+
+def velocity(own: StepScale, every: Sequence[StepScale]) -> Tensor:
+    """Return std / |J|, divided by its mean over the steps that may be trained (Flash-GRPO, 2605.15980).
+
+    The gradient with respect to the prediction is then as large at each step.
+    """
+    return guard(own, every) / torch.stack([guard(each, every) for each in every]).mean(0)
+
+
+def guard(own: StepScale, every: Sequence[StepScale]) -> Tensor:
+    """Return std / |J|, the weight of GRPO-Guard (2510.22319) at a ratio of 1; like `velocity`, but not normalised."""
+    return own.std / own.jacobian
+
+
+# by the value of the setting `step_weight`
+STEP_WEIGHTS: dict[str, Callable[[StepScale, Sequence[StepScale]], Tensor] | None] = {
+    "none": None,
+    "noise": noise,
+    "velocity": velocity,
+    "guard": guard,
+}
+
+
+def weigh_steps(name: str, scales: dict[int, StepScale], steps: Tensor) -> Tensor | None:
+    """Return the (batch, steps) float32 weights of the trained steps, (batch, steps) int64; None for "none"."""
+    weight = STEP_WEIGHTS[name]
+    if weight is None:
+        return None
+    every = list(scales.values())
+    by_step = {step: weight(scale, every).float().cpu() for step, scale in scales.items()}
+    rows = [[by_step[step][row] for step in columns] for row, columns in enumerate(steps.tolist())]
+    return torch.stack([torch.stack(row) for row in rows])
+
+
 @dataclasses.dataclass
 class Prefix(SampleTensors):
     """The result of a loop's first steps, taken without noise, from which samples branch.
@@ -327,26 +370,6 @@ class RolloutRequest:
     weighted_steps: Sequence[int] | None = None
     keeps_means: bool = False
     prefix: "Prefix | None" = None
-
-
-@dataclasses.dataclass
-class Prediction:
-    """What a pipeline hands to `scheduler.step` at one step.
-
-    Attributes:
-        prediction: (batch, ...) the network's output after guidance, with gradient, of the type that the scheduler
-            takes (velocity, noise, v or clean sample). If a step moves several latents, all of them, flattened and
-            joined.
-        sample: (batch, ...) the latent that it was made for, in the pipeline's dtype.
-
-    Examples:
-        >>> velocity = Prediction(prediction=torch.ones(1, 4), sample=torch.zeros(1, 4))
-        >>> (velocity.sample - 0.5 * velocity.prediction).tolist()  # the clean sample, at sigma 0.5
-        [[-0.5, -0.5, -0.5, -0.5]]
-    """
-
-    prediction: Tensor
-    sample: Tensor
 
 
 @dataclasses.dataclass

@@ -35,8 +35,8 @@ from ..media.serialize import pack_samples, unpack_samples
 from ..policy.base import Policy
 from ..policy.denoising import DenoisingPolicy
 from ..policy.drivers import UnsupportedPipeline
+from ..policy.networks import find_quantization
 from ..policy.prompt_cache import KeptResults, PromptCache, check_encode_prompt, hash_tensor
-from ..policy.quantized import find_quantization
 from ..policy.unguided import switch_guidance_off
 from .lazy_modules import find_lazy_modules, free_encoders, is_part_of_encoding, is_plain, list_text_encoders
 from .model import load_encoder, loads_encoders_late

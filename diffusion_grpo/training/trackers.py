@@ -27,7 +27,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from ..media.files import read_sound, read_video
 from ..media.samples import frame_positions
-from ..policy.network_gate import replace_attribute
+from ..policy.networks import replace_attribute
 
 TITLE_HEIGHT, TITLE_LINES = 52, 4  # pixels and lines of the prompts above a grid
 GRID_CELL = 256  # pixels, the longest side of an image in the grid

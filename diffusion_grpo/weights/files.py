@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from ..distributed.late_weights import load_held
 from ..policy.base import policy_component, split_component
-from ..policy.network_gate import replace_attribute
+from ..policy.networks import replace_attribute
 from .public_names import public_source_name
 
 SOURCE = "_name_or_path"  # config entry in which diffusers says where a pipeline or network was loaded from

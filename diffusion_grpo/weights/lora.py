@@ -23,8 +23,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from ..distributed.late_weights import fill
-from ..policy.network_gate import replace_attribute
-from ..policy.quantized import find_quantization
+from ..policy.networks import find_quantization, replace_attribute
 from .files import ADAPTER_CONFIG, drop_adapter, list_tuner_layers, load_weights
 from .quantization import show_plain_layers
 

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from ..config.names import suggest
 from ..config.quantization import QuantizationSpec, asks_for_quantization, read_spec
 from ..policy.base import policy_component
-from ..policy.network_gate import replace_attribute
-from ..policy.quantized import find_quantization, is_quantized_weight
+from ..policy.networks import find_quantization, is_quantized_weight, replace_attribute
 
 # torchao types whose layers pass on gradients: rounded activations block them, and PEFT has no LoRA for int4
 TORCHAO_TRAINABLE = ("Int8WeightOnlyConfig", "Float8WeightOnlyConfig")

@@ -16,8 +16,7 @@ from diffusion_grpo.algorithms.losses import LossInputs, dppo, grpo, grpo_guard,
 from diffusion_grpo.algorithms.registry import load_algorithm
 from diffusion_grpo.policy.rollout import DenoisingPolicy, replay, rollout
 from diffusion_grpo.policy.schedulers import stochastic_scheduler
-from diffusion_grpo.policy.step_weights import STEP_WEIGHTS
-from diffusion_grpo.policy.trajectory import StepDistribution, StepScale
+from diffusion_grpo.policy.trajectory import STEP_WEIGHTS, StepDistribution, StepScale
 
 SEEDS = [11, 12]
 

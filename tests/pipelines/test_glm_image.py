@@ -13,7 +13,8 @@ from tiny_runs import LORA, SETTINGS, brightness, logged, trained_weights
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, check_pipeline
 from diffusion_grpo.pipelines import FAMILIES, family_of
-from diffusion_grpo.policy.rollout import DenoisingPolicy, TokenPolicy, replay, rollout
+from diffusion_grpo.policy.rollout import DenoisingPolicy, replay, rollout
+from diffusion_grpo.policy.token import TokenPolicy
 from diffusion_grpo.policy.token_process import Sampling
 from diffusion_grpo.weights.files import LORA_WEIGHTS
 

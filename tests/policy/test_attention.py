@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import TrainerCallback
 
 from diffusion_grpo import check_pipeline, tiny
-from diffusion_grpo.policy.attention import avoid_cudnn_attention
+from diffusion_grpo.policy.networks import avoid_cudnn_attention
 
 is_enabled = torch.backends.cuda.cudnn_sdp_enabled
 CHOICES = {  # how the user chose kernels, and whether cuDNN's are used then

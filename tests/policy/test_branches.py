@@ -6,7 +6,8 @@ import tiny_pipelines
 import torch
 
 from diffusion_grpo.policy.drivers import UnsupportedPipeline
-from diffusion_grpo.policy.rollout import DenoisingPolicy, TokenPolicy, replay, rollout, run_prefix
+from diffusion_grpo.policy.rollout import DenoisingPolicy, replay, rollout, run_prefix
+from diffusion_grpo.policy.token import TokenPolicy
 
 # flow matching, DDIM with its relatives, EDM; a video, two experts, a step that moves video and sound
 KINDS = ["sd3", "flux", "sd15", "kandinsky_prior", "cascade_prior", "deepfloyd", "cosmos", "cosmos2", "svd", "sdxl"]

@@ -9,9 +9,9 @@ from PIL import Image
 from torch import nn
 
 from diffusion_grpo.policy.input_watch import InputWatch
-from diffusion_grpo.policy.rollout import DenoisingPolicy, UnsupportedPipeline, denoise, predict, rollout
+from diffusion_grpo.policy.rollout import DenoisingPolicy, UnsupportedPipeline, denoise, replay, rollout
 from diffusion_grpo.policy.schedulers import watch_solver
-from diffusion_grpo.policy.trajectory import sample_seed
+from diffusion_grpo.policy.trajectory import Trajectory, sample_seed
 from diffusion_grpo.policy.unguided import switch_guidance_off
 
 # flow matching by Euler, Heun, UniPC and DPM-Solver, with several networks
@@ -36,9 +36,21 @@ def noise_of(clean, step, shape):
     return torch.stack([torch.randn(shape[1:], generator=torch.Generator().manual_seed(seed)) for seed in seeds])
 
 
+def predict(policy, inputs, latents, step, clean):
+    """What the scheduler gets for any latents at a step, with gradient."""
+    kind, seen = type(policy.scheduler), []
+    distribution = kind.distribution
+    steps = torch.full((len(latents), 1), step)
+    records = latents[:, None], latents[:, None], torch.zeros(len(latents), 1), steps
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "distribution", lambda self, x, *args: seen.append(x) or distribution(self, x, *args))
+        replay(policy, inputs, Trajectory(*records, clean.seeds, clean.initial_seeds, STEPS, 0.7), step)
+    return seen[0]
+
+
 @pytest.mark.parametrize("name", FLOWS)
 def test_a_flow_is_noised_as_diffusers_does_it(name):
-    """Against the velocity that `predict` finds at the latent made by hand, in float64."""
+    """Against the velocity at the latent made by hand, in float64."""
     policy, inputs, _, clean = clean_rollout(name)
     unguided = switch_guidance_off(policy.pipe, policy.networks, inputs)
     for step in (1, STEPS - 1):
@@ -47,8 +59,7 @@ def test_a_flow_is_noised_as_diffusers_does_it(name):
             sigma = policy.scheduler.sigmas[policy.scheduler.first + step].double()
             noise = noise_of(clean, step, clean.latents.shape)
             noised = ((1 - sigma) * clean.latents + sigma * noise).float()
-            again = {"num_inference_steps": STEPS, "initial_seeds": clean.initial_seeds}
-            velocity = predict(policy, unguided, noised, step, **again).prediction
+            velocity = predict(policy, unguided, noised, step, clean)
         assert found.moves is None and torch.allclose(found.sigma.double(), sigma)
         torch.testing.assert_close(found.clean, noised - sigma.float() * velocity, rtol=1e-4, atol=1e-4)
         error = ((velocity.double() - (noise - clean.latents)) ** 2).flatten(1).mean(1)
@@ -66,8 +77,7 @@ def test_a_variance_preserving_latent_is_noised_as_diffusers_does_it(name):
             scheduler, noise = policy.scheduler, noise_of(clean, step, clean.latents.shape)
             time = scheduler.timesteps[scheduler.first + step].reshape(1)
             noised = scheduler.add_noise(clean.latents, noise, time.expand(2).long())
-            again = {"num_inference_steps": STEPS, "initial_seeds": clean.initial_seeds}
-            output = predict(policy, unguided, noised, step, **again).prediction.double()
+            output = predict(policy, unguided, noised, step, clean).double()
         alpha = scheduler.alphas_cumprod[int(time)].double()
         output = output.chunk(2, 1)[0] if output.shape[1] == 2 * noised.shape[1] else output
         a, b, x = alpha.sqrt(), (1 - alpha).sqrt(), noised.double()
@@ -213,9 +223,8 @@ def test_a_frame_that_only_the_network_gets_is_no_target():
     sigma = policy.scheduler.sigmas[policy.scheduler.first + step].double()
     noise = noise_of(clean, step, clean.latents.shape)
     noised = ((1 - sigma) * clean.latents + sigma * noise).float()
-    again = {"num_inference_steps": STEPS, "initial_seeds": clean.initial_seeds}
     unguided = switch_guidance_off(policy.pipe, policy.networks, inputs)
-    velocity = predict(policy, unguided, noised, step, **again).prediction
+    velocity = predict(policy, unguided, noised, step, clean)
     error = ((velocity.double() - (noise - clean.latents)) ** 2)[:, :, 1:].flatten(1).mean(1)
     torch.testing.assert_close(found.error(), error, rtol=1e-3, atol=0)
     weights = [parameter for parameter in policy.network.parameters() if parameter.requires_grad]

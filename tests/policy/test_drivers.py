@@ -1,44 +1,41 @@
-"""What all drivers share: the place in the loop, and the rows of a batch."""
+"""What all drivers share: the place in the loop, the rows of a batch, and latents that several schedulers move."""
 
 import pytest
 import torch
 
-from diffusion_grpo.policy.drivers import Driver, OneStepDriver, StepParts, UnsupportedPipeline, take_part
+from diffusion_grpo.policy.drivers import Driver, OneStepDriver, UnsupportedPipeline, average_scores
 
 SEEDS = torch.tensor([3, 4])
 
 
 def test_schedulers_take_each_step_once_and_together():
-    driver = Driver(SEEDS, 2, 0.7)
+    driver, latents = Driver(SEEDS), torch.ones(2, 3)
     for index in range(2):
         for scheduler in ("video", "sound"):
-            driver.enter(scheduler, index)
+            driver.enter(scheduler, index, latents)
             assert driver.current == index + 1
     with pytest.raises(UnsupportedPipeline, match="runs its denoising loop several times"):
-        driver.enter("video", 1)
+        driver.enter("video", 1, latents)
     with pytest.raises(UnsupportedPipeline, match="runs its denoising loop several times"):
-        driver.enter("text", 0)
+        driver.enter("text", 0, latents)
 
 
 def test_rows_are_copies_of_the_samples():
-    driver = Driver(SEEDS, 2, 0.7)
-    assert [driver.rows(torch.ones(count, 3)) for count in (2, 4)] == [1, 2]
+    driver = Driver(SEEDS)
+    assert [driver.enter("video", index, torch.ones(rows, 3)) for index, rows in enumerate((2, 4))] == [1, 2]
     with pytest.raises(UnsupportedPipeline, match="steps 3 latents at once, but 2 samples were requested"):
-        driver.rows(torch.ones(3, 3))
+        driver.enter("video", 2, torch.ones(3, 3))
 
 
-def test_a_follower_hands_each_scheduler_its_part_of_the_latents():
+def test_each_scheduler_is_handed_its_part_of_the_latents():
     whole = torch.arange(14.0).view(2, 7)
-    follower = OneStepDriver(2, whole, SEEDS, None, 0.0)
-    assert torch.equal(follower.hand_over(0, torch.zeros(2, 4)), torch.zeros(2, 4))  # an earlier step
-    video, sound = (follower.hand_over(1, torch.zeros(2, *shape)) for shape in ((2, 2), (3,)))
-    assert torch.equal(video.flatten(1), whole[:, :4]) and torch.equal(sound, whole[:, 4:])
-    part, end = take_part(whole, 4, torch.zeros(4, 3), 2)
-    assert torch.equal(part, whole[:, 4:]) and end == 7
+    driver = OneStepDriver(2, whole, SEEDS)
+    assert torch.equal(driver.hand_over(0, torch.zeros(2, 4)), torch.zeros(2, 4))  # an earlier step
+    video, sound = (driver.hand_over(1, torch.zeros(*shape)) for shape in ((2, 2, 2), (4, 3)))
+    assert torch.equal(video.flatten(1), whole[:, :4]) and torch.equal(sound, whole[:, 4:].repeat(2, 1))
+    assert driver.latents.is_used_up
 
 
 def test_the_density_of_several_parts_is_their_mean_over_all_numbers():
-    parts = StepParts()
-    for count, score in ((6, [1.0, 2.0]), (2, [5.0, 10.0])):
-        parts.add(torch.zeros(2, count), torch.zeros(2, count), torch.tensor(score))
-    assert parts.log_prob().tolist() == [2.0, 4.0]
+    scores = torch.tensor([1.0, 2.0]), torch.tensor([5.0, 10.0])
+    assert average_scores(scores, (torch.zeros(2, 6), torch.zeros(2, 2))).tolist() == [2.0, 4.0]

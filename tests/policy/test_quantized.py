@@ -9,7 +9,7 @@ from quantized import save_pipeline
 from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-from diffusion_grpo.policy.quantized import find_quantization, is_quantized_weight, list_quantized_weights
+from diffusion_grpo.policy.networks import find_quantization, is_quantized_weight, list_quantized_weights
 
 
 def quantizer(**config):

@@ -72,9 +72,9 @@ def test_branches_go_on_from_a_prefix_with_its_prediction(length):
     driver, latents = PrefixDriver(length, SEEDS + 10, "cpu"), torch.tensor([[4.0] * 3, [8.0] * 3])
     with pytest.raises(StepScored):
         run(driver, HalfSteps(5), latents)
-    assert not driver.needs_network and driver.found.length == length
-    assert torch.equal(driver.found.prediction, latents / 2**length)  # of this loop the sample is its prediction
-    assert torch.equal(driver.found.latents, latents / 2**length)
+    assert not driver.needs_network and driver.prefix.length == length
+    assert torch.equal(driver.prefix.prediction, latents / 2**length)  # of this loop the sample is its prediction
+    assert torch.equal(driver.prefix.latents, latents / 2**length)
 
     handed = []
 
@@ -85,7 +85,7 @@ def test_branches_go_on_from_a_prefix_with_its_prediction(length):
 
     owners, seeds = [0, 0, 1, 1], torch.arange(4)
     noisy = set(range(length, 4))
-    settings = {"steps": [[length]] * 4, "noise_steps": noisy, "prefix": driver.found[owners]}
+    settings = {"steps": [[length]] * 4, "noise_steps": noisy, "prefix": driver.prefix[owners]}
     recorder = BranchRecorder(RolloutRequest(seeds, (SEEDS + 10)[owners], 5, **settings), 0.7)
     needed, scheduler, samples = [], Predicted(5), latents[owners]
     for index in range(5):
@@ -106,8 +106,8 @@ def test_a_prediction_that_does_not_say_everything_is_not_shared(reason):
     driver = PrefixDriver(1, SEEDS, "cpu")
     with pytest.raises(StepScored):
         run(driver, scheduler, torch.ones(4 if reason == "halves" else 2, 3))
-    assert driver.found.prediction is None
-    request = RolloutRequest(SEEDS, SEEDS, 4, steps=[[1], [1]], noise_steps={1}, prefix=driver.found)
+    assert driver.prefix.prediction is None
+    request = RolloutRequest(SEEDS, SEEDS, 4, steps=[[1], [1]], noise_steps={1}, prefix=driver.prefix)
     recorder = BranchRecorder(request, 0.7)
     recorder.step(scheduler, 0, torch.zeros(2, 3), None, torch.ones(2, 3))
     assert recorder.needs_network

@@ -1,19 +1,22 @@
-"""Drivers of replays and predictions: what is handed back, scored and predicted."""
+"""Drivers of replays: what is handed back and scored."""
 
 import pytest
+import tiny_pipelines
 import torch
 from half_steps import SEEDS, STD, HalfSteps, record
 
+from diffusion_grpo.policy.denoising import DenoisingPolicy
 from diffusion_grpo.policy.drivers import StepScored, UnsupportedPipeline
 from diffusion_grpo.policy.recording import FinishDriver, Recorder
-from diffusion_grpo.policy.replaying import PredictDriver, ReplayDriver
-from diffusion_grpo.policy.trajectory import RolloutRequest
+from diffusion_grpo.policy.replaying import ReplayDriver
+from diffusion_grpo.policy.rollout import replay, rollout
+from diffusion_grpo.policy.trajectory import RolloutRequest, Trajectory
 
 
 def test_a_teacher_hands_back_what_was_recorded_and_scores_the_step():
     recorder, left = record()
     trajectory = recorder.trajectory()
-    teacher = ReplayDriver(2, trajectory.latents[:, 2], trajectory.next_latents[:, 2], 0.7, SEEDS + 10)
+    teacher = ReplayDriver(2, trajectory)
     handed, scheduler = torch.full((2, 3), 9.0), HalfSteps()
     for index in range(2):
         assert not teacher.needs_network
@@ -37,7 +40,7 @@ def test_a_step_of_two_latents_is_scored_as_one():
     assert trajectory.latents.shape == (2, 1, 8)
     expected = -((torch.cat(first, 1) - 0.5) ** 2).mean(1)
     torch.testing.assert_close(trajectory.log_probs[:, 0], expected)
-    teacher = ReplayDriver(0, trajectory.latents[:, 0], trajectory.next_latents[:, 0], 0.7, SEEDS)
+    teacher = ReplayDriver(0, trajectory)
     handed = torch.ones(2, 2, 3, requires_grad=True), torch.ones(2, 2, requires_grad=True)
     teacher.step(video, 0, None, None, handed[0])
     with pytest.raises(StepScored):
@@ -52,25 +55,13 @@ def test_a_step_of_two_latents_is_scored_as_one():
         FinishDriver(recorder)
 
 
-def test_a_predictor_keeps_the_prediction_at_a_given_latent():
-    latents, scheduler = torch.arange(6.0).view(2, 3), HalfSteps()
-    predictor = PredictDriver(1, latents, SEEDS)
-    handed = predictor.step(scheduler, 0, torch.zeros(2, 3), None, torch.zeros(2, 3))
-    assert torch.equal(handed, latents)
-    with pytest.raises(StepScored):
-        predictor.step(scheduler, 1, handed + 1, None, handed)
-    assert torch.equal(predictor.found.prediction, latents + 1) and torch.equal(predictor.found.sample, latents)
-    with pytest.raises(ValueError, match="takes 4 steps, so there is no step 4"):
-        PredictDriver(4, latents, SEEDS).step(scheduler, 0, latents, None, latents)
-    with pytest.raises(ValueError, match="not the pipeline's initial latents"):
-        PredictDriver(0, latents, SEEDS).step(scheduler, 0, latents, None, latents + 1)
-
-
 def test_one_call_scores_all_samples_that_share_it():
     """As many rows as calls pass the network; each sample's next latent is scored by the row it shares."""
     latents, sources = torch.tensor([[2.0, 4.0], [6.0, 8.0]]), torch.tensor([1, 0, 0])
     next_latents = torch.arange(6.0).view(3, 2)
-    teacher = ReplayDriver(1, latents, next_latents, 0.7, SEEDS, sources=sources)
+    inputs, zeros, ones = latents[sources][:, None], torch.zeros(3, 1), torch.ones(3, 1, dtype=torch.int64)
+    trajectory = Trajectory(inputs, next_latents[:, None], zeros, ones, sources, SEEDS[sources], 4, 0.7)
+    teacher = ReplayDriver(1, trajectory, sources)
     handed = teacher.step(HalfSteps(), 0, None, None, torch.zeros(2, 2))
     assert torch.equal(handed, latents)
     with pytest.raises(StepScored):
@@ -80,3 +71,16 @@ def test_one_call_scores_all_samples_that_share_it():
     assert torch.equal(teacher.scored.velocity, latents[sources])
     assert torch.equal(teacher.scored.log_prob, -((next_latents - mean) ** 2).mean(1))
     assert teacher.scored.scale.std.tolist() == [STD] * 3
+
+
+@pytest.mark.parametrize("name", ["sd15", "wan", "cosmos"])
+def test_the_prediction_is_what_the_scheduler_got_in_the_rollout(name, monkeypatch):
+    pipe, inputs = tiny_pipelines.build(name)
+    policy, seen = DenoisingPolicy(pipe), []
+    distribution = type(policy.scheduler).distribution
+    with monkeypatch.context() as patch:
+        note = lambda self, prediction, *args: seen.append(prediction) or distribution(self, prediction, *args)  # noqa: E731
+        patch.setattr(type(policy.scheduler), "distribution", note)
+        _, trajectory = rollout(policy, inputs, seeds=[1, 2], num_inference_steps=4)
+    for step, prediction in enumerate(seen):
+        assert torch.equal(replay(policy, inputs, trajectory, step).prediction, prediction)

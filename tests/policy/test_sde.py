@@ -14,7 +14,7 @@ from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 from tiny_runs import logged, trained_weights, trainer_for
 
 from diffusion_grpo.policy import sde
-from diffusion_grpo.policy.rollout import DenoisingPolicy, predict, rollout
+from diffusion_grpo.policy.rollout import DenoisingPolicy, replay, rollout
 from diffusion_grpo.policy.sde import (
     ancestral,
     check_log_prob,
@@ -482,13 +482,13 @@ def test_a_process_from_outside_trains(added, tmp_path):
 
 def test_a_process_from_outside_fits_the_schedulers_it_names(added):
     pipe, inputs = tiny_pipelines.build("sd3")
-    _, trajectory = rollout(DenoisingPolicy(pipe, sde_type="mine"), inputs, seeds=[1, 2], num_inference_steps=3)
+    policy = DenoisingPolicy(pipe, sde_type="mine")
+    _, trajectory = rollout(policy, inputs, seeds=[1, 2], num_inference_steps=3)
     noise = torch.stack(
         [torch.randn(trajectory.latents.shape[2:], generator=g) for g in make_generators(trajectory.seeds)]
     )
     start = trajectory.latents[:, 0]
-    initial_seeds = trajectory.initial_seeds
-    velocity = predict(pipe, inputs, start, 0, num_inference_steps=3, initial_seeds=initial_seeds).prediction
+    velocity = replay(policy, inputs, trajectory, 0).prediction
     pipe.scheduler.set_timesteps(3)
     sigma, sigma_next = pipe.scheduler.sigmas[:2]
     expected = start + (sigma_next - sigma) * velocity + 0.05 * noise

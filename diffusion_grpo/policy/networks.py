@@ -1,4 +1,4 @@
-"""Gates in front of the trained networks: a network runs only for the step that needs it.
+"""The networks of a pipeline: gates in front of the trained ones, attention kernels that train, quantised weights.
 
 While a driver is active, the forward of each trained network is replaced by a gate. If the driver already knows the
 result of a step, the gate returns an empty output of the right shape, which takes no memory and no time.
@@ -167,3 +167,48 @@ def replace_attribute(instance: Any, name: str, value: Any) -> Iterator[None]:
             del instance.__dict__[name]
         else:
             instance.__dict__[name] = before
+
+
+@contextlib.contextmanager
+def avoid_cudnn_attention() -> Iterator[None]:
+    """Keep cuDNN's kernels out of `scaled_dot_product_attention`, and allow them again on leaving.
+
+    On an H100, which prefers them in half precision, their backward pass returned gradients that are not finite for
+    tiny FLUX models. Rollouts need this as well as updates: a replay reproduces them only with the same kernels.
+
+    Only PyTorch's default is changed: kernels chosen by `torch.nn.attention.sdpa_kernel` or by diffusers'
+    `set_attention_backend` stay in use.
+    """
+    cuda = torch.backends.cuda
+    enabled = (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled())
+    if not (cuda.cudnn_sdp_enabled() and all(enabled)):
+        yield
+        return
+    cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        cuda.enable_cudnn_sdp(True)
+
+
+def find_quantization(network: nn.Module) -> str | None:
+    """Return how a network is quantised, under diffusers' names; None for plain weights."""
+    config = getattr(getattr(network, "hf_quantizer", None), "quantization_config", None)
+    if config is None:
+        return None
+    method = str(getattr(config.quant_method, "value", config.quant_method))
+    if method == "bitsandbytes":
+        return "bitsandbytes_4bit" if config.load_in_4bit else "bitsandbytes_8bit"
+    return method
+
+
+def is_quantized_weight(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter is stored in a special form instead of a plain tensor of numbers."""
+    return type(parameter) is not nn.Parameter or not parameter.is_floating_point()
+
+
+def list_quantized_weights(model: nn.Module) -> list[str]:
+    """Return the names of the quantised parameters in a model; none if no network in it is quantised."""
+    if not any(find_quantization(module) for module in model.modules()):
+        return []
+    return [name for name, parameter in model.named_parameters() if is_quantized_weight(parameter)]

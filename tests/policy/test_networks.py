@@ -8,7 +8,7 @@ import torch
 from diffusion_grpo.distributed.collectives import DONE, GRAPH, PLAIN, EqualCalls
 from diffusion_grpo.policy.denoising import DenoisingPolicy
 from diffusion_grpo.policy.drivers import Driver
-from diffusion_grpo.policy.network_gate import NetworkAccess
+from diffusion_grpo.policy.networks import NetworkAccess
 from diffusion_grpo.policy.rollout import replay, rollout, run_prefix
 
 
@@ -55,7 +55,7 @@ def test_a_process_without_a_call_of_its_own_repeats_one_from_before():
     run_prefix(policy, inputs, 0, num_inference_steps=3, initial_seeds=[1, 2])
     calls.clear()
     others += [PLAIN, DONE]
-    with policy.gates.put_up(Driver(torch.tensor([1, 2]), 2, 0.7)):
+    with policy.gates.put_up(Driver(torch.tensor([1, 2]))):
         policy.access.hook.finish()
     assert calls == [False] and not others
 
