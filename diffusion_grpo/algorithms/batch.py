@@ -14,8 +14,31 @@ Rows = list[dict[str, Any]]
 RecordedClean = dict[tuple[int, int], Tensor]
 
 
+@dataclasses.dataclass(kw_only=True)
+class _Samples:
+    """What a part and a micro-batch hold alike, beside rows, advantages and log-probabilities; see [`Part`]."""
+
+    advantages_by_step: bool = False
+    log_ratio: Tensor | None = None
+    weights: Tensor | None = None
+    groups: Tensor | None = None
+    group_size: int | None = None
+    has_current_old: bool = False
+    recorded_clean: RecordedClean = dataclasses.field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def _select(self, indices: list[int]) -> dict[str, Any]:
+        """Return the attributes that a part of some of the samples has, all but its trajectory."""
+        names = ("advantages", "old_log_probs", "log_ratio", "weights", "groups")
+        values = {name: value[indices] for name in names if (value := getattr(self, name)) is not None}
+        names = ("make_inputs", "advantages_by_step", "group_size", "has_current_old", "recorded_clean")
+        return values | {name: getattr(self, name) for name in names} | {"rows": [self.rows[i] for i in indices]}
+
+
 @dataclasses.dataclass
-class Part:
+class Part(_Samples):
     """Samples of one shape that share a pipeline call.
 
     Attributes:
@@ -48,16 +71,6 @@ class Part:
     advantages: Tensor
     old_log_probs: Tensor
     make_inputs: Callable[[Rows], dict[str, Any]]
-    advantages_by_step: bool = False
-    log_ratio: Tensor | None = None
-    weights: Tensor | None = None
-    groups: Tensor | None = None
-    group_size: int | None = None
-    has_current_old: bool = False
-    recorded_clean: RecordedClean = dataclasses.field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -69,16 +82,7 @@ class Part:
         kept = (self.trajectory.steps == step).any(1)
         if kept.all():
             return self
-        return dataclasses.replace(
-            self,
-            rows=[row for row, keep in zip(self.rows, kept.tolist(), strict=True) if keep],
-            trajectory=self.trajectory[kept],
-            advantages=self.advantages[kept],
-            old_log_probs=self.old_log_probs[kept],
-            log_ratio=None if self.log_ratio is None else self.log_ratio[kept],
-            weights=None if self.weights is None else self.weights[kept],
-            groups=None if self.groups is None else self.groups[kept.cpu()],
-        )
+        return Part(trajectory=self.trajectory[kept], **self._select(kept.nonzero().flatten().tolist()))
 
     def recorded_log_prob(self, step: int) -> Tensor:
         """Return the log-probability at one step as the rollout recorded it, for samples that all train on it."""
@@ -92,8 +96,8 @@ class Part:
         """
         sources = self._share_calls(step)
         rows = self.rows if sources is None else [self.rows[row] for row in first_of_each(sources).tolist()]
-        found = {"inputs": self.make_inputs(rows), "trajectory": self.trajectory, "step": step}
-        return found if sources is None else found | {"sources": sources}
+        arguments = {"inputs": self.make_inputs(rows), "trajectory": self.trajectory, "step": step}
+        return arguments if sources is None else arguments | {"sources": sources}
 
     def _share_calls(self, step: int) -> Tensor | None:
         """Return the (batch,) index of each sample's call, from 0; None if every sample has its own call."""
@@ -111,8 +115,8 @@ class Part:
 
     def old_clean(self, step: int) -> Tensor | None:
         """Return the clean samples that the old policy predicts at one step; None without an old policy."""
-        found = self.trajectory.old_clean
-        return None if found is None else found[self.trajectory.steps == step]
+        clean = self.trajectory.old_clean
+        return None if clean is None else clean[self.trajectory.steps == step]
 
     def first_clean(self, step: int) -> Tensor | None:
         """Return the clean samples that were predicted at one step before the first update; None if not recorded."""
@@ -148,7 +152,7 @@ class Part:
 
 
 @dataclasses.dataclass
-class MicroBatch:
+class MicroBatch(_Samples):
     """Samples that are trained together, with one forward and backward pass per part and trained step.
 
     Attributes:
@@ -176,17 +180,7 @@ class MicroBatch:
     advantages: Tensor
     old_log_probs: Tensor
     make_inputs: Callable[[Rows], dict[str, Any]]
-    advantages_by_step: bool = False
-    log_ratio: Tensor | None = None
-    weights: Tensor | None = None
     is_on_policy: bool = True
-    groups: Tensor | None = None
-    group_size: int | None = None
-    has_current_old: bool = False
-    recorded_clean: RecordedClean = dataclasses.field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     @property
     def num_trained_steps(self) -> int:
@@ -201,20 +195,7 @@ class MicroBatch:
     def part(self, indices: list[int]) -> Part:
         """Return some samples of one shape as a part."""
         samples = [self.samples[index] for index in indices]
-        return Part(
-            [self.rows[index] for index in indices],
-            type(samples[0]).cat(samples),
-            self.advantages[indices],
-            self.old_log_probs[indices],
-            self.make_inputs,
-            self.advantages_by_step,
-            None if self.log_ratio is None else self.log_ratio[indices],
-            None if self.weights is None else self.weights[indices],
-            None if self.groups is None else self.groups[indices],
-            self.group_size,
-            self.has_current_old,
-            self.recorded_clean,
-        )
+        return Part(trajectory=type(samples[0]).cat(samples), **self._select(indices))
 
     def part_passes(self, take_turns: bool = False) -> list[list[tuple[Part, int]]]:
         """Return every part at every step on which one of its samples trains, in lists like those of `passes`."""

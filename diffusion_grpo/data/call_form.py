@@ -18,7 +18,8 @@ from ..config.settings import DiffusionGRPOConfig
 from ..distributed.collectives import broadcast_bytes, gather_json
 from ..media.serialize import pack_samples, unpack_samples
 from ..policy.base import UntrainedStepError
-from ..policy.rollout import DenoisingPolicy, Policy, UnsupportedPipeline, rollout, sample_seed
+from ..policy.drivers import UnsupportedPipeline
+from ..policy.rollout import DenoisingPolicy, Policy, rollout, sample_seed
 from .calls import BATCHED, LISTED, SINGLE, Form, Unfit, call_in_some_form
 from .columns import RowError
 from .inputs import PipelineInputs

@@ -16,7 +16,7 @@ from PIL import Image
 
 from ..config.call_arguments import RESERVED, SAMPLE_COUNTS, check_pipeline_kwargs, explain_reserved
 from ..config.settings import DiffusionGRPOConfig
-from ..policy.rollout import UnsupportedPipeline
+from ..policy.drivers import UnsupportedPipeline
 from ..rewards.contract import PROVIDED, VARIADIC, Reward, list_columns
 from .calls import BATCHED, SINGLE, Form, build_arguments, group_by_shape
 from .columns import Columns, fit_images, list_given

@@ -18,7 +18,7 @@ from .modular import as_pipeline
 from .networks import NetworkAccess, NetworkGates, replace_attribute
 from .prompt_cache import PromptCache
 from .token_process import Sampling, TokenDistribution, TokenTrajectory
-from .trajectory import RolloutRequest, StepDistribution, Trajectory, make_generators
+from .trajectory import CleanSamples, Prefix, RolloutRequest, StepDistribution, Trajectory, make_generators
 
 POLICY_COMPONENTS = ("transformer", "unet", "prior", "decoder")
 
@@ -74,8 +74,12 @@ class Policy(ABC):
     @abstractmethod
     def rollout(
         self, inputs: dict[str, Any], request: RolloutRequest
-    ) -> tuple[Any, Trajectory | TokenTrajectory | None]:
+    ) -> tuple[Any, Trajectory | TokenTrajectory | CleanSamples | None]:
         """Call the pipeline and record the trained steps or tokens; see [`~diffusion_grpo.policy.rollout.rollout`]."""
+
+    @abstractmethod
+    def run_prefix(self, inputs: dict[str, Any], length: int, **settings: Any) -> Prefix:
+        """Take the first steps of the loop; see [`~diffusion_grpo.policy.rollout.run_prefix`]."""
 
     @abstractmethod
     def replay(
@@ -141,12 +145,6 @@ class Policy(ABC):
             sampling=self.sampling,
             seeds=seeds,
         )
-
-    def call_arguments(
-        self, inputs: dict[str, Any], num_inference_steps: int | None, initial_seeds: Tensor
-    ) -> dict[str, Any]:
-        """See [`call_arguments`]."""
-        return call_arguments(self.pipe, inputs, num_inference_steps, initial_seeds)
 
     def adjust_call(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         """Return the keyword arguments of a trained network's call, and whether it must run in every replay."""

@@ -12,8 +12,9 @@ import torch
 from diffusers import DiffusionPipeline, ModularPipeline
 from torch import Tensor, nn
 
+from .drivers import UnsupportedPipeline
 from .networks import avoid_cudnn_attention
-from .rollout import DenoisingPolicy, UnsupportedPipeline, replay, rollout, sample_seed
+from .rollout import DenoisingPolicy, replay, rollout, sample_seed
 from .schedulers import UnsupportedScheduler
 
 MAX_RATIO_ERROR = 1e-5

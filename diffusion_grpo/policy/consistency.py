@@ -13,13 +13,13 @@ from diffusers.schedulers import SCMScheduler
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
 from torch import Tensor
 
-from .sde import MeanStd, split_prediction
-from .stochastic_steps import CleanEstimate, StochasticScheduler
+from .sde import MeanStd
+from .stochastic_steps import CleanEstimate, FlowSteps, PreservingSteps, StochasticScheduler
 from .trajectory import make_generators, sample_seed
 
 
 class ConsistencySteps(StochasticScheduler):
-    """The base: a subclass gives the predicted clean sample, and signal and noise of a level."""
+    """The base: a subclass gives the predicted clean sample and the levels of the schedule."""
 
     coordinates = "consistency"
 
@@ -27,10 +27,6 @@ class ConsistencySteps(StochasticScheduler):
         """Step as in [`StochasticScheduler`]; a tuple's second value is the clean sample once the loop is over."""
         latents = super().step(model_output, timestep, sample, *args, return_dict=False, **kwargs)[0]
         return SchedulerOutput(prev_sample=latents) if return_dict else (latents, latents)
-
-    def level(self, position: int, sample: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the factors of the clean sample and of the noise in the input of a step of the schedule."""
-        raise NotImplementedError
 
     def next_level(self, sample: Tensor) -> tuple[Tensor, Tensor]:
         """Return both factors after the current step; the last leaves the clean sample."""
@@ -46,10 +42,6 @@ class ConsistencySteps(StochasticScheduler):
         shared = self._shared_noise(sample) if noise_level < 1 else torch.zeros_like(clean)
         return self.sde(clean, shared, *self.next_level(sample), noise_level=noise_level)
 
-    def renoise(self, clean: Tensor, noise: Tensor, sample: Tensor, index: int) -> Tensor:
-        signal, deviation = self.level(self.first + index, sample)
-        return signal * clean + deviation * noise
-
     def _shared_noise(self, sample: Tensor) -> Tensor:
         """Return the noise, (batch, ...), that this step has for all samples of an initial latent."""
         seeds = [0] * len(sample) if self.driver is None else self.driver.initial_seeds.tolist()
@@ -58,37 +50,20 @@ class ConsistencySteps(StochasticScheduler):
         return torch.stack(noise * (len(sample) // len(noise))).to(sample.device)
 
 
-class _AlphaSteps(ConsistencySteps):
-    """Variance-preserving latents, with a list of timesteps."""
-
-    def _alpha(self, timestep: Any, sample: Tensor) -> Tensor:
-        return self.alphas_cumprod[int(timestep)].to(device=sample.device, dtype=torch.float32)
-
-    def level(self, position: int, sample: Tensor) -> tuple[Tensor, Tensor]:
-        alpha = self._alpha(self.timesteps[position], sample)
-        return alpha.sqrt(), (1 - alpha).sqrt()
-
-    def _split(self, prediction: Tensor, timestep: Any, sample: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the clean sample and the noise that the network predicts."""
-        alpha = self._alpha(timestep, sample)
-        return split_prediction(prediction.float(), sample.float(), alpha, self.config.prediction_type)
-
-
-class LCMSteps(_AlphaSteps):
+class LCMSteps(ConsistencySteps, PreservingSteps):
     """Latent consistency models (https://huggingface.co/papers/2310.04378)."""
 
     def denoise(self, prediction: Tensor, timestep: Any, sample: Tensor) -> CleanEstimate:
-        clean, _ = self._split(prediction, timestep, sample)
+        clean, _ = self.split(prediction, timestep, sample)
         if self.config.thresholding:
             clean = self._threshold_sample(clean)
         elif self.config.clip_sample:
             clean = clean.clamp(-self.config.clip_sample_range, self.config.clip_sample_range)
         skip, out = self.get_scalings_for_boundary_condition_discrete(int(timestep))
-        clean, alpha = out * clean + skip * sample.float(), self._alpha(timestep, sample)
-        return CleanEstimate(clean, (1 - alpha).sqrt(), alpha.sqrt() * sample.float())
+        return self.estimate(out * clean + skip * sample.float(), timestep, sample)
 
 
-class TCDSteps(_AlphaSteps):
+class TCDSteps(ConsistencySteps, PreservingSteps):
     """Trajectory consistency (https://huggingface.co/papers/2402.19159): jumps part of the way, to add less noise."""
 
     coordinates = "trajectory"
@@ -96,15 +71,10 @@ class TCDSteps(_AlphaSteps):
     def distribution(self, prediction: Tensor, timestep: Any, sample: Tensor, noise_level: float) -> MeanStd:
         is_last = self.index == self.loop_length - 1
         timestep_next = 0 if is_last else int(self.timesteps[self.position + 1])
-        alpha_next = self._alpha(timestep_next, sample)
+        alpha_next = self.alpha(timestep_next, sample)
         # rounded as in diffusers, in float32
-        alpha_between = self._alpha(torch.floor((1 - noise_level) * torch.tensor(timestep_next)), sample)
-        return self.sde(*self._split(prediction, timestep, sample), alpha_next, alpha_between, noise_level=noise_level)
-
-    def denoise(self, prediction: Tensor, timestep: Any, sample: Tensor) -> CleanEstimate:
-        alpha = self._alpha(timestep, sample)
-        clean, _ = self._split(prediction, timestep, sample)
-        return CleanEstimate(clean, (1 - alpha).sqrt(), alpha.sqrt() * sample.float())
+        alpha_between = self.alpha(torch.floor((1 - noise_level) * torch.tensor(timestep_next)), sample)
+        return self.sde(*self.split(prediction, timestep, sample), alpha_next, alpha_between, noise_level=noise_level)
 
 
 class SCMSteps(ConsistencySteps):
@@ -124,16 +94,8 @@ class SCMSteps(ConsistencySteps):
         return CleanEstimate(clean, angle.sin(), angle.cos() * sample)
 
 
-class FlowConsistencySteps(ConsistencySteps):
+class FlowConsistencySteps(ConsistencySteps, FlowSteps):
     """Consistency models of flow matching: (1 - sigma) * data + sigma * noise."""
-
-    def level(self, position: int, sample: Tensor) -> tuple[Tensor, Tensor]:
-        sigma = self.sigmas[position].to(device=sample.device, dtype=torch.float32)
-        return 1 - sigma, sigma
-
-    def denoise(self, prediction: Tensor, timestep: Any, sample: Tensor) -> CleanEstimate:
-        _, sigma = self.level(self.position, sample)
-        return CleanEstimate(sample.float() - sigma * prediction.float(), sigma, sample.float())
 
 
 class EDMConsistencySteps(ConsistencySteps):
@@ -149,7 +111,7 @@ class EDMConsistencySteps(ConsistencySteps):
         skip, out = self.get_scalings_for_boundary_condition(sigma)
         clean = out * prediction.float() + skip * sample
         clean = clean.clamp(-1, 1) if self.config.clip_denoised else clean
-        return CleanEstimate(clean, sigma / torch.sqrt(1 + sigma**2), sample / (1 + sigma**2))
+        return CleanEstimate.at_sigma(clean, sigma, sample)
 
 
 CONSISTENCY_STEPS: dict[type[SchedulerMixin], type[StochasticScheduler]] = {

@@ -15,14 +15,8 @@ from torch import Tensor
 
 from .base import Policy
 from .denoising import DenoisingPolicy
-from .drivers import UnsupportedPipeline
 from .token_process import TokenDistribution, TokenTrajectory
 from .trajectory import CleanSamples, Denoised, Prefix, RolloutRequest, StepDistribution, Trajectory, sample_seed
-
-BRANCHING_TOKENS = (
-    "{}'s policy samples tokens, so there are no noiseless steps that samples could share; leave out "
-    "samples_per_latent."
-)
 
 
 def _as_policy(policy: Policy | DiffusionPipeline) -> Policy:
@@ -110,11 +104,15 @@ def rollout(
         policy.check_latents()
     if keeps_clean and steps is None:
         steps = [range(1, num_inference_steps)] * len(seeds)
-    if prefix is not None:
-        _check_prefix(policy, prefix, torch.as_tensor(initial_seeds, dtype=torch.int64))
+    initial_seeds = torch.as_tensor(initial_seeds, dtype=torch.int64)
+    if prefix is not None and not torch.equal(prefix.initial_seeds.cpu(), initial_seeds):
+        raise ValueError(
+            f"The prefix has the initial seeds {prefix.initial_seeds.tolist()}, the samples {initial_seeds.tolist()}; "
+            "give one row per sample, prefix[rows], and its initial seeds."
+        )
     request = RolloutRequest(
         seeds=seeds,
-        initial_seeds=torch.as_tensor(initial_seeds, dtype=torch.int64),
+        initial_seeds=initial_seeds,
         num_inference_steps=num_inference_steps,
         steps=steps,
         noise_steps=noise_steps,
@@ -176,24 +174,10 @@ def run_prefix(
         >>> bool((trajectory.latents[0] == trajectory.latents[1]).all())  # both leave the same latent
         True
     """
-    policy = _as_policy(policy)
-    if policy.draws_tokens:
-        raise UnsupportedPipeline(BRANCHING_TOKENS.format(type(policy.pipe).__name__))
     if length < 0:
         raise ValueError(f"length must be at least 0 steps, got {length}.")
     settings = {"num_inference_steps": num_inference_steps, "initial_seeds": initial_seeds, "device": device}
-    return policy.run_prefix(inputs, length, **settings)
-
-
-def _check_prefix(policy: Policy, prefix: Prefix, initial_seeds: Tensor) -> None:
-    """Refuse a prefix of other samples, and a policy that cannot start from a prefix."""
-    if policy.draws_tokens:
-        raise UnsupportedPipeline(BRANCHING_TOKENS.format(type(policy.pipe).__name__))
-    if not torch.equal(prefix.initial_seeds.cpu(), initial_seeds):
-        raise ValueError(
-            f"The prefix has the initial seeds {prefix.initial_seeds.tolist()}, the samples {initial_seeds.tolist()}; "
-            "give one row per sample, prefix[rows], and its initial seeds."
-        )
+    return _as_policy(policy).run_prefix(inputs, length, **settings)
 
 
 def replay(

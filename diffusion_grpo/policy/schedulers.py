@@ -48,8 +48,6 @@ from .stochastic_steps import (
     stochastic_class,
 )
 
-__all__ = ["SDES", "StochasticScheduler", "UnsupportedScheduler", "stochastic_scheduler", "watch_solver"]
-
 _FLOW_SCHEDULERS = (FlowMatchEulerDiscreteScheduler, FlowMatchHeunDiscreteScheduler)
 _FLOW_CAPABLE = (
     UniPCMultistepScheduler,
@@ -108,12 +106,6 @@ def _kind(scheduler: SchedulerMixin) -> tuple[type[StochasticScheduler], type] |
     if isinstance(scheduler, _VARIANCE_PRESERVING):
         return DDIMSteps, DDIMScheduler
     return None
-
-
-def step_kind(scheduler: SchedulerMixin) -> type[StochasticScheduler] | None:
-    """Return the mixin that draws the scheduler's steps; None if there is none."""
-    found = _kind(scheduler)
-    return None if found is None else found[0]
 
 
 def _refusal(scheduler: SchedulerMixin) -> UnsupportedScheduler:

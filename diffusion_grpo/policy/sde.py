@@ -54,13 +54,7 @@ def squared_error(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     return (error * moves).sum(1) / moves.sum(1)
 
 
-NOISE_UP_TO_1 = (
-    "cps",
-    "ddim",
-    "ancestral",
-    "consistency",
-    "tcd",
-)  # SDEs whose level is a share of the noise in the latent
+NOISE_UP_TO_1 = ("cps", "ddim", "ancestral", "consistency", "tcd")  # their level is a share of the latent's noise
 LOG_PROBS = {"gaussian": log_density, "squared_error": squared_error}
 
 
@@ -103,10 +97,15 @@ def flow_sde(
         >>> mean.shape, round(float(std), 3)
         (torch.Size([1, 4]), 0.626)
     """
-    dt = sigma_next - sigma
     # schedules start at 1 or just below it, where a small 1 - sigma would make the noise too large
     bounded = torch.where(sigma > 0.99, torch.minimum(sigma, sigma_max), sigma)
     g = noise_level * torch.sqrt(sigma / (1 - bounded))
+    return _reverse(prediction, sample, sigma, sigma_next, g)
+
+
+def _reverse(prediction: Tensor, sample: Tensor, sigma: Tensor, sigma_next: Tensor, g: Tensor) -> MeanStd:
+    """Take a step of the reverse SDE with the noise `g`."""
+    dt = sigma_next - sigma
     mean = sample * (1 + g**2 / (2 * sigma) * dt) + prediction * (1 + g**2 * (1 - sigma) / (2 * sigma)) * dt
     return mean, g * torch.sqrt(-dt)
 
@@ -140,10 +139,8 @@ def wan_sde(
         >>> mean.shape, round(float(std), 3)
         (torch.Size([1, 4]), 0.322)
     """
-    dt = sigma_next - sigma
     g = noise_level * (sigma_min + (sigma_max - sigma_min) * sigma)
-    mean = sample * (1 + g**2 / (2 * sigma) * dt) + prediction * (1 + g**2 * (1 - sigma) / (2 * sigma)) * dt
-    return mean, g * torch.sqrt(-dt)
+    return _reverse(prediction, sample, sigma, sigma_next, g)
 
 
 def dance_sde(prediction: Tensor, sample: Tensor, sigma: Tensor, sigma_next: Tensor, *, noise_level: float) -> MeanStd:

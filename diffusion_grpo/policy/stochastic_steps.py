@@ -5,11 +5,12 @@ mixin for each kind of coordinates. The arithmetic is in `sde.py`; `schedulers.p
 scheduler.
 """
 
+import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from diffusers import (
@@ -56,17 +57,15 @@ class CleanEstimate(NamedTuple):
     origin: Tensor
     moves: Tensor | None = None
 
+    @classmethod
+    def at_sigma(cls, clean: Tensor, sigma: Tensor, sample: Tensor) -> "CleanEstimate":
+        """Return the estimate for a latent that is data + sigma * noise."""
+        return cls(clean, sigma / torch.sqrt(1 + sigma**2), sample / (1 + sigma**2))
+
     def velocity(self) -> Tensor:
         """Return `v`, (batch, ...) float32; 0 for elements that the step does not move."""
         velocity = (self.origin - self.clean) / self.sigma
         return velocity if self.moves is None else velocity * self.moves
-
-
-class StepDriver(Protocol):
-    """Decides what each step of a stochastic scheduler does; see `drivers.py`."""
-
-    def step(self, scheduler: "StochasticScheduler", index: int, prediction: Tensor, timestep: Any, sample: Tensor):
-        """Return the latent after step `index` (counted from 0 in this call of the pipeline)."""
 
 
 class StochasticScheduler:
@@ -78,7 +77,7 @@ class StochasticScheduler:
     coordinates: Coordinates
     sde: SDE
     log_prob_type: str = "gaussian"
-    driver: StepDriver | None = None
+    driver: Any = None  # see `drivers.py`
     original: SchedulerMixin | None = None
     index: int = 0
     first: int | None = None
@@ -174,14 +173,17 @@ class StochasticScheduler:
         moving = moves.sum(1)
         return StepScale((std * moves).sum(1) / moving, (jacobian * moves).sum(1) / moving, moving.float())
 
+    def level(self, position: int, sample: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the factors of the clean sample and of the noise in the input of a step of the schedule; float32."""
+        raise NotImplementedError
+
     def renoise(self, clean: Tensor, noise: Tensor, sample: Tensor, index: int) -> Tensor:
         """Return clean samples noised to the level of the input of step `index` of the loop; float32.
 
-        Args:
-            clean, noise: (batch, ...), data and standard normal noise.
-            sample: (batch, ...) input of the current step; elements that are held fixed are taken from it.
+        Elements that are held fixed are taken from `sample`, the input of the current step.
         """
-        raise NotImplementedError
+        signal, deviation = self.level(self.first + index, sample)
+        return signal * clean + deviation * noise
 
     def denoise(self, prediction: Tensor, timestep: Any, sample: Tensor) -> CleanEstimate:
         """Return the clean sample that the current step predicts, float32, with the gradient of `prediction`."""
@@ -190,11 +192,17 @@ class StochasticScheduler:
     @torch.no_grad()
     def clean_at_zero(self, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
         """Return the clean sample that follows from a prediction of 0; float32."""
-        given, self.options = self.options, {}  # in which Cosmos gives a clean sample made from the network's output
-        try:
+        with self._ignoring_options():
             return self.denoise(torch.zeros_like(prediction), timestep, sample).clean
+
+    @contextlib.contextmanager
+    def _ignoring_options(self) -> Iterator[None]:
+        """Ignore the options of the current step, in which Cosmos gives a clean sample made by the network."""
+        options, self.options = self.options, {}
+        try:
+            yield
         finally:
-            self.options = given
+            self.options = options
 
     def log_prob(self, next_latents: Tensor, mean: Tensor, std: Tensor) -> Tensor:
         """Return the (batch,) log-probability of a step's output, given mean and std."""
@@ -256,18 +264,18 @@ class FlowSteps(StochasticScheduler):
         sigma, sigma_next = self._token_sigmas(sample.device)
         return sigma_next >= sigma
 
-    def _sigma_at(self, index: int, device: torch.device) -> Tensor:
-        sigma = self.sigmas[self.first + index].to(device=device, dtype=torch.float32)
-        return 1 - sigma if self.config.get("invert_sigmas") else sigma
+    def level(self, position: int, sample: Tensor) -> tuple[Tensor, Tensor]:
+        sigma = self.sigmas[position].to(device=sample.device, dtype=torch.float32)
+        sigma = 1 - sigma if self.config.get("invert_sigmas") else sigma
+        return 1 - sigma, sigma
 
     def renoise(self, clean: Tensor, noise: Tensor, sample: Tensor, index: int) -> Tensor:
-        sigma = self._sigma_at(index, sample.device)
-        noised, held = (1 - sigma) * clean + sigma * noise, self._held_tokens(sample)
+        noised, held = super().renoise(clean, noise, sample, index), self._held_tokens(sample)
         return noised if held is None else torch.where(held, sample.float(), noised)
 
     def denoise(self, prediction: Tensor, timestep: Any, sample: Tensor) -> CleanEstimate:
         prediction, sample = prediction.float(), sample.float()
-        sigma, held = self._sigma_at(self.index, sample.device), self._held_tokens(sample)
+        (_, sigma), held = self.level(self.position, sample), self._held_tokens(sample)
         if self.config.get("invert_sigmas") or held is not None:  # both invert the sign of the step
             prediction = -prediction
         moves = None if held is None else ~held.expand(sample.shape)
@@ -282,10 +290,41 @@ class PackedFlowSteps(FlowSteps):
         return SchedulerOutput(prev_sample=latents[0]) if return_dict else (latents[0],)
 
 
-class DDIMSteps(StochasticScheduler):
-    """Variance-preserving latents, written with alphas: DDIM for epsilon-, v- and sample-prediction."""
+class PreservingSteps(StochasticScheduler):
+    """The base for variance-preserving latents: sqrt(alpha) * data + sqrt(1 - alpha) * noise."""
 
     coordinates = "variance_preserving"
+
+    @property
+    def prediction_type(self) -> str:
+        """What the network predicts: "epsilon", "v_prediction" or "sample"."""
+        return self.config.prediction_type
+
+    def alpha(self, timestep: Any, sample: Tensor) -> Tensor:
+        """Return the cumulative alpha of a timestep, float32, broadcastable to the sample."""
+        return self.alphas_cumprod[int(timestep)].to(device=sample.device, dtype=torch.float32)
+
+    def level(self, position: int, sample: Tensor) -> tuple[Tensor, Tensor]:
+        alpha = self.alpha(self.timesteps[position], sample)
+        return alpha.sqrt(), (1 - alpha).sqrt()
+
+    def split(self, prediction: Tensor, timestep: Any, sample: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the clean sample and the noise that the network predicts."""
+        prediction = self.drop_variance(prediction, sample).float()
+        return split_prediction(prediction, sample.float(), self.alpha(timestep, sample), self.prediction_type)
+
+    def estimate(self, clean: Tensor, timestep: Any, sample: Tensor) -> CleanEstimate:
+        """Return a predicted clean sample with its relation to the prediction."""
+        alpha = self.alpha(timestep, sample)
+        return CleanEstimate(clean, (1 - alpha).sqrt(), alpha.sqrt() * sample.float())
+
+    def denoise(self, prediction: Tensor, timestep: Any, sample: Tensor) -> CleanEstimate:
+        return self.estimate(self.split(prediction, timestep, sample)[0], timestep, sample)
+
+
+class DDIMSteps(PreservingSteps):
+    """DDIM for epsilon-, v- and sample-prediction."""
+
     begin_index = None
 
     def drop_variance(self, prediction: Tensor, sample: Tensor) -> Tensor:
@@ -298,52 +337,28 @@ class DDIMSteps(StochasticScheduler):
         return super(StochasticScheduler, self).step(prediction, timestep, sample, return_dict=False)[0]
 
     def distribution(self, prediction: Tensor, timestep: Any, sample: Tensor, noise_level: float) -> MeanStd:
-        clip = self._clip if self._clips else None
-        return self._move(prediction, timestep, sample, noise_level, clip)
+        # CogVideoX's scheduler has the option in its config but never reads it
+        is_read = not isinstance(self, CogVideoXDDIMScheduler)
+        clips = is_read and (self.config.clip_sample or self.config.thresholding)
+        return self._move(prediction, timestep, sample, noise_level, self._clip if clips else None)
 
     def unclipped(self, prediction: Tensor, timestep: Any, sample: Tensor, noise_level: float) -> MeanStd:
         return self._move(prediction, timestep, sample, noise_level, None)
 
     def _move(
-        self,
-        prediction: Tensor,
-        timestep: Any,
-        sample: Tensor,
-        noise_level: float,
-        clip: Callable[[Tensor], Tensor] | None,
+        self, prediction: Tensor, timestep: Any, sample: Tensor, noise_level: float, clip: Callable | None
     ) -> MeanStd:
-        alphas = self.alphas_cumprod.to(device=sample.device, dtype=torch.float32)
         timestep_next = int(timestep) - self.config.num_train_timesteps // self.num_inference_steps
-        alpha_next = alphas[timestep_next] if timestep_next >= 0 else self.final_alpha_cumprod.to(alphas)
+        alpha = self.alpha(timestep, sample)
         return self.sde(
             self.drop_variance(prediction, sample).float(),
             sample.float(),
-            alphas[int(timestep)],
-            alpha_next,
+            alpha,
+            self.alpha(timestep_next, sample) if timestep_next >= 0 else self.final_alpha_cumprod.to(alpha),
             noise_level=noise_level,
             prediction_type=self.config.prediction_type,
             clip=clip,
         )
-
-    def _alpha(self, timestep: Any, device: torch.device) -> Tensor:
-        return self.alphas_cumprod[int(timestep)].to(device=device, dtype=torch.float32)
-
-    def renoise(self, clean: Tensor, noise: Tensor, sample: Tensor, index: int) -> Tensor:
-        alpha = self._alpha(self.timesteps[self.first + index], sample.device)
-        return alpha.sqrt() * clean + (1 - alpha).sqrt() * noise
-
-    def denoise(self, prediction: Tensor, timestep: Any, sample: Tensor) -> CleanEstimate:
-        alpha, sample = self._alpha(timestep, sample.device), sample.float()
-        prediction = self.drop_variance(prediction, sample).float()
-        clean, _ = split_prediction(prediction, sample, alpha, self.config.prediction_type)
-        return CleanEstimate(clean, (1 - alpha).sqrt(), alpha.sqrt() * sample)
-
-    @property
-    def _clips(self) -> bool:
-        # CogVideoX's scheduler has the option in its config but never reads it
-        if isinstance(self, CogVideoXDDIMScheduler):
-            return False
-        return bool(self.config.clip_sample or self.config.thresholding)
 
     def _clip(self, clean: Tensor) -> Tensor:
         if self.config.thresholding:
@@ -351,17 +366,19 @@ class DDIMSteps(StochasticScheduler):
         return clean.clamp(-self.config.clip_sample_range, self.config.clip_sample_range)
 
 
-class CosineSteps(StochasticScheduler):
+class CosineSteps(PreservingSteps):
     """Stable Cascade's cosine schedule: time runs from 1 to 0."""
 
-    coordinates = "variance_preserving"
     begin_index = None
+    prediction_type = "epsilon"
+
+    def alpha(self, timestep: Any, sample: Tensor) -> Tensor:
+        alpha = self._alpha_cumprod(timestep.reshape(-1), sample.device)
+        return alpha.float().view(-1, *[1] * (sample.ndim - 1))
 
     def _alphas(self, timestep: Tensor, sample: Tensor) -> tuple[Tensor, Tensor]:
-        shape = (-1, *[1] * (sample.ndim - 1))
         timestep_next = self.previous_timestep(timestep).to(timestep)
-        alphas = [self._alpha_cumprod(t, sample.device).float().view(shape) for t in (timestep, timestep_next)]
-        return alphas[0], alphas[1]
+        return self.alpha(timestep, sample), self.alpha(timestep_next, sample)
 
     def deterministic(self, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
         alphas = self._alphas(timestep, sample)
@@ -370,15 +387,6 @@ class CosineSteps(StochasticScheduler):
     def distribution(self, prediction: Tensor, timestep: Any, sample: Tensor, noise_level: float) -> MeanStd:
         alphas = self._alphas(timestep, sample)
         return self.sde(prediction.float(), sample.float(), *alphas, noise_level=noise_level)
-
-    def renoise(self, clean: Tensor, noise: Tensor, sample: Tensor, index: int) -> Tensor:
-        alpha = self._alpha_cumprod(self.timesteps[self.first + index].reshape(1), sample.device).float()
-        return alpha.sqrt() * clean + (1 - alpha).sqrt() * noise
-
-    def denoise(self, prediction: Tensor, timestep: Any, sample: Tensor) -> CleanEstimate:
-        sample, (alpha, _) = sample.float(), self._alphas(timestep, sample)
-        clean, _ = split_prediction(prediction.float(), sample, alpha, "epsilon")
-        return CleanEstimate(clean, (1 - alpha).sqrt(), alpha.sqrt() * sample)
 
 
 class _StepOrEstimate:
@@ -426,26 +434,24 @@ class SigmaSteps(StochasticScheduler):
 
     def deterministic(self, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
         if isinstance(self, (EulerDiscreteScheduler, EDMEulerScheduler, FlowMatchEulerDiscreteScheduler)):
-            given = {k: v for k, v in self.options.items() if k == "pred_original_sample"}
-            return super(StochasticScheduler, self).step(prediction, timestep, sample, return_dict=False, **given)[0]
+            clean = {k: v for k, v in self.options.items() if k == "pred_original_sample"}
+            return super(StochasticScheduler, self).step(prediction, timestep, sample, return_dict=False, **clean)[0]
         return ancestral(*self._clean_step(prediction, sample), noise_level=0.0)[0].to(sample.dtype)
 
     def distribution(self, prediction: Tensor, timestep: Any, sample: Tensor, noise_level: float) -> MeanStd:
         return self.sde(*self._clean_step(prediction, sample), noise_level=noise_level)
 
     def unclipped(self, prediction: Tensor, timestep: Any, sample: Tensor, noise_level: float) -> MeanStd:
-        given, self.options = self.options, {}  # in which Cosmos gives a clean sample made from the network's output
-        try:
+        with self._ignoring_options():
             return self.distribution(prediction, timestep, sample, noise_level)
-        finally:
-            self.options = given
 
-    def renoise(self, clean: Tensor, noise: Tensor, sample: Tensor, index: int) -> Tensor:
-        return clean + self.sigmas[self.first + index].to(sample.device, torch.float32) * noise
+    def level(self, position: int, sample: Tensor) -> tuple[Tensor, Tensor]:
+        sigma = self.sigmas[position].to(device=sample.device, dtype=torch.float32)
+        return torch.ones_like(sigma), sigma
 
     def denoise(self, prediction: Tensor, timestep: Any, sample: Tensor) -> CleanEstimate:
         clean, sample, sigma, _ = self._clean_step(prediction, sample)
-        return CleanEstimate(clean, sigma / torch.sqrt(1 + sigma**2), sample / (1 + sigma**2))
+        return CleanEstimate.at_sigma(clean, sigma, sample)
 
     def _clean_step(self, prediction: Tensor, sample: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the predicted clean sample, the sample, and the sigmas of this step and of the next."""

@@ -8,7 +8,7 @@ tokens, and the call ends there.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from diffusers import DiffusionPipeline
@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from ..media.files import extract_samples
 from ..pipelines import family_of
-from .base import Policy, policy_component
+from .base import Policy, call_arguments, policy_component
 from .denoising import DenoisingPolicy
 from .drivers import StepScored, UnsupportedPipeline
 from .language_model import Drawn, recomputing, score, select_prompt
@@ -54,6 +54,13 @@ class TokenPolicy(Policy):
             "rewards that take the finished samples."
         )
 
+    def run_prefix(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse to branch."""
+        raise UnsupportedPipeline(
+            f"{type(self.pipe).__name__}'s policy samples tokens, so there are no noiseless steps that samples could "
+            "share; leave out samples_per_latent."
+        )
+
     @contextlib.contextmanager
     def _generating(self, generate: Callable, initial_seeds: Tensor) -> Iterator[None]:
         """Put `generate` in place of the language model's; restore the pipeline on leaving."""
@@ -72,7 +79,9 @@ class TokenPolicy(Policy):
         and by the same code as in the replay. Those of the generation itself, which uses a key-value cache, differ in
         the last bits, so the first ratio would not be 1.
         """
-        arguments = self.call_arguments(inputs, request.num_inference_steps, request.initial_seeds)
+        if request.prefix is not None:
+            self.run_prefix()
+        arguments = call_arguments(self.pipe, inputs, request.num_inference_steps, request.initial_seeds)
         is_recorded = request.noise_level is None
         made: list[TokenTrajectory | None] = []
 
@@ -117,11 +126,8 @@ class TokenPolicy(Policy):
         forwards: Sequence[Callable] | None = None,
         sources: Tensor | None = None,
     ) -> TokenDistribution:
-        """Score the recorded tokens; see [`~diffusion_grpo.policy.rollout.replay`].
-
-        The only step is 0, and samples never share its call, so `sources` is None.
-        """
-        arguments = self.call_arguments(inputs, trajectory.num_inference_steps, trajectory.initial_seeds)
+        """Score the recorded tokens, which are one step of number 0, whose call samples never share."""
+        arguments = call_arguments(self.pipe, inputs, trajectory.num_inference_steps, trajectory.initial_seeds)
         scored: list[Tensor] = []
         here = trajectory.to(self.network.device)
         length = int(here.mask.any(0).sum())  # the length of this batch in the rollout

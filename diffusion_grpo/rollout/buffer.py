@@ -1,7 +1,7 @@
 """The samples of one rollout, split into micro-batches that are used `num_iterations` times."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -91,47 +91,10 @@ class RolloutBuffer:
 
     def chunks(self) -> list[slice]:
         """Return the indices of the samples of each micro-batch."""
-        return [
-            slice(start, start + self.micro_batch_size) for start in range(0, len(self.rows), self.micro_batch_size)
-        ]
+        size = self.micro_batch_size
+        return [slice(start, start + size) for start in range(0, len(self.rows), size)]
 
-    def replay_anchor(self, replay: Callable[[MicroBatch], tuple[Tensor, list[Tensor]]]) -> None:
-        """Set `old_log_probs` from replays, before any update, in the micro-batches that are trained.
-
-        Args:
-            replay: returns (batch, steps) log-probabilities of a micro-batch, and the (1, steps, ...) means of each of
-                its samples to store in the trajectory, or no means at all.
-        """
-        found = [replay(self.part(chunk)) for chunk in self.chunks()]
-        self.old_log_probs = torch.cat([log_probs for log_probs, _ in found])
-        means = [mean for _, means in found for mean in means]
-        if means:
-            pairs = zip(self.samples, means, strict=True)
-            self.samples = [dataclasses.replace(sample, means=mean) for sample, mean in pairs]
-
-    def measure_errors(self, measure: Callable[[MicroBatch, bool], tuple[Tensor, RecordedClean]]) -> None:
-        """Set `old_log_probs` to the negative errors of re-noised samples, and `recorded_clean`, before any update.
-
-        Args:
-            measure: returns the (batch, steps) negative errors of a micro-batch and, if its second argument is true,
-                the predictions of its first pass.
-        """
-        found = [measure(self.part(chunk), number == 0) for number, chunk in enumerate(self.chunks())]
-        self.old_log_probs = torch.cat([errors for errors, _ in found])
-        self.recorded_clean = found[0][1]
-
-    def record_first_pass(self, predict: Callable[[MicroBatch], RecordedClean]) -> None:
-        """Set `recorded_clean` from the rollout's first pass, before any update."""
-        self.recorded_clean = predict(self.part(self.chunks()[0]))
-
-    def record_old(self, predict: Callable[[MicroBatch], list[Tensor]], is_current: bool) -> None:
-        """Store the old policy's prediction of each re-noised sample at each of its steps.
-
-        Args:
-            predict: returns one (steps, ...) tensor per sample of a micro-batch.
-        """
-        found = [old for chunk in self.chunks() for old in predict(self.part(chunk))]
-        self.samples = [
-            dataclasses.replace(sample, old_clean=old[None]) for sample, old in zip(self.samples, found, strict=True)
-        ]
-        self.has_current_old = is_current
+    def add_to_samples(self, name: str, values: Iterable[Tensor]) -> None:
+        """Set a field of each sample's record."""
+        pairs = zip(self.samples, values, strict=True)
+        self.samples = [dataclasses.replace(sample, **{name: value}) for sample, value in pairs]

@@ -14,9 +14,8 @@ from ..data.call_form import learn_forms, refuse_single
 from ..data.inputs import PipelineInputs
 from ..distributed.backend import DistributedBackend
 from ..policy.base import Policy
-from ..policy.rollout import rollout, run_prefix
 from ..policy.token_process import TokenTrajectory
-from ..policy.trajectory import CleanSamples, Prefix, Trajectory
+from ..policy.trajectory import CleanSamples, Prefix, RolloutRequest, Trajectory
 from ..report.samples import SampleWriter
 from ..rewards.executor import RolloutScoring
 from .buffer import RolloutBuffer, Samples
@@ -47,7 +46,6 @@ class RolloutGenerator:
         args: DiffusionGRPOConfig,
         policy: Policy,
         inputs: PipelineInputs,
-        read_rows: Callable[[list[int]], Rows],
         *,
         scorer: RewardScorer,
         estimator: AdvantageEstimator,
@@ -55,21 +53,26 @@ class RolloutGenerator:
         writer: SampleWriter,
         runtime: Runtime,
     ):
-        self._args, self._policy, self.inputs, self._read_rows = args, policy, inputs, read_rows
+        self._args, self._policy, self.inputs = args, policy, inputs
         self._scorer, self._estimator, self._passes, self._writer = scorer, estimator, passes, writer
         self._backend, self._monitor = runtime.backend, runtime.monitor
         self._metrics, self._progress = runtime.metrics, runtime.progress
         self._plan, self._recording, self._anchor = make_sampling_plan(args), passes.recording, args.anchor
-        self._noise_level = args.noise_level or policy.default_noise_level  # None for tokens
+        self._device = args.trajectory_device
         self._signal = SignalCheck(estimator.names, warns=args.process_index == 0)
 
-    def __call__(self, order: RolloutOrder, row_indices: list[int], step: int, last_step: int) -> RolloutBuffer:
-        """Make and score one rollout, and return the buffer for its updates."""
+    def __call__(
+        self, order: RolloutOrder, rows_at: Callable[[list[int]], Rows], step: int, last_step: int
+    ) -> RolloutBuffer:
+        """Make and score one rollout, and return the buffer for its updates.
+
+        `rows_at` reads the dataset rows of the samples at some positions.
+        """
         positions = order.own()
         extra: dict[str, list] = {}
         with self._monitor.barrier_after("reads its rows"), self._metrics.time("time/rollout"):
             # a process that fails here reaches no collective
-            rows = self.rows_at(positions.tolist(), row_indices)
+            rows = rows_at(positions.tolist())
             scoring = self._scorer.begin_rollout(order, rows)
         self._progress.begin("rollout", len(rows), copies=self._backend.groups.count)
         with self._monitor.barrier_after("rolls out"), scoring:
@@ -94,13 +97,10 @@ class RolloutGenerator:
             self._metrics.add_all(metrics)
             self._signal.add(rewards, metrics)
             seeds = torch.cat([trajectory.seeds for trajectory in trajectories]).tolist()
-            columns = found.columns | {"seed": seeds, "row": [row_indices[at] for at in positions.tolist()]} | extra
+            indices = [order.row_indices[position] for position in positions.tolist()]
+            columns = found.columns | {"seed": seeds, "row": indices} | extra
             self._writer.write(step, last_step, rows, samples, positions, local, columns)
             return self._buffer(rows, trajectories, found, order)
-
-    def rows_at(self, positions: list[int], row_indices: list[int]) -> Rows:
-        """Return the dataset rows of the samples at `positions`; `row_indices` has the row of every position."""
-        return self._read_rows([row_indices[position] for position in positions])
 
     def learn(self, rows: Rows) -> None:
         """Find out in which form the pipeline takes these rows, if that is not known yet."""
@@ -109,7 +109,7 @@ class RolloutGenerator:
     def learn_inputs(self, rows: Rows) -> None:
         """Do the same as `learn`, when called by `Passes.run`."""
         all_ask = self._backend.accelerator if self._backend.passes_together else None
-        learn_forms(self.inputs, self._policy, rows, self._noise_level, accelerator=all_ask)
+        learn_forms(self.inputs, self._policy, rows, self._args.noise_level, accelerator=all_ask)
         if self._recording.whole_groups:
             refuse_single(self.inputs, rows, self._args.loss_type)
 
@@ -144,25 +144,24 @@ class RolloutGenerator:
         for indices, is_own in self._backend.equalize(calls):
             latents = [] if takes_latents else None
             arguments = self.inputs([rows[index] for index in indices])
-            images, trajectory = rollout(
-                self._policy,
-                arguments,
+            request = RolloutRequest(
                 seeds=plan.seeds[indices],
                 initial_seeds=plan.initial_seeds[indices],
                 num_inference_steps=self._plan.num_inference_steps,
                 steps=[plan.steps[index] for index in indices],
                 noise_steps=None if plan.noise_steps is None else [plan.noise_steps[index] for index in indices],
                 noise_in_last_step=self._args.noisy_steps == "all_and_last",
-                noise_level=self._noise_level,
-                device=self._args.trajectory_device,
+                noise_level=self._args.noise_level,
+                device=self._device,
                 latents=latents,
                 is_decoded=is_decoded,
                 step_weight=self._args.step_weight,
-                weighted_steps=self._args.trainable_steps,
+                weighted_steps=self._plan.trainable_steps,
                 keeps_means=self._recording.old == "mean" and self._anchor == "rollout",
                 keeps_clean=self._recording.keeps == "clean",
                 prefix=None if prefix_of is None else prefix_of(indices),
             )
+            images, trajectory = self._policy.rollout(arguments, request)
             self.inputs.check_samples(latents if images is None else images, len(indices), arguments)
             if is_own:
                 scoring.add(indices, images, latents)
@@ -237,8 +236,7 @@ def compute_prefixes(
         shared += [sorted(new.values())] if new else []
     prefixes: dict[int, Prefix] = {}
     for indices, _ in backend.equalize(shared):  # a repeated call gives the same latents
-        prefix = run_prefix(
-            policy,
+        prefix = policy.run_prefix(
             inputs([rows[index] for index in indices]),
             plan.prefix_lengths[indices[0]],
             num_inference_steps=args.num_inference_steps,

@@ -1,10 +1,12 @@
 """Hand out a run's micro-batches in order; make a new rollout when the last one is used up."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from ..algorithms.batch import MicroBatch
+from ..algorithms.batch import MicroBatch, Rows
 from ..config.settings import DiffusionGRPOConfig
 from ..distributed.backend import DistributedBackend
 from .buffer import RolloutBuffer
@@ -17,8 +19,14 @@ from .value_model import ValueTargets
 class RolloutLoader:
     """Loader of the micro-batches of a run."""
 
-    def __init__(self, generator: RolloutGenerator, args: DiffusionGRPOConfig, backend: DistributedBackend):
-        self._generator, self._args, self._backend = generator, args, backend
+    def __init__(
+        self,
+        generator: RolloutGenerator,
+        args: DiffusionGRPOConfig,
+        backend: DistributedBackend,
+        read_rows: Callable[[list[int]], Rows],
+    ):
+        self._generator, self._args, self._backend, self._read_rows = generator, args, backend, read_rows
         self._checkpoint: Path | None = None
         self.reset()
 
@@ -51,11 +59,12 @@ class RolloutLoader:
         generation, self._slot = divmod(micro_batch, self._sizes.slots)
         if self._slot == 0 or self.buffer is None:
             everyone = self._backend.gather(torch.tensor(row_indices, device=self._args.device)).tolist()
-            order = RolloutOrder(self._sizes, self._args.seed, generation)
+            order = RolloutOrder(self._sizes, self._args.seed, generation, everyone)
+            rows_at = functools.partial(self._rows_at, order)
             if self._slot == 0:
-                self.buffer = self._generator(order, everyone, step, last_step)
+                self.buffer = self._generator(order, rows_at, step, last_step)
             else:
-                self.buffer = self._restore(order, everyone)
+                self.buffer = self._restore(order, rows_at)
         return self.buffer.micro_batch(self._slot)
 
     @property
@@ -69,11 +78,15 @@ class RolloutLoader:
         if is_within and self._backend.groups.is_first:
             save_buffer(self.buffer, rollout_file(folder, self._sizes.data_process))
 
-    def _restore(self, order: RolloutOrder, row_indices: list[int]) -> RolloutBuffer:
-        def rows_at(positions: list[int]) -> list[dict]:
-            rows = self._generator.rows_at(positions, row_indices)
+    def _rows_at(self, order: RolloutOrder, positions: list[int]) -> Rows:
+        """Return the dataset rows of the samples at these positions."""
+        return self._read_rows([order.row_indices[position] for position in positions])
+
+    def _restore(self, order: RolloutOrder, rows_at: Callable[[list[int]], Rows]) -> RolloutBuffer:
+        def learn_rows_at(positions: list[int]) -> Rows:
+            rows = rows_at(positions)
             self._generator.learn(rows)
             return rows
 
         folder = self._checkpoint or Path()
-        return restore_buffer(folder, order, self._generator.inputs, rows_at, self._args.trajectory_device)
+        return restore_buffer(folder, order, self._generator.inputs, learn_rows_at, self._args.trajectory_device)

@@ -5,6 +5,7 @@ does not depend on the number of processes.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -26,9 +27,11 @@ class RolloutOrder:
 
     Attributes:
         made: (samples,) int64 positions of all samples, in the order of the updates.
+        row_indices: the dataset row of each position.
     """
 
-    def __init__(self, sizes: BatchSizes, seed: int, generation: int):
+    def __init__(self, sizes: BatchSizes, seed: int, generation: int, row_indices: Sequence[int] = ()):
+        self.row_indices = row_indices
         self.sizes, self.generation, self.seed = sizes, generation, sample_seed(seed, "order", generation)
         group, kept = sizes.num_generations, sizes.trained_per_prompt
         trained = sizes.prompts_per_rollout * kept

@@ -6,7 +6,6 @@ samples.
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Protocol
 
@@ -65,15 +64,40 @@ class Passes:
     def record_old(self, buffer: RolloutBuffer) -> None:
         """Record what updates need of the policy that made a rollout, before the first of them moves it."""
         is_clean = self.recording.keeps == "clean"
-        if self._anchor == "replay" and is_clean:
-            self.run(buffer.measure_errors, self.measure_errors)
-        elif self._anchor == "replay":
-            self.run(buffer.replay_anchor, functools.partial(self.anchor, keeps_means=self.recording.old == "mean"))
+        if self._anchor == "replay":
+            self.run(self._record_errors if is_clean else self._record_anchor, buffer)
         if self._old_policy is not None:
             with self._show_old():
-                self.run(buffer.record_old, self.predict_clean, not self._old_policy.has_moved)
+                self.run(self._record_old_clean, buffer)
+            buffer.has_current_old = not self._old_policy.has_moved
         if self._anchor == "rollout" and is_clean and not buffer.has_current_old:
-            self.run(buffer.record_first_pass, self.predict_first_pass)
+            self.run(self._record_first_pass, buffer)
+
+    def _record_anchor(self, buffer: RolloutBuffer) -> None:
+        """Set the old log-probabilities from replays in the micro-batches that are trained; add means if needed."""
+        keeps_means = self.recording.old == "mean"
+        log_probs, means = zip(*[self.anchor(buffer.part(chunk), keeps_means) for chunk in buffer.chunks()])
+        buffer.old_log_probs = torch.cat(log_probs)
+        if keeps_means:
+            buffer.add_to_samples("means", [mean for part in means for mean in part])
+
+    def _record_errors(self, buffer: RolloutBuffer) -> None:
+        """Set the old log-probabilities to the negative errors of re-noised samples; keep the first predictions."""
+        errors, recorded = [], None
+        for chunk in buffer.chunks():
+            values, first = self.measure_errors(buffer.part(chunk))
+            errors.append(values)
+            recorded = recorded or first
+        buffer.old_log_probs, buffer.recorded_clean = torch.cat(errors), recorded
+
+    def _record_first_pass(self, buffer: RolloutBuffer) -> None:
+        """Keep the predictions of the rollout's first pass alone."""
+        buffer.recorded_clean = self.measure_errors(buffer.part(buffer.chunks()[0]), passes=1)[1]
+
+    def _record_old_clean(self, buffer: RolloutBuffer) -> None:
+        """Add the old policy's prediction of each re-noised sample at each of its steps."""
+        clean = [steps for chunk in buffer.chunks() for steps in self.predict_clean(buffer.part(chunk))]
+        buffer.add_to_samples("old_clean", [steps[None] for steps in clean])
 
     def log_probs(self, batch: MicroBatch) -> Tensor:
         """Return (batch, steps) log-probabilities of the recorded steps under the current policy."""
@@ -92,22 +116,16 @@ class Passes:
             batch, lambda places, part, step: measure(self._policy.replay(**part.replay_arguments(step)), places)
         ), means
 
-    def measure_errors(self, batch: MicroBatch, records_first: bool) -> tuple[Tensor, RecordedClean]:
-        """Return (batch, steps) negative denoising errors of re-noised samples, and the first pass's predictions."""
-        return self._record_first(batch, records=records_first)
+    def measure_errors(self, batch: MicroBatch, passes: int | None = None) -> tuple[Tensor, RecordedClean]:
+        """Return (batch, steps) negative denoising errors of re-noised samples, and the first pass's predictions.
 
-    def predict_first_pass(self, batch: MicroBatch) -> RecordedClean:
-        """Make only the first pass, and return its predictions of clean samples by initial seed and step."""
-        return self._record_first(batch, passes=1)[1]
-
-    def _record_first(
-        self, batch: MicroBatch, passes: int | None = None, records: bool = True
-    ) -> tuple[Tensor, RecordedClean]:
+        The predictions of clean samples are by initial seed and step.
+        """
         first: RecordedClean = {}
 
         def measure(places: list[tuple[int, int]], part: Part, step: int) -> Tensor:
             now, samples = self._policy.denoise(part.inputs, part.trajectory, step), part.trajectory
-            if records and not first:
+            if not first:
                 seeds = samples.initial_seeds.tolist()
                 first.update({(seed, step): clean.to(samples.latents) for seed, clean in zip(seeds, now.clean)})
             return -now.error()

@@ -109,14 +109,13 @@ def build(
         args,
         policy,
         inputs,
-        read_rows,
         scorer=scorer,
         estimator=AdvantageEstimator(args, rewards.names, rewards.weights, learner.values),
         passes=passes,
         writer=SampleWriter(args, inputs, rewards.names, backend.groups, rate),
         runtime=runtime,
     )
-    loader = RolloutLoader(generator, args, backend)
+    loader = RolloutLoader(generator, args, backend, read_rows)
     update = PolicyUpdate(
         learner, policy, runtime, value_clip=args.value_clip, device=args.device, output_dir=args.output_dir
     )

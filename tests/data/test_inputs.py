@@ -41,7 +41,8 @@ from diffusion_grpo.data.calls import Form, group_by_shape
 from diffusion_grpo.data.columns import RowError
 from diffusion_grpo.data.inputs import PipelineInputs, prepare_inputs
 from diffusion_grpo.media.serialize import pack_samples
-from diffusion_grpo.policy.rollout import DenoisingPolicy, UnsupportedPipeline
+from diffusion_grpo.policy.drivers import UnsupportedPipeline
+from diffusion_grpo.policy.rollout import DenoisingPolicy
 from diffusion_grpo.rewards import load_rewards
 
 KONTEXT = inspect.unwrap(FluxKontextPipeline.__call__)

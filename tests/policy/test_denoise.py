@@ -8,8 +8,10 @@ from diffusers import WanImageToVideoPipeline
 from PIL import Image
 from torch import nn
 
+from diffusion_grpo.policy.base import call_arguments
+from diffusion_grpo.policy.drivers import UnsupportedPipeline
 from diffusion_grpo.policy.input_watch import InputWatch
-from diffusion_grpo.policy.rollout import DenoisingPolicy, UnsupportedPipeline, denoise, replay, rollout
+from diffusion_grpo.policy.rollout import DenoisingPolicy, denoise, replay, rollout
 from diffusion_grpo.policy.schedulers import watch_solver
 from diffusion_grpo.policy.trajectory import Trajectory, sample_seed
 from diffusion_grpo.policy.unguided import switch_guidance_off
@@ -172,7 +174,7 @@ def test_a_rollout_is_what_the_plain_pipeline_samples(name):
     pipe, inputs = tiny_pipelines.build(name)
     policy, solver = DenoisingPolicy(pipe), pipe.scheduler
     made, clean = rollout(policy, inputs, seeds=[1, 2], num_inference_steps=STEPS, keeps_clean=True)
-    arguments = policy.call_arguments(inputs, STEPS, clean.initial_seeds)
+    arguments = call_arguments(policy.pipe, inputs, STEPS, clean.initial_seeds)
     with torch.no_grad():
         latents = pipe(**{**arguments, "output_type": "latent"})[0]
     assert pipe.scheduler is solver and len(made) == 2

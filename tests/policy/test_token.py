@@ -13,8 +13,9 @@ from torch.nn.functional import pad
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.algorithms.batch import MicroBatch
 from diffusion_grpo.pipelines import FAMILIES
+from diffusion_grpo.policy.drivers import UnsupportedPipeline
 from diffusion_grpo.policy.language_model import recomputing
-from diffusion_grpo.policy.rollout import DenoisingPolicy, UnsupportedPipeline, replay, rollout
+from diffusion_grpo.policy.rollout import DenoisingPolicy, replay, rollout
 from diffusion_grpo.policy.token import TokenPolicy, make_policy
 from diffusion_grpo.policy.token_process import Sampling, TokenTrajectory
 

@@ -7,7 +7,8 @@ import tiny_pipelines
 import torch
 from tiny_runs import brightness, logged, trained_weights, trainer_for
 
-from diffusion_grpo.policy.rollout import DenoisingPolicy, UnsupportedPipeline, rollout
+from diffusion_grpo.policy.drivers import UnsupportedPipeline
+from diffusion_grpo.policy.rollout import DenoisingPolicy, rollout
 from diffusion_grpo.rewards import RewardError, groupwise, score, takes_latents
 
 

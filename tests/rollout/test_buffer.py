@@ -66,19 +66,3 @@ def test_only_the_first_update_is_on_policy():
     buffer = buffer_of(12, updates=3, accumulation=2)
     assert [buffer.micro_batch(slot).is_on_policy for slot in range(8)] == [True] * 2 + [False] * 6
     assert all(buffer_of(12).micro_batch(slot).is_on_policy for slot in range(6))
-
-
-def test_a_replayed_anchor_is_the_denominator_of_every_slot():
-    buffer, batches = buffer_of(8), []
-
-    def replay(batch):
-        batches.append(numbers_of(batch))
-        return batch.old_log_probs + 0.5, [sample.next_latents + 0.25 for sample in batch.samples]
-
-    buffer.replay_anchor(replay)
-    assert batches == [[0, 1], [2, 3], [4, 5], [6, 7]]  # those that are trained
-    for slot in (0, 3):
-        batch = buffer.micro_batch(slot)
-        recorded = torch.cat([sample.log_probs for sample in batch.samples])
-        assert torch.equal(batch.old_log_probs, recorded + 0.5)
-        assert all(torch.equal(sample.means, sample.next_latents + 0.25) for sample in batch.samples)

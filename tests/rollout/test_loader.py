@@ -28,8 +28,8 @@ class Generator:
     def __init__(self):
         self.calls = []
 
-    def __call__(self, order, everyone, step, last_step):
-        self.calls.append((everyone, step, last_step))
+    def __call__(self, order, rows_at, step, last_step):
+        self.calls.append((rows_at([0, 1]), step, last_step))
         return Buffer(len(self.calls) - 1)
 
 
@@ -44,7 +44,7 @@ def make(accumulation=2, steps_per_generation=4, num_iterations=1):
     sizes = BatchSizes(4, None, 2, accumulation, steps_per_generation, num_iterations)
     generator = Generator()
     args = SimpleNamespace(batch_sizes=sizes, seed=0, device=torch.device("cpu"), trajectory_device="cpu")
-    return RolloutLoader(generator, args, Backend()), generator
+    return RolloutLoader(generator, args, Backend(), lambda indices: [f"row {index}" for index in indices]), generator
 
 
 @pytest.mark.parametrize(
@@ -67,15 +67,15 @@ def test_the_order_of_three_updates(sizes, expected):
     following = [*found[1:], feed.next([7, 8], 3, last_step=9)]
     assert used_up == [rollout != after for (rollout, _), (after, _) in zip(found, following, strict=True)]
     assert found == expected and firsts == [True, False] * 3
-    assert generator.calls[0] == ([7, 8], 0, 9) and feed.value_targets is None
+    assert generator.calls[0] == (["row 7", "row 8"], 0, 9) and feed.value_targets is None
 
 
 def test_after_a_reset_a_new_rollout_begins():
     feed, generator = make(steps_per_generation=2)
-    feed.next([1], 0, 9)
+    feed.next([1, 2], 0, 9)
     feed.reset()
     assert feed.buffer is None
-    assert feed.next([1], 0, 9) == (1, 0) and len(generator.calls) == 2
+    assert feed.next([1, 2], 0, 9) == (1, 0) and len(generator.calls) == 2
 
 
 def test_a_rollout_is_saved_only_while_it_is_used(tmp_path, monkeypatch):
@@ -84,7 +84,7 @@ def test_a_rollout_is_saved_only_while_it_is_used(tmp_path, monkeypatch):
     feed.save(tmp_path, 0)
     for step in range(2):
         for _ in range(2):
-            feed.next([1], step, 9)
+            feed.next([1, 2], step, 9)
         feed.save(tmp_path, step + 1)
     assert saved == ["rollout-rank0.safetensors"]  # after the first of two updates
 
@@ -94,13 +94,12 @@ def test_a_resume_within_a_rollout_reads_the_rest_of_it(tmp_path, monkeypatch):
     seen = []
 
     def restore(folder, order, inputs, rows_at, device):
-        seen.append((folder, rows_at([3])))
+        seen.append((folder, rows_at([1])))
         return Buffer("restored")
 
     generator.inputs, generator.learn = None, lambda rows: seen.append(("learned", rows))
-    generator.rows_at = lambda positions, indices: [(position, indices) for position in positions]
     monkeypatch.setattr("diffusion_grpo.rollout.loader.restore_buffer", restore)
     feed.resume_from(tmp_path)
     assert feed.next([1, 2], 1, 9) == ("restored", 2) and not generator.calls
-    assert seen == [("learned", [(3, [1, 2])]), (tmp_path, [(3, [1, 2])])]
+    assert seen == [("learned", ["row 2"]), (tmp_path, ["row 2"])]
     assert feed.next([1, 2], 1, 9) == ("restored", 3) and feed.next([1, 2], 2, 9) == (0, 0)

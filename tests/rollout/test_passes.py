@@ -12,6 +12,7 @@ from diffusion_grpo.policy.trajectory import StepDistribution, StepScale
 from diffusion_grpo.rollout.passes import Passes
 from tests.algorithms.test_batch import batch_of, make_inputs, rows_of, samples_of
 from tests.renoised_parts import mean, problem, squares
+from tests.rollout.test_buffer import buffer_of
 
 
 class Network:
@@ -47,8 +48,9 @@ class Inputs:
         return [list(range(len(rows)))]
 
 
-def make(policy, reference=None):
-    args = SimpleNamespace(rollout_call_size=2, beta=1.0, recording=Recording(), anchor="own")
+def make(policy, reference=None, anchor="own", old=None):
+    recording = Recording(old=old)
+    args = SimpleNamespace(rollout_call_size=2, beta=1.0, recording=recording, anchor=anchor)
     runtime = SimpleNamespace(backend=Backend(), metrics=None)
     return Passes(args, policy, Inputs(), runtime, reference=reference)
 
@@ -114,3 +116,12 @@ def test_divergences_of_a_rollout_come_in_its_batches():
     found = make(policy, reference).rollout_divergences(rows_of(4), samples_of(4))
     assert found.shape == (4, 2) and (found == 2.0).all()
     assert [seeds for seeds, _ in policy.passes] == [[0, 1]] * 3 + [[2, 3]] * 3 and policy.passes == reference.passes
+
+
+def test_a_replayed_anchor_is_the_denominator_of_every_slot():
+    buffer, policy = buffer_of(8), Network(shift=0.5, mean=3.0)
+    recorded = buffer.old_log_probs
+    make(policy, anchor="replay", old="mean").record_old(buffer)
+    assert [seeds for seeds, _ in policy.passes] == [[n, n + 1] for n in (0, 2, 4, 6) for _ in range(3)]
+    assert torch.equal(buffer.old_log_probs, recorded + 0.5)
+    assert all((sample.means == 3.0).all() and sample.means.shape == (1, 2, 1, 2, 2) for sample in buffer.samples)

@@ -8,7 +8,6 @@ from tiny_runs import brightness, first_frame_brightness, logged, trained_weight
 
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.policy.trajectory import Prefix
-from diffusion_grpo.rollout import generate
 from diffusion_grpo.rollout.generate import compute_prefixes, split_by_length
 
 
@@ -24,19 +23,18 @@ def test_calls_are_split_where_samples_branch_at_different_steps():
     ],
 )
 @pytest.mark.parametrize("repeats", [0, 1])
-def test_each_initial_latent_is_computed_once_and_each_sample_finds_its_own(monkeypatch, repeats, calls, expected):
+def test_each_initial_latent_is_computed_once_and_each_sample_finds_its_own(repeats, calls, expected):
     asked = []
 
-    def run(policy, inputs, length, *, num_inference_steps, initial_seeds, device):
+    def run(inputs, length, *, num_inference_steps, initial_seeds, device):
         assert length == 2
         asked.append((inputs["rows"], initial_seeds.tolist()))
         return Prefix(initial_seeds[:, None].float(), initial_seeds, length)
 
-    monkeypatch.setattr(generate, "run_prefix", run)
     # another process may have more calls: this one repeats its last
     backend = SimpleNamespace(equalize=lambda calls: [(call, True) for call in calls] + [(calls[-1], False)] * repeats)
     find = compute_prefixes(
-        None,
+        SimpleNamespace(run_prefix=run),
         lambda rows: {"rows": rows},
         backend,
         ["a", "a", "b", "b", "c"],
