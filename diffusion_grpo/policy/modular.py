@@ -115,6 +115,7 @@ class _Adapted:
             own = {name: _copy(part) for name, part in self.components.items() if isinstance(part, BaseGuidance)}
             guiders = {name: copy.copy(part) for name, part in own.items()}
             for name, guider in guiders.items():
+                own[name].enable()  # encoders always make what guidance needs, so one result serves all calls
                 stack.enter_context(replace_attribute(self, name, guider))
             stack.enter_context(replace_attribute(self, "own_guiders", own))
             for scale, name in self.guidance_scales.items():
@@ -123,8 +124,7 @@ class _Adapted:
                     guiders[name].disable()
                 elif value is not None:
                     guiders[name].guidance_scale = value
-                    for guider in (guiders[name], own[name]):
-                        guider.enable()
+                    guiders[name].enable()
             try:
                 yield inputs
             finally:
@@ -144,11 +144,8 @@ def _run(call: Callable, self: Any, state: PipelineState | None = None, output: 
         return call(self, state, output, **inputs)
 
 
-def _encode_prompt(self: Any, step: int, is_guided: bool, **inputs: Any) -> Any:
-    """Run one of the blocks that encode prompts; `is_guided` is part of the key of its cached result.
-
-    It sees the pipeline's own guiders: some encoders fail in calls whose scale makes one pass.
-    """
+def _encode_prompt(self: Any, step: int, **inputs: Any) -> Any:
+    """Run one of the blocks that encode prompts, with the pipeline's own guiders: some fail in calls of one pass."""
     block, state = self.prompt_encoders[step], PipelineState()
     for each in block.inputs:
         state.set(each.name, inputs.get(each.name), each.kwargs_type)
@@ -181,7 +178,7 @@ def _describe(base: type, parameters: list[inspect.Parameter], encoders: list[An
     own = [set(block.input_names) for block in encoders]
     names = [name for name in shared if "image" not in name or all(name in each for each in own)]
     rest = inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)
-    known = [_parameter("step", None), _parameter("is_guided", None), *(shared[name] for name in names), rest]
+    known = [_parameter("step", None), *(shared[name] for name in names), rest]
     encode_prompt.__signature__ = inspect.Signature([self, *known])
     return namespace | {"encode_prompt": encode_prompt, "prompt_encoders": property(_find_encoders)}
 
@@ -221,8 +218,7 @@ def _undecorated(base: type[ModularPipelineBlocks], encodes: bool) -> type[Modul
         if not any(part is not None for part in parts) and set(names) <= set(self.input_names):
             return components, state  # it rewrites prompts with a model that was left out
         inputs = {each.name: state.get(each.name) for each in self.inputs}
-        is_guided = any(guider.num_conditions > 1 for guider in getattr(components, "own_guiders", {}).values())
-        results = components.encode_prompt(step=self.step, is_guided=is_guided, **inputs)
+        results = components.encode_prompt(step=self.step, **inputs)
         for each, result in zip(self.intermediate_outputs, results, strict=True):
             state.set(each.name, result, each.kwargs_type)
         return components, state

@@ -8,6 +8,7 @@ import tiny_pipelines
 import torch
 from diffusers import (
     AdaptiveProjectedGuidance,
+    ClassifierFreeGuidance,
     DiffusionPipeline,
     ModularPipeline,
     StableDiffusion3AutoBlocks,
@@ -76,6 +77,7 @@ def test_the_pipeline_keeps_its_own_interface():
     for part in pipe.components.values():
         if isinstance(part, torch.nn.Module):
             part.eval()
+    pipe.update_components(guider=ClassifierFreeGuidance(4.0, stop=0.5))  # which does not guide the last step
     call = inputs | {"prompt": tiny_pipelines.PROMPTS, "num_inference_steps": 2, "output_type": "pt"}
     del call["guidance_scale"]
     before = pipe(**call, generator=torch.Generator().manual_seed(0), output="images")
@@ -109,6 +111,19 @@ def test_losses_on_renoised_samples_make_one_pass():
     assert passes == 2  # one for the shape of the output, one in the step
     plain, given = tiny_pipelines.build("wan")
     torch.testing.assert_close(found.clean, denoise(DenoisingPolicy(plain), given, clean, 1).clean, rtol=0, atol=1e-6)
+
+
+def test_a_guider_that_is_switched_off_guides_calls_with_a_scale():
+    pipe, inputs = tiny_pipelines.build("modular_wan")
+    settings = {"seeds": [3, 4], "num_inference_steps": 3, "steps": [[0], [0]]}
+    inputs |= {"guidance_scale": 4.0}
+    _, expected = rollout(pipe, inputs, **settings)
+    pipe.guider.disable()
+    policy = DenoisingPolicy(pipe)
+    _, alone = rollout(policy, inputs | {"guidance_scale": "off"}, **settings)
+    _, guided = rollout(policy, inputs, **settings)  # with the prompts that the other call encoded
+    assert torch.equal(guided.next_latents, expected.next_latents)
+    assert not torch.equal(alone.next_latents, expected.next_latents)
 
 
 @pytest.mark.parametrize("guider", [TangentialClassifierFreeGuidance(4.0), AdaptiveProjectedGuidance(4.0)])
