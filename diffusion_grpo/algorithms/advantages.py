@@ -177,33 +177,23 @@ def check_inputs(
             f"Group {names[counts < 2][0].item()} has a single sample, which has nothing to be compared with; "
             "set num_generations to 2 or more."
         )
-    if reward_baseline not in ("group", "batch"):
-        raise ValueError(f"reward_baseline must be 'group' or 'batch', not {reward_baseline!r}.")
-    if scale_rewards not in ("group", "batch", "none"):
-        raise ValueError(f"scale_rewards must be 'group', 'batch' or 'none', not {scale_rewards!r}.")
-    if multi_objective_aggregation not in AGGREGATIONS:
-        raise ValueError(
-            f"multi_objective_aggregation must be one of {', '.join(AGGREGATIONS)}, not "
-            f"{multi_objective_aggregation!r}."
-        )
+    options = {
+        "reward_baseline": (reward_baseline, ("group", "batch")),
+        "scale_rewards": (scale_rewards, ("group", "batch", "none")),
+        "multi_objective_aggregation": (multi_objective_aggregation, AGGREGATIONS),
+    }
+    for name, (value, known) in options.items():
+        if value not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}, not {value!r}.")
 
 
 def combine(
     columns: torch.Tensor, weights: torch.Tensor, aggregation: str, compared: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Combine the rewards of several functions into one number per sample.
+    """Combine `(samples, functions)` rewards into one number per sample, NaN where every function is NaN.
 
-    NaN counts as the function's mean over the samples that are compared with this one. If the function scored none of
-    them, it is left out of a minimum or product. A sum takes its mean over all samples: this is the same for all that
-    are compared, and does not make their reward smaller than that of others.
-
-    Args:
-        columns: `(samples, functions)`.
-        weights: `(functions,)`, weight of each function.
-        compared: `(samples,)` int64; samples with equal numbers are compared with each other. By default, all are.
-
-    Returns:
-        `(samples,)`, NaN where every function is NaN.
+    NaN counts as the function's mean over the samples with an equal number in `compared`, by default all. If the
+    function scored none of them, it is left out of a minimum or product; a sum takes its mean over all samples.
     """
     together = torch.zeros(len(columns), dtype=torch.int64)
     is_unscored, filled = columns.isnan().all(1), fill(columns, together if compared is None else compared)
@@ -224,14 +214,9 @@ def combine(
 
 
 def fill(columns: torch.Tensor, compared: torch.Tensor) -> torch.Tensor:
-    """Replace missing values by the mean of the same function over the samples that they are compared with.
+    """Replace missing values by the function's mean over the samples with an equal number in `compared`.
 
-    Args:
-        columns: `(samples, functions)`, NaN where a function left the sample out.
-        compared: `(samples,)` int64; samples with equal numbers are compared with each other.
-
-    Returns:
-        `(samples, functions)`, NaN for samples without any value, and where a function scored none of those compared.
+    They stay NaN in samples without any value, and where a function scored none of those compared.
     """
     is_missing = columns.isnan()
     is_filled = is_missing & ~is_missing.all(1, keepdim=True)
@@ -249,8 +234,7 @@ def sum_weighted(columns: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 def group_statistics(rewards: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return mean and unbiased standard deviation of each sample's group, both `(samples,)`; NaN does not count.
 
-    The standard deviation is exactly 0 for a group with equal rewards or with fewer than two of them; the mean is NaN
-    for a group without rewards.
+    The standard deviation is exactly 0 for equal or fewer than two rewards; the mean of no rewards is NaN.
     """
     mean, std = torch.full_like(rewards, torch.nan), torch.zeros_like(rewards)
     for group in range(int(index.max()) + 1):
@@ -265,11 +249,8 @@ def group_statistics(rewards: torch.Tensor, index: torch.Tensor) -> tuple[torch.
 def normalize(rewards: torch.Tensor, compared: torch.Tensor, scaled: torch.Tensor | None) -> torch.Tensor:
     """Return the scaled distance of rewards to their mean; exactly 0 for NaN and where all rewards are equal.
 
-    Args:
-        rewards: `(samples,)`.
-        compared: `(samples,)` int64; samples with equal numbers share the mean that is subtracted.
-        scaled: `(samples,)` int64; samples with equal numbers share the standard deviation that the distance is
-            divided by. `None` does not divide.
+    Samples with equal numbers in `compared` share the mean, those in `scaled` the standard deviation; None divides by
+    nothing.
     """
     mean, std = group_statistics(rewards, compared)
     scale = torch.ones_like(std) if scaled is None else group_statistics(rewards, scaled)[1] + EPS
@@ -355,26 +336,7 @@ def estimate_advantages(rewards: torch.Tensor, values: torch.Tensor, gamma: floa
 
 
 def load_advantage_fn(path: str | AdvantageFunction | None) -> AdvantageFunction | None:
-    """Import an advantage function, and check that it takes the arguments of one.
-
-    It is called as `advantage_fn(rewards, groups, weights=weights, batches=batches)`, once per rollout:
-
-        def my_advantages(rewards, groups, *, weights, batches):
-            total = (rewards * weights).nansum(1)
-            best = torch.stack([total[groups == group].max() for group in groups])
-            return (total == best).double() - 0.5
-
-    rewards: (samples, functions) float64 on the CPU, NaN where a function left a sample out; with `kl_reward` the
-        penalty is subtracted from each.
-    groups: (samples,) int64, the index of each sample's group: samples of one prompt share it.
-    weights: (functions,) float64, `reward_weights`.
-    batches: (samples,) int64, the index of each sample's batch (`num_batches_per_step`); each batch holds whole
-    groups.
-
-    It returns (samples,) finite numbers, which are clamped to `advantage_clip`. Every process calls it with the same
-    values and must get the same result, so it must not draw random numbers of its own. A sample that no function
-    scored has the advantage 0, whatever is returned for it.
-    """
+    """Import an advantage function, and check that it takes the arguments of one (docs/algorithms/own.md)."""
     if path is None:
         return None
     found: Any = path
@@ -410,11 +372,7 @@ def apply_advantage_fn(
     weights: torch.Tensor,
     batches: torch.Tensor,
 ) -> torch.Tensor:
-    """Call an advantage function; see [`load_advantage_fn`].
-
-    Returns:
-        (samples,) float64 advantages, 0 for samples that no function scored.
-    """
+    """Call an advantage function, and return (samples,) float64 advantages, 0 for samples without a score."""
     name = getattr(function, "__name__", type(function).__name__)
     is_scored = ~rewards.isnan().all(1)
     found = function(rewards.clone(), groups.clone(), weights=weights.clone(), batches=batches.clone())

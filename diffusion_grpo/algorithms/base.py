@@ -82,11 +82,8 @@ class DriftLimit:
 def measure_gradient(loss: Tensor, output: Tensor, factor: Tensor, step: int) -> dict[str, float]:
     """Return the size of the gradient that a step's loss passes to the network, as `grad_size/step_{index}`.
 
-    It is the norm of d loss / d prediction of each sample's own loss, averaged over the samples. It takes no backward
-    pass through a network.
-
-    Args:
-        output: (batch, ...) what the loss is computed from, linear in the prediction.
+    It is the norm of d loss / d prediction of each sample's own loss, averaged over samples. It takes no backward pass
+    through a network, because `output` is linear in the prediction, with the factor `factor`.
     """
     if not output.requires_grad:
         return {}
@@ -99,12 +96,9 @@ def measure_gradient(loss: Tensor, output: Tensor, factor: Tensor, step: int) ->
 def summarise_samples(
     measured: Mapping[str, Tensor], weights: Tensor | None
 ) -> tuple[dict[str, float], dict[str, int]]:
-    """Reduce measurements of each sample to one number per metric, over the samples that count.
+    """Reduce measurements of each sample to one number per metric, over the samples of weight above 0.
 
-    Args:
-        measured: (batch,) values by the name of the metric, NaN for samples without a measurement. A value that is a
-            single number stays as it is.
-        weights: (batch,) weights of the samples; samples of weight 0 do not count. None if all count.
+    `measured` holds (batch,) values, NaN for samples without a measurement, or single numbers, which stay as they are.
     """
     metrics, counts = {}, {}
     for name, values in measured.items():

@@ -355,16 +355,10 @@ def loss_per_reward(loss: Loss, weights: Sequence[float]) -> Loss:
 def value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip: float | None
 ) -> torch.Tensor:
-    """Compute PPO's clipped value loss: half the mean of the larger squared error, with or without the clip.
+    """Compute PPO's clipped value loss, half the mean of the larger squared error, over (batch, steps) values.
 
-    An unknown target counts as an error of 0, so that a known one weighs the same in any micro-batch. As in the code
-    of PPO's authors (arXiv 1707.06347 leaves it out), a value that moved further than `clip` in the right direction
-    gets no gradient.
-
-    Args:
-        values: `(batch, steps)` values under the current model, with gradient.
-        old_values: `(batch, steps)` values at the rollout.
-        returns: `(batch, steps)` targets; NaN where they are unknown.
+    An unknown target (NaN) counts as an error of 0, so that a known one weighs the same in any micro-batch. As in the
+    code of PPO's authors, a value that moved further than `clip` in the right direction gets no gradient.
     """
     is_known, returns = ~returns.isnan(), returns.nan_to_num()
     error = (values - returns) ** 2
@@ -380,14 +374,9 @@ def value_loss(
 
 
 def sample_weights(advantages: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
-    """Return the weight of each sample's loss: 0 where all its advantages are 0, trained / kept for the others.
+    """Return the (samples,) weight of each loss: 0 where all advantages are 0, trained / kept for the others.
 
-    Args:
-        advantages: `(samples, ...)` advantages of all samples of all processes.
-        trained: `(trained,)` int64, indices of the samples that are trained on.
-
-    Returns:
-        `(samples,)` float32; all 0 if no sample is kept.
+    `advantages` are those of all processes, `trained` the indices of the samples that are trained on.
     """
     is_kept = (advantages != 0).flatten(1).any(1) if advantages.ndim > 1 else advantages != 0
     kept = int(is_kept[trained].sum())
@@ -395,11 +384,7 @@ def sample_weights(advantages: torch.Tensor, trained: torch.Tensor) -> torch.Ten
 
 
 def sum_loss(loss: Loss, inputs: LossInputs, weights: torch.Tensor | None) -> LossOutput:
-    """Turn a loss that is a mean over samples into their weighted sum.
-
-    Args:
-        weights: `(batch,)` weights from [`sample_weights`], of which those above 0 are equal. None if all are 1.
-    """
+    """Turn a loss that is a mean over samples into their sum, weighted by [`sample_weights`]; None weighs all by 1."""
     if weights is None:
         output = _call(loss, inputs)
         return dataclasses.replace(output, loss=output.loss * len(inputs.log_prob))

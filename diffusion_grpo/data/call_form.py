@@ -190,7 +190,7 @@ def _reaches_network(inputs: PipelineInputs, policy: Policy, row: dict[str, Any]
     drew = policy.draws_globally
 
     def reach(form: str) -> None:
-        policy.reach_network(inputs.arguments([row], form), inputs.args.num_inference_steps, 1)
+        policy.reach_network(inputs.arguments([row], form), inputs.args.num_inference_steps)
 
     try:
         call_in_some_form(reach)

@@ -159,11 +159,15 @@ class Policy(ABC):
         return None
 
     @contextlib.contextmanager
-    def _seeded(self, seeds: Tensor) -> Iterator[None]:
-        """Seed torch's global generator for a call, equally in rollout and replay; restore it on leaving.
+    def _calling(self, seeds: Tensor) -> Iterator[None]:
+        """Answer prompts from the cache, seed torch's generator and show no bars in calls of the pipeline inside."""
+        no_bar = replace_attribute(self.pipe, "_progress_bar_config", {"disable": True})
+        with self.prompts.serve(self.pipe), no_bar, self._seeded(seeds):
+            yield
 
-        Set `draws_globally` if the pipeline draws from it.
-        """
+    @contextlib.contextmanager
+    def _seeded(self, seeds: Tensor) -> Iterator[None]:
+        """Seed torch's global generator for a call, and restore it; note whether the pipeline draws from it."""
         devices, seed_all = [], torch.default_generator.manual_seed
         if torch.accelerator.is_available():  # otherwise, this would take as long as a pass of a small network
             device = self.pipe._execution_device  # its first part may be on another device
@@ -182,11 +186,7 @@ class Policy(ABC):
 def call_arguments(
     pipe: DiffusionPipeline, inputs: dict[str, Any], num_inference_steps: int | None, initial_seeds: Tensor
 ) -> dict[str, Any]:
-    """Build the keyword arguments of a pipeline call; they are the same in rollout and replay.
-
-    Args:
-        initial_seeds: (batch,) seeds, one per sample.
-    """
+    """Build the arguments of a pipeline call with (batch,) seeds; they are the same in rollout and replay."""
     drawn = make_generators(initial_seeds)
     parameters = inspect.signature(inspect.unwrap(type(pipe).__call__)).parameters
     arguments = dict(family_of(pipe).arguments(pipe, inputs))

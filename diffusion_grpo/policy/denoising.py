@@ -233,22 +233,21 @@ class DenoisingPolicy(Policy):
                     raise
         return keys
 
-    def reach_network(self, inputs: dict[str, Any], num_inference_steps: int, count: int) -> None:
+    def reach_network(self, inputs: dict[str, Any], num_inference_steps: int) -> None:
         """Call the pipeline up to its first network, to see whether it raises an error before."""
-        seeds = torch.zeros(count, dtype=torch.int64)
+        seeds = torch.zeros(1, dtype=torch.int64)
         with self._until_network(seeds):
             self.pipe(**call_arguments(self.pipe, inputs, num_inference_steps, seeds))
 
     @contextlib.contextmanager
     def _until_network(self, seeds: Tensor) -> Iterator[None]:
         """End calls of the pipeline inside the context when its first network would run."""
-        pipe = self.pipe
         names = {*self.component, *POLICY_COMPONENTS, *(f"{name}_2" for name in POLICY_COMPONENTS)}
-        networks = [part for name, part in pipe.components.items() if name in names and isinstance(part, nn.Module)]
+        networks = [
+            part for name, part in self.pipe.components.items() if name in names and isinstance(part, nn.Module)
+        ]
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.prompts.serve(pipe))
-            stack.enter_context(replace_attribute(pipe, "_progress_bar_config", {"disable": True}))
-            stack.enter_context(self._seeded(seeds))
+            stack.enter_context(self._calling(seeds))
             for network in networks:
                 stack.enter_context(replace_attribute(network, "forward", _stop))
             stack.enter_context(contextlib.suppress(StepScored))
@@ -266,18 +265,17 @@ class DenoisingPolicy(Policy):
             each.driver = driver
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.gates.put_up(driver, forwards))
-            stack.enter_context(self.prompts.serve(pipe))
+            stack.enter_context(self._calling(driver.initial_seeds))
             stack.enter_context(self._writing(driver))
-            stack.enter_context(self._seeded(driver.initial_seeds))
             # in __dict__: a pipeline's own __setattr__ would write our class into its config
             for holder in holders:
                 stack.enter_context(replace_attribute(holder, "scheduler", scheduler or self.scheduler))
             for name, other in self.others.items():
                 stack.enter_context(replace_attribute(pipe, name, other))
-            for holder in (pipe, *inner.values()):
-                stack.enter_context(replace_attribute(holder, "_progress_bar_config", {"disable": True}))
-                stack.enter_context(without_filters(holder))
+            stack.enter_context(without_filters(pipe))
             for name, part in inner.items():
+                stack.enter_context(replace_attribute(part, "_progress_bar_config", {"disable": True}))
+                stack.enter_context(without_filters(part))
                 stack.enter_context(replace_attribute(pipe, name, _Undecorated(part)))
             try:
                 yield

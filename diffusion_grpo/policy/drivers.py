@@ -85,11 +85,7 @@ class Driver:
 
 
 class OneStepDriver(Driver):
-    """The base of drivers that go to one step without the network, and give that step a latent.
-
-    Args:
-        latents: (batch, ...) input of that step.
-    """
+    """The base of drivers that go to one step without the network, and give that step (batch, ...) latents."""
 
     def __init__(self, index: int, latents: Tensor, initial_seeds: Tensor, tokens: Tensor | None = None):
         super().__init__(initial_seeds, tokens)

@@ -64,11 +64,7 @@ def select_prompt(call: dict[str, Any]) -> dict[str, Tensor]:
 def draw(
     model: nn.Module, call: dict[str, Any], *, count: int, vocabulary: int, sampling: Sampling, seeds: Tensor
 ) -> Drawn:
-    """Draw tokens with the model's own `generate`; the tokens of a sample depend on its seed, not on its batch.
-
-    Args:
-        seeds: (batch,) seeds, one per sample.
-    """
+    """Draw tokens with the model's own `generate`; those of a sample depend on its seed, not on its batch."""
     prompt, own = select_prompt(call), model.generation_config
     uniform = torch.stack([torch.rand(count, generator=generator) for generator in _make_generators(seeds)])
     drawing = _Drawing(sampling, vocabulary, uniform)

@@ -84,10 +84,7 @@ def as_pipeline(pipe: Any) -> Any:
 
 
 def ask_for_latents(pipe: DiffusionPipeline) -> dict[str, Any]:
-    """Return the arguments with which a pipeline returns the latents of its last step; none if it never does.
-
-    A modular pipeline decodes them all the same.
-    """
+    """Return the arguments with which a pipeline returns the latents of its last step, if it ever does."""
     if isinstance(pipe, ModularPipeline):
         made = {each.name for block in _list_blocks(pipe._blocks) for each in block.intermediate_outputs}
         return {"output": ["latents"]} if "latents" in made else {}

@@ -88,29 +88,32 @@ class NetworkGates:
                 tuple((x.shape, x.dtype) for x in tensors),
                 tuple(x for x in leaves if isinstance(x, (str, bool))),
             )
-            is_skipped = not (driver.needs_network or must_run)
-            if is_skipped and key not in self._blank_outputs:
-                with torch.no_grad():
-                    self._remember(key, self._run_for_shape(number, real, run, tensors, args, kwargs))
-            if is_skipped and key in self._blank_outputs:
-                return self._blank_outputs[key]
-            output = self._run(number, run, tensors, args, kwargs)
+            call = functools.partial(self._run, number, run, tensors, args, kwargs)
+            if not (driver.needs_network or must_run):
+                if key not in self._blank_outputs:
+                    with torch.no_grad():
+                        shapes_only = self._access.shapes_only
+                        self._remember(
+                            key, call() if shapes_only is None else self._shape(real, tensors, args, kwargs)
+                        )
+                if key in self._blank_outputs:
+                    return self._blank_outputs[key]
+            output = call()
             self._remember(key, output)
             return output
 
         return gate
 
-    def _run_for_shape(
-        self, number: int, real: Callable, run: Callable, tensors: list[Tensor], args: tuple, kwargs: dict[str, Any]
-    ) -> Any:
+    def _shape(self, real: Callable, tensors: list[Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return an output of which only the shape is used."""
-        if self._access.shapes_only is None:
-            return self._run(number, run, tensors, args, kwargs)
-        with self._access.shapes_only():
-            return self._cast(self._call(real, args, kwargs), tensors)
+        with self._access.shapes_only(), self._access.forward_context():
+            return self._cast(real(*args, **kwargs), tensors)
 
     def _run(self, number: int, run: Callable, tensors: list[Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
-        call = functools.partial(self._call, run, args, kwargs)
+        def call() -> Any:
+            with self._access.forward_context():
+                return run(*args, **kwargs)
+
         self._access.hook.before(number, call)
         return self._cast(call(), tensors)
 
@@ -121,13 +124,12 @@ class NetworkGates:
         dtype = next(x.dtype for x in tensors if x.is_floating_point())
         return pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, output)
 
-    def _call(self, real: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        with self._access.forward_context():
-            return real(*args, **kwargs)
-
     def _remember(self, key: Any, output: Any) -> None:
-        if all(_can_be_blank(leaf) for leaf in pytree.tree_leaves(output)):
-            self._blank_outputs[key] = _blank(output)
+        """Keep zeros in the shape of an output, which take no memory, unless it carries state (key-value caches)."""
+        if all(leaf is None or isinstance(leaf, (Tensor, int, float, str)) for leaf in pytree.tree_leaves(output)):
+            self._blank_outputs[key] = pytree.tree_map_only(
+                Tensor, lambda x: torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape), output
+            )
 
 
 def _with_hooks(network: nn.Module, forward: Callable) -> Callable:
@@ -141,18 +143,6 @@ def _with_hooks(network: nn.Module, forward: Callable) -> Callable:
             return network(*args, **kwargs)
 
     return run
-
-
-def _can_be_blank(leaf: Any) -> bool:
-    """Return whether the shape of an output is enough; objects such as key-value caches carry state."""
-    return leaf is None or isinstance(leaf, (Tensor, int, float, str))
-
-
-def _blank(output: Any) -> Any:
-    """Return zeros in the shape of an output that take no memory."""
-    return pytree.tree_map_only(
-        Tensor, lambda x: torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape), output
-    )
 
 
 @contextlib.contextmanager

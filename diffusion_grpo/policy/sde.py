@@ -251,11 +251,7 @@ def ddim(
 def split_prediction(
     prediction: Tensor, sample: Tensor, alpha_cumprod: Tensor, prediction_type: str
 ) -> tuple[Tensor, Tensor]:
-    """Return the clean sample and the noise that a prediction on a variance-preserving latent implies.
-
-    Args:
-        alpha_cumprod: cumulative alpha of the step, in (0, 1).
-    """
+    """Return the clean sample and the noise that a prediction on a variance-preserving latent implies."""
     alpha, beta = alpha_cumprod, 1 - alpha_cumprod
     if prediction_type == "epsilon":
         return (sample - beta.sqrt() * prediction) / alpha.sqrt(), prediction
@@ -294,18 +290,7 @@ def ancestral(clean: Tensor, sample: Tensor, sigma: Tensor, sigma_next: Tensor, 
 def consistency(clean: Tensor, shared: Tensor, signal: Tensor, deviation: Tensor, *, noise_level: float) -> MeanStd:
     """Noise a predicted clean sample again, as consistency samplers do (https://huggingface.co/papers/2404.03673).
 
-    Args:
-        clean: the denoised sample, (batch, ...).
-        shared: (batch, ...) noise that is equal for all samples of an initial latent.
-        signal, deviation: factors of clean sample and noise in the next latent.
-        noise_level: in [0, 1], the share of the noise's deviation that each sample draws by itself; 1 is the sampler's
-            own step.
-
-    Examples:
-        >>> clean, shared = torch.ones(1, 4), torch.zeros(1, 4)
-        >>> mean, std = consistency(clean, shared, torch.tensor(0.8), torch.tensor(0.6), noise_level=1.0)
-        >>> round(float(mean[0, 0]), 1), round(float(std), 1)
-        (0.8, 0.6)
+    `noise_level` is the share of the noise's deviation that each sample draws by itself; 1 is the sampler's own step.
     """
     kept = math.sqrt(1 - noise_level**2)
     return signal * clean + kept * deviation * shared, noise_level * deviation
@@ -314,17 +299,7 @@ def consistency(clean: Tensor, shared: Tensor, signal: Tensor, deviation: Tensor
 def tcd(clean: Tensor, noise: Tensor, alpha_next: Tensor, alpha_between: Tensor, *, noise_level: float) -> MeanStd:
     """Jump to a lower noise level and add noise up to the next (https://huggingface.co/papers/2402.19159).
 
-    Args:
-        clean, noise: the clean sample and the noise that the network predicts, (batch, ...).
-        alpha_next: cumulative alpha after the step.
-        alpha_between: cumulative alpha of the level jumped to, at (1 - noise_level) of the next timestep.
-        noise_level: gamma in [0, 1]; 0 is DDIM without noise, 1 a consistency step.
-
-    Examples:
-        >>> clean, noise = torch.ones(1, 4), torch.zeros(1, 4)
-        >>> mean, std = tcd(clean, noise, torch.tensor(0.64), torch.tensor(1.0), noise_level=1.0)
-        >>> round(float(mean[0, 0]), 1), round(float(std), 1)
-        (0.8, 0.6)
+    `noise_level` is gamma: the jump goes to the level at (1 - gamma) of the next timestep; 1 is a consistency step.
     """
     between = alpha_between.sqrt() * clean + (1 - alpha_between).sqrt() * noise
     share = alpha_next / alpha_between
@@ -350,7 +325,10 @@ class SDE:
               sample, alpha_cumprod and alpha_cumprod_next; keywords are `prediction_type` and `clip`.
             * "sigma": data + sigma * noise. Positional arguments are the predicted clean sample, sample, sigma and
               sigma_next.
-            * "consistency", "trajectory": of consistency samplers; see [`consistency`] and [`tcd`].
+            * "consistency": of consistency samplers. Positional arguments are the predicted clean sample, noise that
+              all samples of an initial latent share, and the factors of data and noise in the next latent.
+            * "trajectory": the same for TCD. Positional arguments are the predicted clean sample and noise, and
+              alpha_cumprod after the step and at the level jumped to.
         noise_level: the usual noise level, the default of the setting `noise_level`.
 
     Examples:

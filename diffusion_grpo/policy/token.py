@@ -64,12 +64,8 @@ class TokenPolicy(Policy):
     @contextlib.contextmanager
     def _generating(self, generate: Callable, initial_seeds: Tensor) -> Iterator[None]:
         """Put `generate` in place of the language model's; restore the pipeline on leaving."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.prompts.serve(self.pipe))
-            stack.enter_context(self._seeded(initial_seeds))
-            stack.enter_context(self.family.bridged(self.pipe))
-            stack.enter_context(replace_attribute(self.pipe, "_progress_bar_config", {"disable": True}))
-            stack.enter_context(replace_attribute(self.network, "generate", generate))
+        replaced = replace_attribute(self.network, "generate", generate)
+        with self._calling(initial_seeds), self.family.bridged(self.pipe), replaced:
             yield
 
     def rollout(self, inputs: dict[str, Any], request: RolloutRequest) -> tuple[Any, TokenTrajectory | None]:
@@ -168,10 +164,7 @@ def make_policy(
     access: NetworkAccess | None = None,
     log_prob_type: str = "gaussian",
 ) -> Policy:
-    """Make the policy for a trained network: a token policy if it is the language model, else a denoising policy.
-
-    See [`~diffusion_grpo.policy.denoising.DenoisingPolicy`] for the arguments.
-    """
+    """Make the policy for a trained network: a token policy for the language model, else a denoising policy."""
     component = policy_component(pipe, component)
     if component == (family_of(pipe).language_model,):
         return TokenPolicy(pipe, component, access, sampling)

@@ -63,13 +63,9 @@ class Sampling:
 
 
 def draw_ids(log_probs: Tensor, uniform: Tensor) -> Tensor:
-    """Return the (batch,) ids for numbers from [0, 1), by the inverse of the cumulative distribution.
+    """Return the (batch,) ids for (batch,) numbers from [0, 1), by the inverse of the cumulative distribution.
 
     Each token takes one number, so that a sample depends only on its own generator and not on its batch.
-
-    Args:
-        log_probs: (batch, ids) log-probabilities, -inf for ids that cannot be drawn.
-        uniform: (batch,) numbers in [0, 1).
     """
     cumulative = log_probs.exp().cumsum(1)
     ids = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
@@ -81,15 +77,9 @@ def draw_ids(log_probs: Tensor, uniform: Tensor) -> Tensor:
 def token_log_prob(logits: Tensor, ids: Tensor, kept: Tensor | None, temperature: float) -> Tensor:
     """Return the (batch, tokens) log-probability of each id in the distribution it was drawn from.
 
-    The distribution is renormalised over the ids that could be drawn *in the rollout* (`kept`), whatever policy the
-    logits come from: the support is part of the record, like the latent of a denoising step. So no token can fall out
-    of the nucleus of an updated policy, ratios compare distributions over the same set, and the first ratio is 1
-    (DeepSeek-V3.2 keeps its sampling masks for the same reasons, https://huggingface.co/papers/2512.02556).
-
-    Args:
-        logits: (batch, tokens, ids) float32.
-        ids: (batch, tokens) int64, the drawn ids, which are among the kept ones.
-        kept: (batch, tokens, ids) bool, the ids that could be drawn; None if all could.
+    It is renormalised over the ids that could be drawn *in the rollout* (`kept`, None for all), whatever policy the
+    (batch, tokens, ids) logits come from. So no token can fall out of the nucleus of an updated policy, ratios compare
+    distributions over the same set, and the first ratio is 1 (https://huggingface.co/papers/2512.02556 does the same).
     """
     scaled = logits / temperature
     if kept is not None:

@@ -230,10 +230,8 @@ class Denoised:
 
     @torch.no_grad()
     def least_difference(self, error: Tensor) -> Tensor:
-        """Return a (batch,) lower bound of `difference` to a prediction of which only the `error` is known.
-
-        By the triangle inequality, the distance is at least the difference between the roots of both errors.
-        """
+        """Return a (batch,) lower bound of `difference` to a prediction of which only the `error` is known."""
+        # the triangle inequality
         return (self.error().sqrt() - error.to(self.size()).sqrt()).abs() / self.size()
 
 
@@ -348,11 +346,7 @@ class Prefix(SampleTensors):
 
 @dataclasses.dataclass(frozen=True)
 class RolloutRequest:
-    """A request for a rollout; see [`~diffusion_grpo.policy.rollout.rollout`] for each field.
-
-    Attributes:
-        seeds, initial_seeds: (batch,) int64 seeds of the step noise and of the initial latents.
-    """
+    """A request for a rollout, with (batch,) int64 seeds; see [`~diffusion_grpo.policy.rollout.rollout`]."""
 
     seeds: Tensor
     initial_seeds: Tensor
@@ -433,11 +427,7 @@ class StepDistribution:
 
 
 def first_of_each(sources: Tensor) -> Tensor:
-    """Return, for each row that samples share, the index of the first sample that uses it.
-
-    Args:
-        sources: (batch,) int64, the row of each sample; rows are numbered from 0.
-    """
+    """Return, for each row that samples share, the index of the first sample in (batch,) `sources` that uses it."""
     return torch.stack([(sources == row).nonzero()[0, 0] for row in range(int(sources.max()) + 1)])
 
 

@@ -68,11 +68,7 @@ class RolloutOrder:
         return invert(self.by_process())
 
     def trained(self, ranking: Tensor) -> Tensor:
-        """Return the positions of the samples that are trained on, in the order of the updates.
-
-        Args:
-            ranking: (samples,) values by position, by which `best_of_n` chooses samples.
-        """
+        """Return the positions that are trained on, in the order of the updates, chosen by (samples,) `ranking`."""
         if self.sizes.best_of_n is None:
             return self.made
         kept = []

@@ -116,11 +116,7 @@ class RewardScorer:
         return self._values(values, log_metric, extra, len(samples))
 
     def gather_at(self, values: Tensor, positions: list[int], total: int) -> Tensor:
-        """Return the values of all processes by position, (total, ...) float32 on the CPU; a collective.
-
-        Args:
-            values: (positions, ...) values of this process.
-        """
+        """Return all processes' (positions, ...) values by position, float32 on the CPU; a collective."""
         every = torch.zeros(total, *values.shape[1:])
         every[positions] = values.float()
         accelerator = self._backend.accelerator
@@ -241,10 +237,7 @@ def measure_diversity(
 ) -> float | None:
     """Return the mean distance between samples of a group, averaged over its pairs and then over groups.
 
-    Args:
-        points: `(samples, numbers)` values that `distance` compares.
-        groups: `(samples,)` int64 group of each sample.
-        distance: maps `(n, numbers)` points to `(n, n)` distances.
+    `points` are (samples, numbers), `groups` (samples,); `distance` maps (n, numbers) to (n, n).
     """
     means = []
     for group in groups.unique():
@@ -279,11 +272,7 @@ class SignalCheck:
         self._warned: set[str] = set()
 
     def add(self, rewards: Tensor, metrics: dict[str, float]) -> None:
-        """Check a rollout.
-
-        Args:
-            rewards: `(samples, functions)` rewards of all processes, with NaN for `None`.
-        """
+        """Check a rollout by its (samples, functions) rewards of all processes, with NaN for None."""
         is_unscored = bool(rewards.isnan().all())
         self.in_a_row = self.in_a_row + 1 if is_unscored else 0
         if self.in_a_row >= self.most:

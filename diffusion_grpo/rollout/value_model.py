@@ -62,11 +62,7 @@ class ValueModel(nn.Module):
 
     @torch.no_grad()
     def calibrate(self, states: Tensor, rewards: Tensor) -> None:
-        """Set the scales of inputs and output from a rollout.
-
-        Args:
-            rewards: `(samples,)`, without NaN.
-        """
+        """Set the scales of inputs and output from a rollout whose (samples,) rewards are known."""
         states, rewards = states.flatten(0, 1).to(self.state_mean), rewards.to(self.reward_mean)
         self.state_mean.copy_(states.mean(0))
         # inputs that hardly vary at first, such as a single prompt's, may later vary on a scale of about 1
