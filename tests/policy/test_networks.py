@@ -1,14 +1,31 @@
-"""The gates in front of a policy's networks: processes that share sharded weights make the same calls."""
+"""Networks: gates that keep processes with sharded weights in step, attention kernels, and quantised weights."""
 
+import contextlib
 import threading
+from types import SimpleNamespace
 
+import pytest
 import tiny_pipelines
 import torch
+from diffusers import DiffusionPipeline, SD3Transformer2DModel
+from quantized import save_pipeline
+from tiny_runs import brightness, trainer_for
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
+from transformers import TrainerCallback
 
+from diffusion_grpo import check_pipeline, tiny
 from diffusion_grpo.distributed.collectives import DONE, GRAPH, PLAIN, EqualCalls
 from diffusion_grpo.policy.denoising import DenoisingPolicy
 from diffusion_grpo.policy.drivers import Driver
-from diffusion_grpo.policy.networks import NetworkAccess
+from diffusion_grpo.policy.networks import (
+    NetworkAccess,
+    avoid_cudnn_attention,
+    find_quantization,
+    is_quantized_weight,
+    list_quantized_weights,
+)
 from diffusion_grpo.policy.rollout import replay, rollout, run_prefix
 
 
@@ -87,3 +104,106 @@ def test_of_two_experts_each_keeps_in_step():
     for thread in threads:
         thread.join(120)
     assert called[0] == called[1] and len(called[0]) >= 12 and set(called[0]) == {"transformer", "transformer_2"}
+
+
+# Attention kernels: training uses none of cuDNN unless the user chose them
+
+
+is_enabled = torch.backends.cuda.cudnn_sdp_enabled
+CHOICES = {  # how the user chose kernels, and whether cuDNN's are used then
+    "nothing": (contextlib.nullcontext, False),
+    "cuDNN": (lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION), True),
+    "cuDNN or math": (lambda: sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]), True),
+    "flash": (lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION), False),
+}
+
+
+def read_choice():
+    """Return what torch may use."""
+    cuda = torch.backends.cuda
+    return is_enabled(), cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_only_the_default_is_changed_and_it_comes_back_after_an_error_too(choice):
+    choose, expected = CHOICES[choice]
+    with choose():
+        before = read_choice()
+        with avoid_cudnn_attention():
+            assert is_enabled() == expected
+            assert read_choice()[1:] == before[1:]
+        assert read_choice() == before
+        with pytest.raises(ValueError), avoid_cudnn_attention():
+            raise ValueError
+        assert read_choice() == before
+
+
+def test_cudnn_stays_in_use_where_it_was_chosen_for_the_network():
+    with avoid_cudnn_attention(), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        assert is_enabled()  # as diffusers' backend `_native_cudnn` does for each call
+
+
+@pytest.mark.parametrize("choice", ["nothing", "cuDNN or math"])  # a CPU has no kernels of cuDNN
+def test_rollouts_updates_and_evaluations(tmp_path, choice):
+    choose, expected = CHOICES[choice]
+    seen = []
+
+    class Watch(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            seen.append(is_enabled())
+
+    def watched_brightness(images, **columns):
+        seen.append(is_enabled())
+        return brightness(images)
+
+    trainer = trainer_for(tmp_path, rewards=watched_brightness, callbacks=[Watch()], max_steps=1)
+    trainer.policy.network.register_forward_pre_hook(lambda *args: seen.append(is_enabled()))
+    with choose():
+        before = read_choice()
+        trainer.train()
+        assert len(seen) > 4 and set(seen) == {expected}
+        seen.clear()
+        trainer.evaluate(trainer.train_dataset)
+        assert len(seen) > 1 and set(seen) == {expected}
+        assert read_choice() == before
+
+
+def test_the_check_of_a_pipeline_uses_what_training_uses():
+    pipe = DiffusionPipeline.from_pretrained(tiny.PATH)
+    seen = []
+    pipe.transformer.register_forward_pre_hook(lambda *args: seen.append(is_enabled()))
+    report = check_pipeline(pipe, {"prompt": ["a red circle"], "height": 32, "width": 32}, num_inference_steps=2)
+    assert report.trains, report.reason
+    assert len(seen) > 1 and not any(seen)
+    assert is_enabled()
+
+
+# Quantised weights
+
+
+def quantizer(**config):
+    return SimpleNamespace(hf_quantizer=SimpleNamespace(quantization_config=SimpleNamespace(**config)))
+
+
+def test_methods_have_the_names_of_backends():
+    assert find_quantization(nn.Linear(2, 2)) is None
+    assert find_quantization(quantizer(quant_method="torchao")) == "torchao"
+    assert find_quantization(quantizer(quant_method="bitsandbytes", load_in_4bit=True)) == "bitsandbytes_4bit"
+    assert find_quantization(quantizer(quant_method="bitsandbytes", load_in_4bit=False)) == "bitsandbytes_8bit"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int8])
+def test_bytes_are_no_plain_numbers(dtype):
+    weight = nn.Parameter(torch.zeros(2, dtype=dtype), requires_grad=False)
+    assert is_quantized_weight(weight) == (dtype in (torch.uint8, torch.int8))
+
+
+def test_only_weights_of_quantised_networks_are_listed(tmp_path):
+    plain = SD3Transformer2DModel.from_pretrained(save_pipeline(tmp_path / "sd3"), subfolder="transformer")
+    model = nn.ModuleDict({"network": plain})
+    assert list_quantized_weights(model) == []
+    quantize_(plain, Int8WeightOnlyConfig())
+    plain.hf_quantizer = quantizer(quant_method="torchao").hf_quantizer
+    names = list_quantized_weights(model)
+    linear = [f"network.{n}.weight" for n, module in plain.named_modules() if isinstance(module, nn.Linear)]
+    assert names and set(names) == set(linear)

@@ -216,8 +216,12 @@ ORDERS = {
 WINDOW = {"num_inference_steps": 6, "trained_steps": [1, 5], "num_trained_steps": 1, "noisy_steps": "trained"}
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", ["sd3", "sd15", pytest.param("cosmos", marks=pytest.mark.slow), "wan"])
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [("sd3", order) for order in ORDERS]
+    + [(name, order) for name in ("sd15", "wan") for order in ("per_prompt", "sliding", "branches")]
+    + [pytest.param("cosmos", order, marks=pytest.mark.slow) for order in ORDERS],
+)
 def test_the_ratio_is_exactly_one_in_every_order(tmp_path, name, order):
     """With flow matching, DDIM and EDM, images and videos; and the weights move."""
     rewards = first_frame_brightness if name in ("wan", "cosmos") else brightness
