@@ -10,7 +10,7 @@ from torch import nn
 
 from diffusion_grpo.policy.base import call_arguments
 from diffusion_grpo.policy.drivers import UnsupportedPipeline
-from diffusion_grpo.policy.input_watch import InputWatch
+from diffusion_grpo.policy.replaying import InputWatch
 from diffusion_grpo.policy.rollout import DenoisingPolicy, denoise, replay, rollout
 from diffusion_grpo.policy.schedulers import watch_solver
 from diffusion_grpo.policy.trajectory import Trajectory, sample_seed
