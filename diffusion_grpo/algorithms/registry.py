@@ -43,18 +43,7 @@ def find_algorithm(loss_type: str | Loss | type[Algorithm]) -> type[Algorithm] |
             f"The class '{loss_type}' does not inherit from diffusion_grpo.algorithms.base.Algorithm; inherit from it "
             "and define passes and loss, or give the path of a loss function."
         )
-    if inspect.isclass(found):
-        _refuse_old_policy(loss_type, found)
     return found
-
-
-def _refuse_old_policy(loss_type: str | Loss | type[Algorithm], found: Algorithm | type[Algorithm]) -> None:
-    """Refuse an algorithm on recorded steps that has an old policy."""
-    if found.recording.keeps != "clean" and found.old_decay is not None:
-        raise ValueError(
-            f"{loss_type} sets old_decay, but predictions of an old policy are kept only for re-noised samples; leave "
-            "old_decay out, or set recording=Recording(keeps='clean') to train on such samples."
-        )
 
 
 def _import_algorithm(name: str) -> Any:
@@ -131,9 +120,7 @@ def load_algorithm(
     found, given = find_algorithm(loss_type), loss_kwargs or {}
     if inspect.isclass(found):
         named = inspect.signature(found).parameters
-        algorithm = found(**given, **{name: value for name, value in run.items() if name in named})
-        _refuse_old_policy(loss_type, algorithm)  # its settings may have asked for one
-        return algorithm
+        return found(**given, **{name: value for name, value in run.items() if name in named})
     return GRPO(functools.partial(found, **given) if given else found, **run)
 
 

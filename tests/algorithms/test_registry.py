@@ -9,7 +9,6 @@ from tiny_runs import logged, trained_weights, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.algorithms import ALGORITHMS
-from diffusion_grpo.algorithms.base import Recording
 from diffusion_grpo.algorithms.grpo import GRPO
 from diffusion_grpo.algorithms.losses import LossInputs, LossOutput, grpo, sum_loss
 from diffusion_grpo.algorithms.registry import check_loss_kwargs, find_algorithm, load_algorithm
@@ -130,30 +129,6 @@ def test_settings_of_the_run_that_a_class_does_not_take_are_refused(settings, me
         DiffusionGRPOConfig("out", use_cpu=True, loss_type=path(Deaf), **settings)
     plain = {"loss_type": path(Deaf), "multi_objective_aggregation": "normalize_then_sum"}
     DiffusionGRPOConfig("out", use_cpu=True, **plain)  # what only changes the advantages has an effect
-
-
-class Remembering(Reinforce):
-    """Asks for an old policy on recorded steps."""
-
-    old_decay = staticmethod(lambda n: 0.5)
-
-
-class Deciding(Reinforce):
-    """Asks for one if its settings say so."""
-
-    def __init__(self, *, beta: float, decay: float = 0.0):
-        super().__init__(beta=beta)
-        self.old_decay = (lambda n: decay) if decay else None
-
-
-def test_an_old_policy_is_refused_on_recorded_steps():
-    with pytest.raises(ValueError, match="Remembering sets old_decay"):
-        DiffusionGRPOConfig("out", use_cpu=True, loss_type=path(Remembering))
-    assert load_algorithm(Deciding, beta=0.0).old_decay is None
-    with pytest.raises(ValueError, match="Deciding sets old_decay"):
-        load_algorithm(path(Deciding), {"decay": 0.5}, beta=0.0)
-    clean = type("Clean", (Remembering,), {"recording": Recording(keeps="clean")})
-    assert load_algorithm(clean, beta=0.0).old_decay(3) == 0.5
 
 
 @pytest.mark.parametrize(
