@@ -60,7 +60,7 @@ def test_steps_without_noise_of_their_own_have_the_noise_of_their_latent():
     timestep = scheduler.timesteps[0]
     scheduler.locate(timestep)
     sample, prediction = torch.randn(1, 4, 3, 5).expand(3, -1, -1, -1), torch.zeros(3, 4, 3, 5)
-    scheduler.driver = Driver(torch.tensor([7, 8, 7]), 3, 0.0)
+    scheduler.driver = Driver(torch.tensor([7, 8, 7]))
     first, second, third = scheduler.deterministic(prediction, timestep, sample)
     assert torch.equal(first, third) and not torch.allclose(first, second, atol=0.1)
     clean = scheduler.denoise(prediction, timestep, sample).clean
@@ -104,7 +104,7 @@ def test_a_finished_sample_is_noised_again_and_found_again(name):
 def test_the_shared_noise_is_another_in_each_step_and_the_same_for_both_halves_of_guidance():
     scheduler = prepared(stochastic_scheduler(LCMScheduler()))
     scheduler.locate(scheduler.timesteps[0])
-    scheduler.driver = Driver(torch.tensor([7]), 1, 0.0)
+    scheduler.driver = Driver(torch.tensor([7]))
     clean, noises = torch.zeros(2, 4, 3, 5), []
     for scheduler.index in range(3):
         latents = scheduler.deterministic(clean, scheduler.timesteps[scheduler.index], clean)
