@@ -2,12 +2,12 @@
 
 import json
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from .declare import Count, Range, setting
 from .files import read_text
-from .ranges import Count, Range
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -19,53 +19,37 @@ LAUNCH_VARIABLE = "DIFFUSION_GRPO_LAUNCH"  # tells the processes of a run what t
 class ScriptArguments:
     """What is trained, on which prompts, with which rewards."""
 
-    model: str = field(
-        metadata={"help": "Hub id or folder of a diffusers pipeline, or `tiny` for the embedded model."}
+    model: str = setting(MISSING, "Hub id or folder of a diffusers pipeline, or `tiny` for the embedded model.")
+    dataset: str = setting(
+        MISSING,
+        "Prompts: a .txt (one per line), .jsonl, .json, .csv or .parquet file, a folder written by `save_to_disk`, a "
+        "Hub id, or `tiny`.",
     )
-    dataset: str = field(
-        metadata={
-            "help": "Prompts: a .txt (one per line), .jsonl, .json, .csv or .parquet file, a folder written by "
-            "`save_to_disk`, a Hub id, or `tiny`."
-        }
+    reward_funcs: list[str] | dict[str, Any] = setting(
+        MISSING,
+        "Rewards to train on: names of built-in rewards or dotted paths of functions, such as `my_module.my_reward`; "
+        "or a mapping from these to weights or options, such as `{text: 0.6, color: {weight: 0.4}}` "
+        "(docs/rewards/own.md).",
     )
-    reward_funcs: list[str] | dict[str, Any] = field(
-        metadata={
-            "help": "Rewards to train on: names of built-in rewards or dotted paths of functions, such as "
-            "`my_module.my_reward`; or a mapping from these to weights or options, such as `{text: 0.6, color: "
-            "{weight: 0.4}}` (docs/rewards/own.md)."
-        }
+    dataset_train_split: str = setting("train", "Split of `dataset` to train on.")
+    eval_dataset: str | None = setting(
+        None,
+        "Held-out prompts for evaluations, in any form that `dataset` accepts. Without them nothing is evaluated.",
     )
-    dataset_train_split: str = field(default="train", metadata={"help": "Split of `dataset` to train on."})
-    eval_dataset: str | None = field(
-        default=None,
-        metadata={
-            "help": "Held-out prompts for evaluations, in any form that `dataset` accepts. Without them nothing is "
-            "evaluated."
-        },
+    dataset_test_split: str = setting("test", "Split of `eval_dataset` to evaluate on.")
+    eval_max_prompts: Count | None = setting(None, "Evaluate on the first N held-out prompts; by default on all.")
+    eval_reward_funcs: list[str] | dict[str, Any] | None = setting(
+        None,
+        "Evaluation-only rewards, which are measured in evaluations but never trained on. They are written like "
+        "`reward_funcs`.",
     )
-    dataset_test_split: str = field(default="test", metadata={"help": "Split of `eval_dataset` to evaluate on."})
-    eval_max_prompts: Count | None = field(
-        default=None, metadata={"help": "Evaluate on the first N held-out prompts; by default on all."}
+    baseline_guidance_scales: list[float] | None = setting(
+        None, "Guidance scales at which the untrained model is evaluated before training, for comparison."
     )
-    eval_reward_funcs: list[str] | dict[str, Any] | None = field(
-        default=None,
-        metadata={
-            "help": "Evaluation-only rewards, which are measured in evaluations but never trained on. They are "
-            "written like `reward_funcs`."
-        },
-    )
-    baseline_guidance_scales: list[float] | None = field(
-        default=None,
-        metadata={
-            "help": "Guidance scales at which the untrained model is evaluated before training, for comparison."
-        },
-    )
-    report_experiment: str | None = field(
-        default=None,
-        metadata={
-            "help": "JSON file of an earlier experiment to show in the report (docs/metrics.md). In a YAML file of "
-            "settings, the path is relative to that file."
-        },
+    report_experiment: str | None = setting(
+        None,
+        "JSON file of an earlier experiment to show in the report (docs/metrics.md). In a YAML file of settings, the "
+        "path is relative to that file.",
     )
 
     def __post_init__(self):
@@ -104,29 +88,21 @@ class LoraArguments:
     attention, task type), use dropout by default, and cannot choose how a LoRA is initialised.
     """
 
-    use_peft: bool = field(default=False, metadata={"help": "Train a LoRA instead of all weights."})
-    lora_r: Count = field(default=16, metadata={"help": "Rank of the LoRA."})
-    lora_alpha: int = field(
-        default=32, metadata={"help": "Scale of the LoRA: its output is multiplied by lora_alpha / lora_r."}
+    use_peft: bool = setting(False, "Train a LoRA instead of all weights.")
+    lora_r: Count = setting(16, "Rank of the LoRA.")
+    lora_alpha: int = setting(32, "Scale of the LoRA: its output is multiplied by lora_alpha / lora_r.")
+    lora_target_modules: list[str] | None = setting(
+        None,
+        "Layers that get a LoRA, given by the last part of their names; a single entry may be a regular expression "
+        "or `all-linear`. By default to_q, to_k, to_v, to_out.0, and in a language model q_proj, k_proj, v_proj, "
+        "o_proj.",
     )
-    lora_target_modules: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Layers that get a LoRA, given by the last part of their names; a single entry may be a regular "
-            "expression or `all-linear`. By default to_q, to_k, to_v, to_out.0, and in a language model q_proj, "
-            "k_proj, v_proj, o_proj."
-        },
+    lora_init: Literal["kaiming", "gaussian"] = setting(
+        "kaiming",
+        "How the first factor of the LoRA is initialised: kaiming (PEFT's default), or gaussian with std 1 / lora_r "
+        "(Flow-GRPO). The second factor starts at 0.",
     )
-    lora_init: Literal["kaiming", "gaussian"] = field(
-        default="kaiming",
-        metadata={
-            "help": "How the first factor of the LoRA is initialised: kaiming (PEFT's default), or gaussian with std "
-            "1 / lora_r (Flow-GRPO). The second factor starts at 0."
-        },
-    )
-    lora_dropout: Annotated[float, Range(0, 0)] = field(
-        default=0.0, metadata={"help": "Must be 0: dropout makes the replay inexact."}
-    )
+    lora_dropout: Annotated[float, Range(0, 0)] = setting(0.0, "Must be 0: dropout makes the replay inexact.")
 
     def peft_config(self, lora_path: str | None = None) -> "LoraConfig | None":
         """Return the configuration of a new LoRA; None for full training, or if the LoRA at `lora_path` is trained
@@ -157,30 +133,23 @@ class LoraArguments:
 class LaunchArguments:
     """How many processes to start and what they shard, in accelerate's names. If all are None, none is started."""
 
-    accelerate_config: str | None = field(
-        default=None,
-        metadata={
-            "help": "Configuration with which accelerate starts the processes: single_gpu, multi_gpu, multi_node, "
-            "zero1, zero2, zero3, zero3_offload or fsdp2 (docs/distributed.md), or a file written by `accelerate "
-            "config`."
-        },
+    accelerate_config: str | None = setting(
+        None,
+        "Configuration with which accelerate starts the processes: single_gpu, multi_gpu, multi_node, zero1, zero2, "
+        "zero3, zero3_offload or fsdp2 (docs/distributed.md), or a file written by `accelerate config`.",
     )
-    num_processes: Count | None = field(
-        default=None,
-        metadata={
-            "help": "Total number of processes on all machines. By default one, or one per accelerator if "
-            "accelerate_config is set."
-        },
+    num_processes: Count | None = setting(
+        None,
+        "Total number of processes on all machines. By default one, or one per accelerator if accelerate_config is "
+        "set.",
     )
-    num_machines: Count | None = field(
-        default=None,
-        metadata={"help": "Number of machines. Start the same command on each machine, with its own machine_rank."},
+    num_machines: Count | None = setting(
+        None, "Number of machines. Start the same command on each machine, with its own machine_rank."
     )
-    machine_rank: int | None = field(default=None, metadata={"help": "Index of this machine, from 0."})
-    main_process_ip: str | None = field(default=None, metadata={"help": "Address of the machine with rank 0."})
-    main_process_port: int | None = field(
-        default=None,
-        metadata={"help": "Port on the machine with rank 0. With a single machine, a free port is used by default."},
+    machine_rank: int | None = setting(None, "Index of this machine, from 0.")
+    main_process_ip: str | None = setting(None, "Address of the machine with rank 0.")
+    main_process_port: int | None = setting(
+        None, "Port on the machine with rank 0. With a single machine, a free port is used by default."
     )
 
     @property

@@ -21,8 +21,12 @@ class Sizes:
         names = {"true": "group", "false": "none"}  # TRL takes both
         vars(self)["scale_rewards"] = names.get(str(self.scale_rewards).lower(), self.scale_rewards)
         for name in DICTIONARIES:
-            if isinstance(getattr(self, name), str):
-                setattr(self, name, _json(name, getattr(self, name)))
+            text = getattr(self, name)
+            if isinstance(text, str):
+                try:
+                    setattr(self, name, dict(json.loads(text)))
+                except (ValueError, TypeError):
+                    raise ValueError(f"{name}={text!r} must be a dictionary, written as JSON.") from None
 
     def fill_in(self) -> None:
         """Fill in defaults taken from other settings."""
@@ -183,13 +187,3 @@ class Sizes:
     def token_sampling(self) -> dict[str, float | None]:
         """How tokens are drawn; None leaves it to the language model's own generation config."""
         return {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
-
-
-def _json(name: str, text: str) -> dict:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{name} is {text!r}, which is not JSON ({error}); write a dictionary.") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{name} is {text!r}; write a dictionary.")
-    return value

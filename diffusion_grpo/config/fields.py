@@ -10,9 +10,9 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from .arguments import LaunchArguments, LoraArguments, ScriptArguments
+from .declare import Range
 from .names import suggest
 from .quantization import QuantizationSettings
-from .ranges import Range
 from .run import RunSettings
 from .sampling import SamplingSettings
 from .update import UpdateSettings

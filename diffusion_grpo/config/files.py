@@ -39,12 +39,10 @@ def check_model_name(model: str) -> None:
     folder = Path(model).expanduser()
     if model == "tiny":
         return
-    if folder.is_file():
-        raise ValueError(f"model: {model} is a file; give the folder of a diffusers pipeline, a Hub id, or `tiny`.")
-    if folder.is_dir() and not any((folder / name).is_file() for name in INDEXES):
+    if folder.exists() and not any((folder / name).is_file() for name in INDEXES):
         raise ValueError(
-            f"model: {model} contains no model_index.json or modular_model_index.json, so it is not the folder of a "
-            "diffusers pipeline; give such a folder, a Hub id, or `tiny`."
+            f"model: {model} is not the folder of a diffusers pipeline, which holds a model_index.json; give such a "
+            "folder, a Hub id, or `tiny`."
         )
     if not folder.exists() and (model.startswith((".", "/", "~")) or model.count("/") != 1):
         raise ValueError(
@@ -53,18 +51,14 @@ def check_model_name(model: str) -> None:
         )
 
 
-def check_resume_folder(wanted: Any, output_dir: Any) -> None:
+def check_resume_folder(wanted: Any) -> None:
     """Refuse a checkpoint whose folder does not exist."""
     folder = Path(str(wanted))
     if wanted is None or str(wanted).lower() in ("true", "false", "") or folder.is_dir():
         return
     if folder.with_name(f"tmp-{folder.name}-old").is_dir():  # left by a kill, and restored when the run starts
         return
-    there = Path(output_dir or ".").glob("checkpoint-*")
-    found = [path for path in there if path.name.removeprefix("checkpoint-").isdigit()]
-    newest = max(found, key=lambda path: int(path.name.removeprefix("checkpoint-")), default=None)
-    advice = f"the newest checkpoint in output_dir is {newest}" if newest else "give that of a checkpoint, or true"
-    raise ValueError(f"resume_from_checkpoint: there is no folder {wanted}; {advice}.")
+    raise ValueError(f"resume_from_checkpoint: there is no folder {wanted}; give that of a checkpoint, or true.")
 
 
 def check_hub_access(token: str | None) -> None:
@@ -72,12 +66,6 @@ def check_hub_access(token: str | None) -> None:
     from huggingface_hub import constants, get_token
 
     if constants.HF_HUB_OFFLINE:
-        raise ValueError(
-            "push_to_hub needs the Hub, but HF_HUB_OFFLINE is set; unset it, or set push_to_hub=False and upload the "
-            "output folder later."
-        )
+        raise ValueError("push_to_hub needs the Hub, but HF_HUB_OFFLINE is set; unset one of them.")
     if not (token or get_token()):
-        raise ValueError(
-            "push_to_hub needs a token of the Hub, and none was found; run `hf auth login`, or set HF_TOKEN or "
-            "hub_token."
-        )
+        raise ValueError("push_to_hub needs a token of the Hub; run `hf auth login`, or set HF_TOKEN or hub_token.")

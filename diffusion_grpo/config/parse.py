@@ -74,9 +74,7 @@ def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
 Yaml12Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
 
-def read_values(
-    config_file: str | None, overrides: list[str], config_class: "type[DiffusionGRPOConfig] | None" = None
-) -> dict[str, Any]:
+def read_values(config_file: str | None, overrides: list[str]) -> dict[str, Any]:
     """Read a YAML file and `--key value` overrides, which win; refuse settings that do not exist or are missing.
 
     In paths, `~` becomes the home folder. Words are converted to the types that are known without importing torch.
@@ -86,7 +84,7 @@ def read_values(
     if isinstance(experiment, str):  # its path is relative to the file that names it
         values["report_experiment"] = str(Path(config_file).parent / experiment)
     values |= read_overrides(overrides)
-    known = own_fields() | ({} if config_class is None else list_fields(config_class))
+    known = own_fields()
     refuse_unknown(values, [*known, *OF_TRANSFORMERS])
     missing = [name for name, setting in list_fields(ScriptArguments).items() if setting.default is MISSING]
     if missing := [f"`{name}`" for name in missing if name not in values]:
@@ -109,11 +107,11 @@ def make_script_arguments(values: dict[str, Any], kind: type[Arguments]) -> Argu
     return made
 
 
-def resolve_values(values: dict[str, Any], config_class: "type[DiffusionGRPOConfig] | None" = None) -> dict[str, Any]:
+def resolve_values(values: dict[str, Any]) -> dict[str, Any]:
     """Convert the words among values that [`read_values`] returned to the types of transformers' settings, too."""
     from .settings import DiffusionGRPOConfig
 
-    return _convert(values, list_fields(config_class or DiffusionGRPOConfig))
+    return _convert(values, list_fields(DiffusionGRPOConfig))
 
 
 def make_settings(
@@ -124,16 +122,14 @@ def make_settings(
 
     others = script_fields()
     values = {name: value for name, value in values.items() if name not in others}
-    settings = (config_class or DiffusionGRPOConfig)(**values)
-    settings.given = frozenset(values)  # a class that inherits from ours does not note them
-    return settings
+    return (config_class or DiffusionGRPOConfig)(**values)
 
 
 def parse_train_arguments(
     config_file: str | None, overrides: list[str], config_class: "type[DiffusionGRPOConfig] | None" = None
 ) -> "tuple[ScriptArguments, LoraArguments, DiffusionGRPOConfig]":
     """Read a YAML file and `--key value` overrides, which win."""
-    values = resolve_values(read_values(config_file, overrides, config_class), config_class)
+    values = resolve_values(read_values(config_file, overrides))
     script, lora = (make_script_arguments(values, kind) for kind in (ScriptArguments, LoraArguments))
     return script, lora, make_settings(values, config_class)
 

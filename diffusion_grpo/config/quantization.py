@@ -2,9 +2,10 @@
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from .declare import setting
 from .names import suggest
 
 # diffusers' names of the backends, and the package that each one needs
@@ -22,41 +23,30 @@ class QuantizationSettings:
     """How the weights of frozen networks are compressed when the pipeline is loaded."""
 
     # Quantised base
-    load_in_4bit: bool = field(
-        default=False,
-        metadata={
-            "help": "Load the trained network and the large text encoders (all except CLIP's) in 4-bit precision with "
-            "bitsandbytes, and train a LoRA on top. Requires a GPU."
-        },
+    load_in_4bit: bool = setting(
+        False,
+        "Load the trained network and the large text encoders (all except CLIP's) in 4-bit precision with "
+        "bitsandbytes, and train a LoRA on top. Requires a GPU.",
     )
-    load_in_8bit: bool = field(
-        default=False,
-        metadata={
-            "help": "Like load_in_4bit, but in 8-bit precision (LLM.int8), which rounds the inputs of the quantised "
-            "layers to fp16. Requires a GPU."
-        },
+    load_in_8bit: bool = setting(
+        False,
+        "Like load_in_4bit, but in 8-bit precision (LLM.int8), which rounds the inputs of the quantised layers to "
+        "fp16. Requires a GPU.",
     )
-    bnb_4bit_quant_type: Literal["nf4", "fp4"] = field(
-        default="nf4", metadata={"help": "Data type of the weights with load_in_4bit: nf4 or fp4."}
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = setting(
+        "nf4", "Data type of the weights with load_in_4bit: nf4 or fp4."
     )
-    use_bnb_nested_quant: bool = field(
-        default=False,
-        metadata={"help": "With load_in_4bit, also quantise the scales of the blocks (double quantisation)."},
+    use_bnb_nested_quant: bool = setting(
+        False, "With load_in_4bit, also quantise the scales of the blocks (double quantisation)."
     )
-    bnb_4bit_quant_storage: str | None = field(
-        default=None,
-        metadata={
-            "help": "With load_in_4bit, dtype in which the packed weights are stored, such as bfloat16; by default "
-            "uint8."
-        },
+    bnb_4bit_quant_storage: str | None = setting(
+        None, "With load_in_4bit, dtype in which the packed weights are stored, such as bfloat16; by default uint8."
     )
-    quantization: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={
-            "help": "Quantisation backend of diffusers or transformers for each component of the pipeline, for "
-            "example {transformer: torchao, text_encoder_3: {backend: bitsandbytes_8bit}}. null leaves a component "
-            "unquantised. docs/memory.md lists the backends and their options."
-        },
+    quantization: dict[str, Any] | str | None = setting(
+        None,
+        "Quantisation backend of diffusers or transformers for each component of the pipeline, for example "
+        "{transformer: torchao, text_encoder_3: {backend: bitsandbytes_8bit}}. null leaves a component unquantised. "
+        "docs/memory.md lists the backends and their options.",
     )
 
 

@@ -1,9 +1,9 @@
 """Settings of the model, the data and what is written: a base of `DiffusionGRPOConfig`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from .ranges import Count, Fraction, Range
+from .declare import Count, Fraction, Range, setting
 
 
 @dataclass
@@ -11,181 +11,126 @@ class RunSettings:
     """What is loaded, where it is kept, and what a run leaves on disk."""
 
     # Model, data, log
-    offload_frozen: Literal["cpu"] | None = field(
-        default=None,
-        metadata={
-            "help": "cpu: keep text encoders, image encoders and the VAE in CPU memory, and move each to the "
-            "accelerator only while it is used."
-        },
+    offload_frozen: Literal["cpu"] | None = setting(
+        None,
+        "cpu: keep text encoders, image encoders and the VAE in CPU memory, and move each to the accelerator only "
+        "while it is used.",
     )
-    offload_rewards: Literal["cpu"] | None = field(
-        default=None,
-        metadata={
-            "help": "cpu: keep the networks of all rewards in CPU memory except while they score, after each rollout "
-            "(`offload: true` for a single reward)."
-        },
+    offload_rewards: Literal["cpu"] | None = setting(
+        None,
+        "cpu: keep the networks of all rewards in CPU memory except while they score, after each rollout (`offload: "
+        "true` for a single reward).",
     )
-    group_offload: Literal["block_level", "leaf_level"] | None = field(
-        default=None,
-        metadata={
-            "help": "Keep the trained network's frozen weights in CPU memory, and move them to the accelerator only "
-            "while they are used: whole blocks (block_level), or single layers (leaf_level), which takes the least "
-            "memory and the most transfers. Only for a LoRA; see docs/memory.md."
-        },
+    group_offload: Literal["block_level", "leaf_level"] | None = setting(
+        None,
+        "Keep the trained network's frozen weights in CPU memory, and move them to the accelerator only while they "
+        "are used: whole blocks (block_level), or single layers (leaf_level), which takes the least memory and the "
+        "most transfers. Only for a LoRA; see docs/memory.md.",
     )
-    group_offload_blocks: Count = field(
-        default=1, metadata={"help": "Number of blocks that group_offload='block_level' moves together."}
+    group_offload_blocks: Count = setting(1, "Number of blocks that group_offload='block_level' moves together.")
+    group_offload_stream: bool = setting(
+        False,
+        "With group_offload, fetch the next block while the current one computes. This takes page-locked CPU memory "
+        "for all frozen weights of the network, and accelerator memory for one more block.",
     )
-    group_offload_stream: bool = field(
-        default=False,
-        metadata={
-            "help": "With group_offload, fetch the next block while the current one computes. This takes page-locked "
-            "CPU memory for all frozen weights of the network, and accelerator memory for one more block."
-        },
+    cache_prompt_embeds: Literal["off", "memory", "disk"] = setting(
+        "off",
+        "Encode all prompts of the run once, before it begins, and then free the text encoders. memory keeps the "
+        "embeddings for this run only; disk also for later runs, which then do not load the text encoders at all.",
     )
-    cache_prompt_embeds: Literal["off", "memory", "disk"] = field(
-        default="off",
-        metadata={
-            "help": "Encode all prompts of the run once, before it begins, and then free the text encoders. memory "
-            "keeps the embeddings for this run only; disk also for later runs, which then do not load the text "
-            "encoders at all."
-        },
+    prompt_embeds_dir: str | None = setting(
+        None,
+        "Folder for the embeddings of cache_prompt_embeds: disk. By default diffusion_grpo/prompt_embeds in the "
+        "Hugging Face cache, which all runs share.",
     )
-    prompt_embeds_dir: str | None = field(
-        default=None,
-        metadata={
-            "help": "Folder for the embeddings of cache_prompt_embeds: disk. By default diffusion_grpo/prompt_embeds "
-            "in the Hugging Face cache, which all runs share."
-        },
+    context_parallel_size: Count = setting(
+        1,
+        "Number of processes that share the sequence of each sample, for videos too long for one process. Must "
+        "divide the number of processes. Each such group counts as one process.",
     )
-    context_parallel_size: Count = field(
-        default=1,
-        metadata={
-            "help": "Number of processes that share the sequence of each sample, for videos too long for one process. "
-            "Must divide the number of processes. Each such group counts as one process."
-        },
+    context_parallel_type: Literal["ulysses", "ring"] = setting(
+        "ulysses",
+        "How processes share a sequence (context_parallel_size). ulysses: each process computes some of the "
+        "attention heads, and context_parallel_size must divide their number. ring: keys and values are passed "
+        "around; requires CUDA and half precision.",
     )
-    context_parallel_type: Literal["ulysses", "ring"] = field(
-        default="ulysses",
-        metadata={
-            "help": "How processes share a sequence (context_parallel_size). ulysses: each process computes some of "
-            "the attention heads, and context_parallel_size must divide their number. ring: keys and values are "
-            "passed around; requires CUDA and half precision."
-        },
+    train_component: str | None = setting(
+        None, "Name of the network to train; by default transformer, unet, prior or decoder."
     )
-    train_component: str | None = field(
-        default=None,
-        metadata={"help": "Name of the network to train; by default transformer, unet, prior or decoder."},
+    lora_path: str | None = setting(
+        None,
+        "Existing LoRA to train further, with its rank and layers: the folder of a run, a checkpoint or a PEFT "
+        "adapter, a file, or a Hub id. The reference is the model with this LoRA as it was loaded.",
     )
-    lora_path: str | None = field(
-        default=None,
-        metadata={
-            "help": "Existing LoRA to train further, with its rank and layers: the folder of a run, a checkpoint or a "
-            "PEFT adapter, a file, or a Hub id. The reference is the model with this LoRA as it was loaded."
-        },
+    lora_adapter: str | None = setting(
+        None,
+        "Name of a LoRA to train further. It must already be loaded into the pipeline that is given to the trainer.",
     )
-    lora_adapter: str | None = field(
-        default=None,
-        metadata={
-            "help": "Name of a LoRA to train further. It must already be loaded into the pipeline that is given to "
-            "the trainer."
-        },
+    keep_adapters: bool = setting(
+        False,
+        "Keep other LoRAs of the pipeline active but frozen while one is trained; by default they are refused. Only "
+        "the trained LoRA is saved.",
     )
-    keep_adapters: bool = field(
-        default=False,
-        metadata={
-            "help": "Keep other LoRAs of the pipeline active but frozen while one is trained; by default they are "
-            "refused. Only the trained LoRA is saved."
-        },
-    )
-    model_init_kwargs: dict[str, Any] | str | None = field(
-        default=None,
+    model_init_kwargs: dict[str, Any] | str | None = setting(
+        None,
+        "Keyword arguments of DiffusionPipeline.from_pretrained.",
         repr=False,  # may hold a token
-        metadata={"help": "Keyword arguments of DiffusionPipeline.from_pretrained."},
     )
-    selective_checkpointing: Fraction = field(
-        default=1.0,
-        metadata={
-            "help": "Fraction of the network's blocks, evenly spread, whose activations are recomputed. 0.5 "
-            "recomputes every other block, which takes more memory and less time than 1.0."
-        },
+    selective_checkpointing: Fraction = setting(
+        1.0,
+        "Fraction of the network's blocks, evenly spread, whose activations are recomputed. 0.5 recomputes every "
+        "other block, which takes more memory and less time than 1.0.",
     )
-    prompt_column: str | None = field(
-        default=None,
-        metadata={
-            "help": "Column of the dataset that holds the prompts. By default prompt; without such a column, caption "
-            "or the only column of texts."
-        },
+    prompt_column: str | None = setting(
+        None,
+        "Column of the dataset that holds the prompts. By default prompt; without such a column, caption or the only "
+        "column of texts.",
     )
-    shuffle_dataset: bool = field(default=True, metadata={"help": "Shuffle the prompts in each epoch."})
-    log_completions: bool = field(
-        default=True, metadata={"help": "Write the prompts, rewards and advantages of each rollout to a parquet file."}
+    shuffle_dataset: bool = setting(True, "Shuffle the prompts in each epoch.")
+    log_completions: bool = setting(
+        True, "Write the prompts, rewards and advantages of each rollout to a parquet file."
     )
-    num_completions_to_log: Annotated[int, Range(0)] = field(
-        default=16,
-        metadata={
-            "help": "Number of samples to save and show from an evaluation or from a rollout (log_samples_steps)."
-        },
+    num_completions_to_log: Annotated[int, Range(0)] = setting(
+        16, "Number of samples to save and show from an evaluation or from a rollout (log_samples_steps)."
     )
-    log_samples_steps: Count | None = field(
-        default=50,
-        metadata={
-            "help": "Save num_completions_to_log samples for the report every N updates, and in the first and the "
-            "last rollout; null for none. Has no effect if save_samples_steps is set or log_completions is False."
-        },
+    log_samples_steps: Count | None = setting(
+        50,
+        "Save num_completions_to_log samples for the report every N updates, and in the first and the last rollout; "
+        "null for none. Has no effect if save_samples_steps is set or log_completions is False.",
     )
-    save_samples_steps: Count | None = field(
-        default=None,
-        metadata={
-            "help": "Save all samples of the rollout (PNG, MP4 or WAV) every N updates, next to the table of its "
-            "prompts, rewards and advantages."
-        },
+    save_samples_steps: Count | None = setting(
+        None,
+        "Save all samples of the rollout (PNG, MP4 or WAV) every N updates, next to the table of its prompts, "
+        "rewards and advantages.",
     )
-    push_samples: bool = field(
-        default=False,
-        metadata={
-            "help": "Also push samples, evaluations, the report and tensorboard's events (which contain the host "
-            "name) to the Hub."
-        },
+    push_samples: bool = setting(
+        False,
+        "Also push samples, evaluations, the report and tensorboard's events (which contain the host name) to the "
+        "Hub.",
     )
-    validation_prompts: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Prompts from which samples are generated with fixed seeds every validation_steps updates. The "
-            "samples are saved and sent to report_to, but never scored."
-        },
+    validation_prompts: list[str] | None = setting(
+        None,
+        "Prompts from which samples are generated with fixed seeds every validation_steps updates. The samples are "
+        "saved and sent to report_to, but never scored.",
     )
-    validation_steps: Count = field(
-        default=10,
-        metadata={
-            "help": "Number of updates between two rounds of validation_prompts. The first round is before training."
-        },
+    validation_steps: Count = setting(
+        10, "Number of updates between two rounds of validation_prompts. The first round is before training."
     )
-    overlap_rewards: bool = field(
-        default=True,
-        metadata={
-            "help": "Score the samples of a prompt while those of the next prompts are generated "
-            "(docs/rewards/own.md)."
-        },
+    overlap_rewards: bool = setting(
+        True, "Score the samples of a prompt while those of the next prompts are generated (docs/rewards/own.md)."
     )
-    watch_rewards: list[str] | None = field(
-        default_factory=lambda: ["auto"],
-        metadata={
-            "help": "Rewards that evaluations measure only to show what gets worse during training: names, or auto "
-            "for cheap ones that fit the kind of samples; null for none."
-        },
+    watch_rewards: list[str] | None = setting(
+        ["auto"],
+        "Rewards that evaluations measure only to show what gets worse during training: names, or auto for cheap "
+        "ones that fit the kind of samples; null for none.",
     )
-    overwrite_output_dir: bool = field(
-        default=False,
-        metadata={
-            "help": "Start anew in an output_dir that holds a run, whose checkpoints, samples and log are deleted. No "
-            "effect on a run that is resumed."
-        },
+    overwrite_output_dir: bool = setting(
+        False,
+        "Start anew in an output_dir that holds a run, whose checkpoints, samples and log are deleted. No effect on "
+        "a run that is resumed.",
     )
-    resume_without_optimizer: bool = field(
-        default=False,
-        metadata={
-            "help": "Allow resuming from a checkpoint without optimizer or schedule state (save_only_model). The "
-            "optimizer then starts afresh, the learning rate continues."
-        },
+    resume_without_optimizer: bool = setting(
+        False,
+        "Allow resuming from a checkpoint without optimizer or schedule state (save_only_model). The optimizer then "
+        "starts afresh, the learning rate continues.",
     )

@@ -1,9 +1,9 @@
 """Settings of the samples and of the process that draws them: a base of `DiffusionGRPOConfig`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from .ranges import Count, Fraction, Positive, Range
+from .declare import Count, Fraction, Positive, Range, setting
 
 
 @dataclass
@@ -11,184 +11,128 @@ class SamplingSettings:
     """How samples are drawn: their number and size, the process, the tokens."""
 
     # Samples
-    num_generations: Count = field(
-        default=16,
-        metadata={
-            "help": "Number of samples per prompt (the size of a group). Must be at least 2 if rewards are compared "
-            "within a group."
-        },
+    num_generations: Count = setting(
+        16,
+        "Number of samples per prompt (the size of a group). Must be at least 2 if rewards are compared within a "
+        "group.",
     )
-    num_generations_eval: Count = field(default=1, metadata={"help": "Number of samples per prompt in evaluations."})
-    num_inference_steps: Annotated[int, Range(2)] = field(
-        default=10, metadata={"help": "Number of denoising steps in a training rollout."}
+    num_generations_eval: Count = setting(1, "Number of samples per prompt in evaluations.")
+    num_inference_steps: Annotated[int, Range(2)] = setting(10, "Number of denoising steps in a training rollout.")
+    eval_num_inference_steps: Count | None = setting(
+        None, "Number of denoising steps in evaluations; by default the same as in training."
     )
-    eval_num_inference_steps: Count | None = field(
-        default=None,
-        metadata={"help": "Number of denoising steps in evaluations; by default the same as in training."},
+    eval_pipeline_kwargs: dict[str, Any] | str | None = setting(
+        None,
+        "Arguments of the pipeline's call in evaluations and for validation_prompts, in place of those of training "
+        "and of dataset columns: another height, width or guidance_scale, for example; on the command line, as JSON.",
     )
-    eval_pipeline_kwargs: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={
-            "help": "Arguments of the pipeline's call in evaluations and for validation_prompts, in place of those of "
-            "training and of dataset columns: another height, width or guidance_scale, for example; on the command "
-            "line, as JSON."
-        },
+    sigmas: list[float] | None = setting(
+        None,
+        "Noise levels of the denoising steps in a training rollout, before the scheduler's shift: "
+        "num_inference_steps numbers that start at 1.0 and decrease (docs/algorithms/noise.md). For flow matching, "
+        "and pipelines whose call accepts sigmas.",
     )
-    sigmas: list[float] | None = field(
-        default=None,
-        metadata={
-            "help": "Noise levels of the denoising steps in a training rollout, before the scheduler's shift: "
-            "num_inference_steps numbers that start at 1.0 and decrease (docs/algorithms/noise.md). For flow "
-            "matching, and pipelines whose call accepts sigmas."
-        },
+    guidance_scale: float | None = setting(None, "Guidance scale; by default the pipeline's own.")
+    height: Count | None = setting(None, "Height in pixels; by default the pipeline's own.")
+    width: Count | None = setting(None, "Width in pixels; by default the pipeline's own.")
+    num_frames: Count | None = setting(None, "Number of frames per video; by default the pipeline's own.")
+    fps: Positive | None = setting(
+        None,
+        "Frame rate of videos, for the rewards and the saved files. By default the rate in the pipeline's call if it "
+        "has one (LTX), otherwise 16.",
     )
-    guidance_scale: float | None = field(
-        default=None, metadata={"help": "Guidance scale; by default the pipeline's own."}
+    pipeline_kwargs: dict[str, Any] | str | None = setting(
+        None, "Additional keyword arguments for every call of the pipeline."
     )
-    height: Count | None = field(default=None, metadata={"help": "Height in pixels; by default the pipeline's own."})
-    width: Count | None = field(default=None, metadata={"help": "Width in pixels; by default the pipeline's own."})
-    num_frames: Count | None = field(
-        default=None, metadata={"help": "Number of frames per video; by default the pipeline's own."}
+    scheduler_kwargs: dict[str, Any] | str | None = setting(
+        None,
+        "Settings to override in the pipeline's scheduler, for example {shift: 3.0}. Where the shift depends on the "
+        "size (FLUX, Qwen-Image), also set use_dynamic_shifting: false, or shift has no effect.",
     )
-    fps: Positive | None = field(
-        default=None,
-        metadata={
-            "help": "Frame rate of videos, for the rewards and the saved files. By default the rate in the pipeline's "
-            "call if it has one (LTX), otherwise 16."
-        },
+    rollout_batch_size: Count | None = setting(
+        None,
+        "Number of samples generated together in a rollout. By default per_device_train_batch_size, so that rollout "
+        "and update use the same batches and the first ratio is exactly 1.",
     )
-    pipeline_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Additional keyword arguments for every call of the pipeline."}
+    decode_batch_size: Count | None = setting(
+        None,
+        "Number of samples that the VAE decodes together, in rollouts and evaluations; by default all samples of a "
+        "call. A smaller number saves memory and does not change the samples.",
     )
-    scheduler_kwargs: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={
-            "help": "Settings to override in the pipeline's scheduler, for example {shift: 3.0}. Where the shift "
-            "depends on the size (FLUX, Qwen-Image), also set use_dynamic_shifting: false, or shift has no effect."
-        },
+    vae_slicing: bool = setting(
+        False, "Let the VAE encode and decode one sample at a time (enable_slicing in diffusers)."
     )
-    rollout_batch_size: Count | None = field(
-        default=None,
-        metadata={
-            "help": "Number of samples generated together in a rollout. By default per_device_train_batch_size, so "
-            "that rollout and update use the same batches and the first ratio is exactly 1."
-        },
+    vae_tiling: bool = setting(
+        False,
+        "Let the VAE encode and decode large samples in overlapping tiles (enable_tiling in diffusers). The seams "
+        "are blended, so the samples change slightly.",
     )
-    decode_batch_size: Count | None = field(
-        default=None,
-        metadata={
-            "help": "Number of samples that the VAE decodes together, in rollouts and evaluations; by default all "
-            "samples of a call. A smaller number saves memory and does not change the samples."
-        },
+    samples_per_latent: int | str | None = setting(
+        None,
+        "Number of samples that share one initial latent, and the network calls until noise is drawn "
+        "(docs/algorithms/noise.md): a divisor of num_generations, or group for all samples of a prompt. By default "
+        "group, but 1 with advantage_estimator gae and for losses on re-noised samples.",
     )
-    vae_slicing: bool = field(
-        default=False,
-        metadata={"help": "Let the VAE encode and decode one sample at a time (enable_slicing in diffusers)."},
+    best_of_n: int | None = setting(
+        None,
+        "Number of samples per prompt to train on: the best half and the worst half of this number. Must be even. By "
+        "default all samples are trained on.",
     )
-    vae_tiling: bool = field(
-        default=False,
-        metadata={
-            "help": "Let the VAE encode and decode large samples in overlapping tiles (enable_tiling in diffusers). "
-            "The seams are blended, so the samples change slightly."
-        },
-    )
-    samples_per_latent: int | str | None = field(
-        default=None,
-        metadata={
-            "help": "Number of samples that share one initial latent, and the network calls until noise is drawn "
-            "(docs/algorithms/noise.md): a divisor of num_generations, or group for all samples of a prompt. By "
-            "default group, but 1 with advantage_estimator gae and for losses on re-noised samples."
-        },
-    )
-    best_of_n: int | None = field(
-        default=None,
-        metadata={
-            "help": "Number of samples per prompt to train on: the best half and the worst half of this number. Must "
-            "be even. By default all samples are trained on."
-        },
-    )
-    offload_trajectories: bool = field(
-        default=False, metadata={"help": "Keep recorded latents in CPU memory until they are replayed."}
-    )
+    offload_trajectories: bool = setting(False, "Keep recorded latents in CPU memory until they are replayed.")
 
     # SDE
-    sde_type: str = field(
-        default="auto",
-        metadata={
-            "help": (
-                "SDE of the denoising steps: flow_sde, dance_sde, wan_sde, cps, precise, ddim, ancestral, consistency "
-                "or tcd. auto selects the usual one for the pipeline's scheduler."
-            )
-        },
+    sde_type: str = setting(
+        "auto",
+        "SDE of the denoising steps: flow_sde, dance_sde, wan_sde, cps, precise, ddim, ancestral, consistency or "
+        "tcd. auto selects the usual one for the pipeline's scheduler.",
     )
-    noise_level: Positive | None = field(
-        default=None,
-        metadata={
-            "help": (
-                "Noise level of the SDE. By default 0.7 for flow_sde, 0.3 for dance_sde, 0.8 for cps, 1.5 for "
-                "precise and 1.0 for the others."
-            )
-        },
+    noise_level: Positive | None = setting(
+        None,
+        "Noise level of the SDE. By default 0.7 for flow_sde, 0.3 for dance_sde, 0.8 for cps, 1.5 for precise and "
+        "1.0 for the others.",
     )
-    trained_steps: list[int] | str | None = field(
-        default=None,
-        metadata={
-            "help": "The denoising steps that may be trained: a range [start, stop), or all (but the last, or but the "
-            "first for losses on re-noised samples). By default the first half of the steps, but all with "
-            "advantage_estimator gae and for losses on re-noised samples."
-        },
+    trained_steps: list[int] | str | None = setting(
+        None,
+        "The denoising steps that may be trained: a range [start, stop), or all (but the last, or but the first for "
+        "losses on re-noised samples). By default the first half of the steps, but all with advantage_estimator gae "
+        "and for losses on re-noised samples.",
     )
-    num_trained_steps: Count | None = field(
-        default=None,
-        metadata={
-            "help": "How many of trained_steps are trained; step_selection says which. By default all of them, but 1 "
-            "of the default first half."
-        },
+    num_trained_steps: Count | None = setting(
+        None,
+        "How many of trained_steps are trained; step_selection says which. By default all of them, but 1 of the "
+        "default first half.",
     )
-    step_selection: Literal["rollout", "prompt", "sliding", "sample"] = field(
-        default="rollout",
-        metadata={
-            "help": "How num_trained_steps are selected from trained_steps. rollout: consecutive steps, drawn for "
-            "each rollout. prompt: the same, drawn for each prompt. sliding: consecutive steps, one step further "
-            "every step_interval updates, from the start of trained_steps to its end and then again. sample: steps "
-            "drawn one by one for each sample."
-        },
+    step_selection: Literal["rollout", "prompt", "sliding", "sample"] = setting(
+        "rollout",
+        "How num_trained_steps are selected from trained_steps. rollout: consecutive steps, drawn for each rollout. "
+        "prompt: the same, drawn for each prompt. sliding: consecutive steps, one step further every step_interval "
+        "updates, from the start of trained_steps to its end and then again. sample: steps drawn one by one for each "
+        "sample.",
     )
-    step_interval: Count = field(
-        default=25, metadata={"help": "Number of updates between two moves of step_selection sliding."}
+    step_interval: Count = setting(25, "Number of updates between two moves of step_selection sliding.")
+    noisy_steps: Literal["trained", "all", "all_and_last"] = setting(
+        "trained",
+        "The denoising steps that draw noise. trained: those that are trained, or may be with step_selection sample. "
+        "all: all but the last. all_and_last: the last too, which is never trained; this noise remains in the "
+        "finished sample. cps, precise and ancestral have no noise in the last step.",
     )
-    noisy_steps: Literal["trained", "all", "all_and_last"] = field(
-        default="trained",
-        metadata={
-            "help": "The denoising steps that draw noise. trained: those that are trained, or may be with "
-            "step_selection sample. all: all but the last. all_and_last: the last too, which is never trained; this "
-            "noise remains in the finished sample. cps, precise and ancestral have no noise in the last step."
-        },
-    )
-    log_prob_type: Literal["gaussian", "squared_error"] = field(
-        default="gaussian",
-        metadata={
-            "help": "How the log-probability of a step is computed: gaussian, or squared_error, minus the mean "
-            "squared distance to the step's mean (Flow-GRPO's code for cps; works with cps only)."
-        },
+    log_prob_type: Literal["gaussian", "squared_error"] = setting(
+        "gaussian",
+        "How the log-probability of a step is computed: gaussian, or squared_error, minus the mean squared distance "
+        "to the step's mean (Flow-GRPO's code for cps; works with cps only).",
     )
 
     # Tokens, in pipelines with a language model
-    temperature: Positive | None = field(
-        default=None,
-        metadata={"help": "Sampling temperature of tokens; by default the value in the model's generation config."},
+    temperature: Positive | None = setting(
+        None, "Sampling temperature of tokens; by default the value in the model's generation config."
     )
-    top_k: Annotated[int, Range(0)] | None = field(
-        default=None,
-        metadata={
-            "help": "Sample tokens only from the N most probable ones; 0 means no limit. By default the value in the "
-            "model's generation config, or transformers' 50 if it has none."
-        },
+    top_k: Annotated[int, Range(0)] | None = setting(
+        None,
+        "Sample tokens only from the N most probable ones; 0 means no limit. By default the value in the model's "
+        "generation config, or transformers' 50 if it has none.",
     )
-    top_p: Fraction | None = field(
-        default=None,
-        metadata={
-            "help": "Sample tokens only from the most probable ones that together reach this probability; by default "
-            "the value in the model's generation config."
-        },
+    top_p: Fraction | None = setting(
+        None,
+        "Sample tokens only from the most probable ones that together reach this probability; by default the value "
+        "in the model's generation config.",
     )

@@ -6,10 +6,9 @@ Settings that cannot work are refused here in one sentence, before any model is 
 
 import dataclasses
 import functools
-import json
 import logging
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -17,23 +16,22 @@ from transformers import SchedulerType, TrainingArguments
 
 from ..algorithms.advantages import load_advantage_fn
 from ..algorithms.registry import check_loss_kwargs, check_run_settings
+from .declare import Count, NotNegative, setting
 from .defaults import DICTIONARIES, Sizes
 from .fields import check_fields
-from .files import expand_home, read_text
+from .files import expand_home
 from .names import explain_unknown
 from .quantization import QuantizationSettings
-from .ranges import Count, NotNegative
 from .run import RunSettings
 from .sampling import SamplingSettings
 from .update import UpdateSettings
-from .validate import check_conflicts
+from .validate import WATCHING_SCHEDULES, check_conflicts
 
 logger = logging.getLogger(__name__)
 LAUNCHED_PRECISION = "ACCELERATE_MIXED_PRECISION"  # environment variable that `accelerate launch` sets
 # settings that an algorithm may take, by the keyword argument of its constructor
 OF_ALGORITHMS = {name: name for name in ("beta", "epsilon", "epsilon_high", "max_ratio_error")}
 OF_ALGORITHMS |= {"anchor": "old_log_prob", "reward_weights": "multi_objective_aggregation"}
-WATCHING_SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # schedules that depend on evaluations
 
 
 def computes_in_bf16() -> bool:
@@ -75,80 +73,57 @@ class DiffusionGRPOConfig(
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TrainingArguments._VALID_DICT_FIELDS, *DICTIONARIES]
 
     # TrainingArguments with other defaults or descriptions
-    max_steps: int = field(
-        default=-1, metadata={"help": "Number of updates. -1 makes as many as num_train_epochs needs."}
+    max_steps: int = setting(-1, "Number of updates. -1 makes as many as num_train_epochs needs.")
+    learning_rate: NotNegative | None = setting(
+        None, "Learning rate. By default 3e-4 for LoRA and 1e-5 for full training."
     )
-    learning_rate: NotNegative | None = field(
-        default=None, metadata={"help": "Learning rate. By default 3e-4 for LoRA and 1e-5 for full training."}
+    lr_scheduler_type: str = setting(
+        "constant",
+        "Learning rate schedule; any of transformers' schedules. With warmup_steps, constant becomes "
+        "constant_with_warmup.",
     )
-    lr_scheduler_type: str = field(
-        default="constant",
-        metadata={
-            "help": "Learning rate schedule; any of transformers' schedules. With warmup_steps, constant becomes "
-            "constant_with_warmup."
-        },
+    weight_decay: float = setting(1e-4, "Weight decay of AdamW.")
+    per_device_train_batch_size: Count = setting(
+        4,
+        "Number of samples in one forward and backward pass; also the batch size of rollouts unless "
+        "rollout_batch_size is set.",
     )
-    weight_decay: float = field(default=1e-4, metadata={"help": "Weight decay of AdamW."})
-    per_device_train_batch_size: Count = field(
-        default=4,
-        metadata={
-            "help": "Number of samples in one forward and backward pass; also the batch size of rollouts unless "
-            "rollout_batch_size is set."
-        },
+    per_device_eval_batch_size: Count | None = setting(
+        None, "Number of samples generated together in evaluations; by default the same as in rollouts."
     )
-    per_device_eval_batch_size: Count | None = field(
-        default=None,
-        metadata={"help": "Number of samples generated together in evaluations; by default the same as in rollouts."},
+    gradient_accumulation_steps: Count = setting(32, "Number of micro-batches in one optimizer update.")
+    activation_checkpointing: bool | None = setting(
+        True,
+        "Recompute activations in the backward pass, which takes less memory and more time. gradient_checkpointing "
+        "is another name.",
     )
-    gradient_accumulation_steps: Count = field(
-        default=32, metadata={"help": "Number of micro-batches in one optimizer update."}
+    bf16: bool | None = setting(
+        None,
+        "Train in mixed bfloat16 precision. By default on if the GPU supports bfloat16 natively; on older GPUs, set "
+        "fp16.",
     )
-    activation_checkpointing: bool | None = field(
-        default=True,
-        metadata={
-            "help": "Recompute activations in the backward pass, which takes less memory and more time. "
-            "gradient_checkpointing is another name."
-        },
+    logging_steps: float = setting(1, "Log every N updates.")
+    save_steps: float = setting(50, "Write a checkpoint every N updates.")
+    eval_steps: float | None = setting(
+        None,
+        "Evaluate every N updates. A number below 1 is a fraction of the run. By default the value of logging_steps "
+        "if that is set, otherwise that of save_steps.",
     )
-    bf16: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Train in mixed bfloat16 precision. By default on if the GPU supports bfloat16 natively; on older "
-            "GPUs, set fp16."
-        },
+    eval_on_start: bool | None = setting(
+        None, "Also evaluate before the first update. By default on wherever eval_strategy is set."
     )
-    logging_steps: float = field(default=1, metadata={"help": "Log every N updates."})
-    save_steps: float = field(default=50, metadata={"help": "Write a checkpoint every N updates."})
-    eval_steps: float | None = field(
-        default=None,
-        metadata={
-            "help": "Evaluate every N updates. A number below 1 is a fraction of the run. By default the value of "
-            "logging_steps if that is set, otherwise that of save_steps."
-        },
+    ddp_find_unused_parameters: bool | None = setting(
+        False, "Let DDP search for unused parameters, of which a policy has none."
     )
-    eval_on_start: bool | None = field(
-        default=None,
-        metadata={"help": "Also evaluate before the first update. By default on wherever eval_strategy is set."},
-    )
-    ddp_find_unused_parameters: bool | None = field(
-        default=False,
-        metadata={"help": "Let DDP search for unused parameters, of which a policy has none."},
-    )
-    ddp_broadcast_buffers: bool | None = field(
-        default=False,
-        metadata={"help": "Let DDP broadcast buffers in each update."},
-    )
-    dataloader_pin_memory: bool = field(
-        default=False,
-        metadata={"help": "Pin batches in memory; they contain only prompts."},
-    )
-    hub_token: str | None = field(
-        default=None,
+    ddp_broadcast_buffers: bool | None = setting(False, "Let DDP broadcast buffers in each update.")
+    dataloader_pin_memory: bool = setting(False, "Pin batches in memory; they contain only prompts.")
+    hub_token: str | None = setting(
+        None,
+        "Token of the Hub. By default that of `hf auth login`, or HF_TOKEN.",
         repr=False,  # it is secret
-        metadata={"help": "Token of the Hub. By default that of `hf auth login`, or HF_TOKEN."},
     )
-    remove_unused_columns: bool | None = field(
-        default=False, metadata={"help": "Must stay False: every column is passed to the reward functions."}
+    remove_unused_columns: bool | None = setting(
+        False, "Must stay False: every column is passed to the reward functions."
     )
 
     def __post_init__(self):
@@ -175,18 +150,10 @@ class DiffusionGRPOConfig(
                     "This GPU does not compute in bfloat16, so the run uses float32, which needs twice the memory; "
                     "fp16=True trains in half precision."
                 )
-        watches = getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type) in WATCHING_SCHEDULES
-        if self.metric_for_best_model is None and (
-            watches or self.load_best_model_at_end or self.save_strategy == "best"
-        ):
+        watches = str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type)) in WATCHING_SCHEDULES
+        asks_for_best = watches or self.load_best_model_at_end or self.save_strategy == "best"
+        if self.metric_for_best_model is None and asks_for_best:
             self.metric_for_best_model = "eval_reward"  # there is no eval_loss here
-        if watches:
-            is_greater_better = self.greater_is_better
-            if is_greater_better is None:  # as transformers decides
-                is_greater_better = not self.metric_for_best_model.endswith("loss")
-            kwargs = self.lr_scheduler_kwargs or {}
-            kwargs = json.loads(kwargs) if isinstance(kwargs, str) else kwargs
-            self.lr_scheduler_kwargs = {"mode": "max" if is_greater_better else "min", **kwargs}
         strategy = getattr(self.eval_strategy, "value", self.eval_strategy)
         if self.eval_on_start is None:  # a result says little without the one before training
             self.eval_on_start = strategy != "no"
@@ -196,16 +163,20 @@ class DiffusionGRPOConfig(
         compiles = bool(self.torch_compile or self.torch_compile_backend or self.torch_compile_mode)
         backend, mode = self.torch_compile_backend or ("inductor" if compiles else None), self.torch_compile_mode
         self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = False, None, None
-        is_offloaded = self.fsdp and not self.use_cpu and offloads_shards(self.fsdp, self.fsdp_config)
-        if is_offloaded and self.ddp_backend is None:
+        sharding = self.fsdp_config if self.fsdp and isinstance(self.fsdp_config, dict) else {}
+        is_offloaded = sharding.get("cpu_offload", sharding.get("fsdp_cpu_offload"))
+        if is_offloaded and not self.use_cpu and self.ddp_backend is None:
             self.ddp_backend = find_backends_with_cpu()
         super().__post_init__()
         if not (self.bf16 or self.fp16):
             self.mixed_precision = "no"  # transformers would take that of `accelerate launch`
         self.gradient_checkpointing = None  # or a copy would keep it and ignore another activation_checkpointing
         self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = compiles, backend, mode
-        check_launched(count_launched_processes(), self.world_size)
-        self.lr_scheduler_type = add_warmup(self.lr_scheduler_type, self.warmup_steps)
+        if watches:
+            better = "max" if self.greater_is_better else "min"
+            self.lr_scheduler_kwargs = {"mode": better, **(self.lr_scheduler_kwargs or {})}
+        if self.warmup_steps and self.lr_scheduler_type == SchedulerType.CONSTANT:  # which would drop the warm-up
+            self.lr_scheduler_type = SchedulerType.CONSTANT_WITH_WARMUP
         check_conflicts(self)
         self.check_machine()
         check_loss_kwargs(self.loss_type, self.loss_kwargs, self.anchor)  # imports a loss of the user's own
@@ -255,36 +226,16 @@ def list_algorithm_settings(settings: DiffusionGRPOConfig) -> dict[str, str]:
 
 def find_changed(settings: DiffusionGRPOConfig) -> frozenset[str]:
     """Return the names of the settings that differ from their defaults."""
-    changed = set()
-    for setting in dataclasses.fields(settings):
-        make = setting.default_factory
-        if getattr(settings, setting.name) != (setting.default if make is dataclasses.MISSING else make()):
-            changed.add(setting.name)
-    return frozenset(changed)
+    defaults = {
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for field in dataclasses.fields(settings)
+    }
+    return frozenset(name for name, default in defaults.items() if getattr(settings, name) != default)
 
 
 def count_launched_processes() -> int:
     """Return how many processes torchrun or accelerate started, including this one; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1
-
-
-def check_launched(launched: int, world_size: int) -> None:
-    """Refuse processes that do not know of each other and would all write to the same folder."""
-    if launched > 1 and world_size == 1:
-        raise ValueError(
-            f"{launched} processes were started, but each would start its own run in the same folder; set "
-            "use_cpu=True to train on CPUs, or start one process."
-        )
-
-
-def offloads_shards(fsdp: bool | str | list[str], fsdp_config: dict[str, Any] | str | None) -> bool:
-    """Return whether `fsdp` and `fsdp_config` of [`~transformers.TrainingArguments`] keep shards in CPU memory."""
-    settings = fsdp_config or {}
-    if isinstance(settings, str):
-        is_file = not settings.lstrip().startswith("{")
-        settings = json.loads(read_text(settings) if is_file else settings)
-    words = fsdp.split() if isinstance(fsdp, str) else fsdp if isinstance(fsdp, list) else []
-    return "offload" in words or bool(settings.get("cpu_offload", settings.get("fsdp_cpu_offload", False)))
 
 
 def find_backends_with_cpu() -> str | None:
@@ -295,21 +246,6 @@ def find_backends_with_cpu() -> str | None:
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return {"cuda": "cuda:nccl,cpu:gloo", "xpu": "xpu:xccl,cpu:gloo"}.get(accelerator.type if accelerator else "cpu")
-
-
-def add_warmup(schedule: SchedulerType, warmup_steps: float) -> SchedulerType:
-    """Return the schedule with a warm-up if there are `warmup_steps`; `get_scheduler` would drop them silently."""
-    if not warmup_steps:
-        return schedule
-    if schedule.value in WATCHING_SCHEDULES:
-        hint = (
-            "; it has its own warm-up, lr_scheduler_kwargs: {warmup: ...}" if schedule == SchedulerType.GREEDY else ""
-        )
-        raise ValueError(
-            f"warmup_steps={warmup_steps:g} has no effect with lr_scheduler_type={schedule.value!r}, which follows "
-            f"the evaluations; leave it out, or use another schedule{hint}."
-        )
-    return SchedulerType.CONSTANT_WITH_WARMUP if schedule == SchedulerType.CONSTANT else schedule
 
 
 def find_launched_precision(args: DiffusionGRPOConfig) -> dict[str, bool]:
@@ -331,9 +267,11 @@ def describe(value: Any) -> Any:
 
 
 def _suggest_names(init):
+    """Wrap the constructor: explain names that are no settings, and note those that the user chose."""
+
     @functools.wraps(init)
     def check_and_init(self, *args, **kwargs):
-        known = [setting.name for setting in dataclasses.fields(DiffusionGRPOConfig) if setting.init]
+        known = [field.name for field in dataclasses.fields(DiffusionGRPOConfig) if field.init]
         for name in kwargs:
             if name not in known:
                 advice = explain_unknown(name, known) or (

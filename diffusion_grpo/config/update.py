@@ -1,9 +1,9 @@
 """Settings of the update (loss, advantages, value model, reference): a base of `DiffusionGRPOConfig`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from .ranges import Count, Fraction, NotNegative, Positive, Range
+from .declare import Count, Fraction, NotNegative, Positive, Range, setting
 
 
 @dataclass
@@ -11,227 +11,157 @@ class UpdateSettings:
     """How rewards move the policy, and what it is compared with."""
 
     # Optimisation
-    loss_type: str = field(
-        default="grpo",
-        metadata={
-            "help": "Algorithm to train with: grpo, grpo_guard and dppo on the recorded steps of a rollout; nft, awm, "
-            "dgpo and dpo on re-noised samples, that is, finished samples to which noise is added again; or the "
-            "dotted path of a loss function or of an algorithm's class."
-        },
+    loss_type: str = setting(
+        "grpo",
+        "Algorithm to train with: grpo, grpo_guard and dppo on the recorded steps of a rollout; nft, awm, dgpo and "
+        "dpo on re-noised samples, that is, finished samples to which noise is added again; or the dotted path of a "
+        "loss function or of an algorithm's class.",
     )
-    loss_kwargs: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={
-            "help": "Settings of the loss or algorithm selected by loss_type; on the command line, as JSON. The page "
-            "of each algorithm lists its settings (docs/algorithms/index.md); grpo has none."
-        },
+    loss_kwargs: dict[str, Any] | str | None = setting(
+        None,
+        "Settings of the loss or algorithm selected by loss_type; on the command line, as JSON. The page of each "
+        "algorithm lists its settings (docs/algorithms/index.md); grpo has none.",
     )
-    target_change: Positive | None = field(
-        default=None,
-        metadata={
-            "help": "Regulate the learning rate instead of choosing it: each update changes the policy's predictions, "
-            "relative to their size, by target_change / sqrt(number of updates); 0.25 is a good start. The change is "
-            "measured in every update. learning_rate becomes the upper limit (by default 0.01), and the first update "
-            "has a ten-thousandth of it. By default the rate is learning_rate."
-        },
+    target_change: Positive | None = setting(
+        None,
+        "Regulate the learning rate instead of choosing it: each update changes the policy's predictions, relative "
+        "to their size, by target_change / sqrt(number of updates); 0.25 is a good start. The change is measured in "
+        "every update. learning_rate becomes the upper limit (by default 0.01), and the first update has a "
+        "ten-thousandth of it. By default the rate is learning_rate.",
     )
-    beta: NotNegative = field(
-        default=0.0,
-        metadata={
-            "help": "Weight of the KL divergence to the reference model. For losses on re-noised samples, weight of "
-            "the squared distance between the predictions of the policy and the reference."
-        },
+    beta: NotNegative = setting(
+        0.0,
+        "Weight of the KL divergence to the reference model. For losses on re-noised samples, weight of the squared "
+        "distance between the predictions of the policy and the reference.",
     )
-    step_weight: str = field(
-        default="none",
-        metadata={
-            "help": "Weight of the policy term of each step: none, noise (TempFlow-GRPO), velocity (Flash-GRPO) or "
-            "guard (GRPO-Guard); docs/algorithms/grpo.md has the formulas."
-        },
+    step_weight: Literal["none", "noise", "velocity", "guard"] = setting(
+        "none",
+        "Weight of the policy term of each step: none, noise (TempFlow-GRPO), velocity (Flash-GRPO) or guard "
+        "(GRPO-Guard); docs/algorithms/grpo.md has the formulas.",
     )
-    kl_reward: NotNegative = field(
-        default=0.0,
-        metadata={
-            "help": "Weight of a penalty that is subtracted from each sample's reward: the KL divergence to the "
-            "reference, averaged over the sample's trained steps. This takes two more forward passes per step."
-        },
+    kl_reward: NotNegative = setting(
+        0.0,
+        "Weight of a penalty that is subtracted from each sample's reward: the KL divergence to the reference, "
+        "averaged over the sample's trained steps. This takes two more forward passes per step.",
     )
-    epsilon: NotNegative = field(
-        default=1e-4,
-        metadata={
-            "help": "Lower end of the clip range: the ratio is clipped to at least 1 - epsilon. For tokens (a "
-            "language model in train_component) use about 0.2. grpo_guard and dppo have limits of their own in "
-            "loss_kwargs."
-        },
+    epsilon: NotNegative = setting(
+        1e-4,
+        "Lower end of the clip range: the ratio is clipped to at least 1 - epsilon. For tokens (a language model in "
+        "train_component) use about 0.2. grpo_guard and dppo have limits of their own in loss_kwargs.",
     )
-    epsilon_high: NotNegative | None = field(
-        default=None,
-        metadata={
-            "help": "Upper end of the clip range: the ratio is clipped to at most 1 + epsilon_high. By default equal "
-            "to epsilon."
-        },
+    epsilon_high: NotNegative | None = setting(
+        None,
+        "Upper end of the clip range: the ratio is clipped to at most 1 + epsilon_high. By default equal to epsilon.",
     )
-    importance_sampling_level: Literal["token", "sequence"] = field(
-        default="token",
-        metadata={
-            "help": "Level at which ratios are computed. token: each denoising step or token has its own ratio. "
-            "sequence: all of a sample share the geometric mean of their ratios (GSPO), which takes one more forward "
-            "pass per step if a rollout is trained on more than once."
-        },
+    importance_sampling_level: Literal["token", "sequence"] = setting(
+        "token",
+        "Level at which ratios are computed. token: each denoising step or token has its own ratio. sequence: all of "
+        "a sample share the geometric mean of their ratios (GSPO), which takes one more forward pass per step if a "
+        "rollout is trained on more than once.",
     )
-    num_iterations: Count = field(default=1, metadata={"help": "Number of times each rollout is trained on."})
-    steps_per_generation: Count | None = field(
-        default=None,
-        metadata={
-            "help": "Number of micro-batches in one rollout. Must be a multiple of gradient_accumulation_steps. By "
-            "default equal to it, which gives one update per rollout."
-        },
+    num_iterations: Count = setting(1, "Number of times each rollout is trained on.")
+    steps_per_generation: Count | None = setting(
+        None,
+        "Number of micro-batches in one rollout. Must be a multiple of gradient_accumulation_steps. By default equal "
+        "to it, which gives one update per rollout.",
     )
-    scale_rewards: Literal["group", "batch", "none"] = field(
-        default="group",
-        metadata={
-            "help": "How rewards are scaled. group or batch: divide them by the standard deviation of the group or of "
-            "the batch. none: do not divide them. true and false, as in TRL, mean group and none."
-        },
+    scale_rewards: Literal["group", "batch", "none"] = setting(
+        "group",
+        "How rewards are scaled. group or batch: divide them by the standard deviation of the group or of the batch. "
+        "none: do not divide them. true and false, as in TRL, mean group and none.",
     )
-    reward_baseline: Literal["group", "batch"] = field(
-        default="group",
-        metadata={
-            "help": "Mean that rewards are compared with: that of the group, or of the batch. With batch, "
-            "num_generations may be 1."
-        },
+    reward_baseline: Literal["group", "batch"] = setting(
+        "group",
+        "Mean that rewards are compared with: that of the group, or of the batch. With batch, num_generations may be "
+        "1.",
     )
-    num_batches_per_step: Count = field(
-        default=1,
-        metadata={
-            "help": "Number of batches in one rollout. Batch statistics (scale_rewards, reward_baseline, the scale of "
-            "gae) are computed for each batch separately, and updates mix as few batches as possible. Must divide the "
-            "number of prompts in a rollout."
-        },
+    num_batches_per_step: Count = setting(
+        1,
+        "Number of batches in one rollout. Batch statistics (scale_rewards, reward_baseline, the scale of gae) are "
+        "computed for each batch separately, and updates mix as few batches as possible. Must divide the number of "
+        "prompts in a rollout.",
     )
-    reward_weights: list[float] | None = field(
-        default=None, metadata={"help": "One weight per reward function; by default 1 each."}
-    )
+    reward_weights: list[float] | None = setting(None, "One weight per reward function; by default 1 each.")
     multi_objective_aggregation: Literal[
         "sum_then_normalize",
         "normalize_then_sum",
         "min_then_normalize",
         "product_then_normalize",
         "loss_per_reward",
-    ] = field(
-        default="sum_then_normalize",
-        metadata={
-            "help": "How several rewards are combined: sum_then_normalize, normalize_then_sum (GDPO), "
-            "min_then_normalize or product_then_normalize. loss_per_reward sums the clipped losses of each reward's "
-            "own advantage (docs/rewards/hacking.md)."
-        },
+    ] = setting(
+        "sum_then_normalize",
+        "How several rewards are combined: sum_then_normalize, normalize_then_sum (GDPO), min_then_normalize or "
+        "product_then_normalize. loss_per_reward sums the clipped losses of each reward's own advantage "
+        "(docs/rewards/hacking.md).",
     )
-    advantage_fn: str | None = field(
-        default=None,
-        metadata={
-            "help": "Dotted path of a function that computes the advantages in place of scale_rewards, "
-            "reward_baseline and multi_objective_aggregation (docs/algorithms/own.md)."
-        },
+    advantage_fn: str | None = setting(
+        None,
+        "Dotted path of a function that computes the advantages in place of scale_rewards, reward_baseline and "
+        "multi_objective_aggregation (docs/algorithms/own.md).",
     )
-    advantage_clip: Positive | None = field(
-        default=5.0,
-        metadata={"help": "Clamp advantages to the range from -advantage_clip to advantage_clip; null for no limit."},
+    advantage_clip: Positive | None = setting(
+        5.0, "Clamp advantages to the range from -advantage_clip to advantage_clip; null for no limit."
     )
-    reward_threshold: float | None = field(
-        default=None,
-        metadata={
-            "help": "Mean reward below which a group contributes nothing to the update. By default all groups "
-            "contribute."
-        },
+    reward_threshold: float | None = setting(
+        None, "Mean reward below which a group contributes nothing to the update. By default all groups contribute."
     )
-    drop_zero_advantages: bool = field(
-        default=False,
-        metadata={
-            "help": "Average the loss over samples whose advantage is not 0 only (as in Flow-GRPO's code). By default "
-            "the others count too, with a policy loss of 0."
-        },
+    drop_zero_advantages: bool = setting(
+        False,
+        "Average the loss over samples whose advantage is not 0 only (as in Flow-GRPO's code). By default the others "
+        "count too, with a policy loss of 0.",
     )
-    old_log_prob: Literal["auto", "rollout", "replay"] = field(
-        default="auto",
-        metadata={
-            "help": "What the ratio compares with. rollout: the log-probabilities of the rollout. replay: those of a "
-            "replay before the first update, in the batches that are trained. auto: replay if a rollout serves only "
-            "one update or if loss_type is grpo_guard or dppo, otherwise rollout (docs/how_it_works.md)."
-        },
+    old_log_prob: Literal["auto", "rollout", "replay"] = setting(
+        "auto",
+        "What the ratio compares with. rollout: the log-probabilities of the rollout. replay: those of a replay "
+        "before the first update, in the batches that are trained. auto: replay if a rollout serves only one update "
+        "or if loss_type is grpo_guard or dppo, otherwise rollout (docs/how_it_works.md).",
     )
-    max_ratio_error: Positive | None = field(
-        default=1e-4,
-        metadata={
-            "help": "Stop the run if a replay right after the rollout gives a ratio that differs from 1 by more than "
-            "this, or on re-noised samples a prediction that differs by more, relative to its size. In bf16 and fp16, "
-            "the run only warns if rounding explains the difference. null: never stop."
-        },
+    max_ratio_error: Positive | None = setting(
+        1e-4,
+        "Stop the run if a replay right after the rollout gives a ratio that differs from 1 by more than this, or on "
+        "re-noised samples a prediction that differs by more, relative to its size. In bf16 and fp16, the run only "
+        "warns if rounding explains the difference. null: never stop.",
     )
 
     # Value model
-    advantage_estimator: Literal["group", "gae"] = field(
-        default="group",
-        metadata={
-            "help": "How advantages are estimated. group: compare rewards within the group (GRPO). gae: generalized "
-            "advantage estimation with a value model that is trained together with the policy (PPO); num_generations "
-            "may be 1."
-        },
+    advantage_estimator: Literal["group", "gae"] = setting(
+        "group",
+        "How advantages are estimated. group: compare rewards within the group (GRPO). gae: generalized advantage "
+        "estimation with a value model that is trained together with the policy (PPO); num_generations may be 1.",
     )
-    value_learning_rate: NotNegative = field(default=1e-3, metadata={"help": "Learning rate of the value model."})
-    value_clip: Positive | None = field(
-        default=0.2,
-        metadata={
-            "help": "Limit on how far a value may move in the updates on one rollout, in standard deviations of the "
-            "first rollout's rewards; null for no limit."
-        },
+    value_learning_rate: NotNegative = setting(1e-3, "Learning rate of the value model.")
+    value_clip: Positive | None = setting(
+        0.2,
+        "Limit on how far a value may move in the updates on one rollout, in standard deviations of the first "
+        "rollout's rewards; null for no limit.",
     )
-    gamma: Fraction = field(
-        default=1.0,
-        metadata={"help": "Discount factor of the reward, applied once for each trained step that precedes it."},
+    gamma: Fraction = setting(
+        1.0, "Discount factor of the reward, applied once for each trained step that precedes it."
     )
-    gae_lambda: Fraction = field(
-        default=0.95, metadata={"help": "Lambda of GAE: 1 uses only the reward, 0 only the value of the next step."}
-    )
+    gae_lambda: Fraction = setting(0.95, "Lambda of GAE: 1 uses only the reward, 0 only the value of the next step.")
 
     # Reference and average
-    sync_ref_model: bool = field(
-        default=False, metadata={"help": "Move the reference towards the policy every ref_model_sync_steps updates."}
+    sync_ref_model: bool = setting(False, "Move the reference towards the policy every ref_model_sync_steps updates.")
+    ref_model_mixup_alpha: float = setting(
+        0.6, "Weight of the policy when it is mixed into the reference at each synchronisation."
     )
-    ref_model_mixup_alpha: float = field(
-        default=0.6,
-        metadata={"help": "Weight of the policy when it is mixed into the reference at each synchronisation."},
+    ref_model_sync_steps: Count = setting(512, "Number of updates between two synchronisations of the reference.")
+    ds3_gather_for_generation: bool = setting(
+        True,
+        "Under DeepSpeed ZeRO-3, gather the whole network once per rollout and per part of an evaluation, which is "
+        "fast but takes memory for it. With false it is gathered layer by layer.",
     )
-    ref_model_sync_steps: Count = field(
-        default=512, metadata={"help": "Number of updates between two synchronisations of the reference."}
+    fsdp_gather_for_generation: bool = setting(
+        False,
+        "Under FSDP2, gather each block once per rollout and per part of an evaluation, which is fast but takes "
+        "memory for the whole network; by default a block is gathered for each of its calls.",
     )
-    ds3_gather_for_generation: bool = field(
-        default=True,
-        metadata={
-            "help": "Under DeepSpeed ZeRO-3, gather the whole network once per rollout and per part of an evaluation, "
-            "which is fast but takes memory for it. With false it is gathered layer by layer."
-        },
+    offload_ref_model: bool = setting(False, "Keep the reference copy in CPU memory between its uses (full training).")
+    ema_decay: Annotated[float, Range(0, 1, is_open=True)] | None = setting(
+        None,
+        "Decay of a moving average of the policy, which is evaluated, saved and pushed in place of the policy (saved "
+        "in the subfolder `policy`). By default there is none.",
     )
-    fsdp_gather_for_generation: bool = field(
-        default=False,
-        metadata={
-            "help": "Under FSDP2, gather each block once per rollout and per part of an evaluation, which is fast but "
-            "takes memory for the whole network; by default a block is gathered for each of its calls."
-        },
-    )
-    offload_ref_model: bool = field(
-        default=False, metadata={"help": "Keep the reference copy in CPU memory between its uses (full training)."}
-    )
-    ema_decay: Annotated[float, Range(0, 1, is_open=True)] | None = field(
-        default=None,
-        metadata={
-            "help": "Decay of a moving average of the policy, which is evaluated, saved and pushed in place of the "
-            "policy (saved in the subfolder `policy`). By default there is none."
-        },
-    )
-    ema_update_interval: Count = field(
-        default=8,
-        metadata={
-            "help": "Number of updates between two moves of the average, which also moves after the last update of a "
-            "run."
-        },
+    ema_update_interval: Count = setting(
+        8, "Number of updates between two moves of the average, which also moves after the last update of a run."
     )

@@ -2,16 +2,14 @@
 
 import logging
 from collections.abc import Iterator
-from typing import Any
 
-from ..policy.trajectory import STEP_WEIGHTS
 from .defaults import Sizes
 from .fields import check_fields
 from .files import check_folder
-from .names import suggest
 from .quantization import check_quantization
 
 logger = logging.getLogger(__name__)
+WATCHING_SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # which follow the evaluations
 
 
 def check_settings(args: Sizes) -> None:
@@ -36,9 +34,8 @@ def _find_unusable(args: Sizes) -> Iterator[str]:
         yield "remove_unused_columns must stay False: every column is passed to the reward functions."
     if args.ignore_data_skip:
         yield "ignore_data_skip=True would pair resumed rollouts with the wrong prompts; leave it False."
-    saving, evaluating, optim = (
-        str(getattr(value, "value", value)) for value in (args.save_strategy, args.eval_strategy, args.optim)
-    )
+    words = (args.save_strategy, args.eval_strategy, args.optim, args.lr_scheduler_type)
+    saving, evaluating, optim, schedule = (str(getattr(word, "value", word)) for word in words)
     if saving == "best" and evaluating == "no":
         yield "save_strategy='best' saves after evaluations, and eval_strategy='no' has none; set eval_strategy."
     if optim.startswith("schedule_free") or optim in ("lomo", "adalomo"):
@@ -46,6 +43,8 @@ def _find_unusable(args: Sizes) -> Iterator[str]:
             f"optim={optim!r} trains other weights than rollouts sample with, or changes them within a backward pass; "
             "choose another optimizer, such as adamw_torch or adamw_8bit."
         )
+    if args.warmup_steps and schedule in WATCHING_SCHEDULES:
+        yield f"warmup_steps has no effect with lr_scheduler_type={schedule!r}, which follows evaluations."
     if args.auto_find_batch_size and args.world_size > 1:
         yield (
             "auto_find_batch_size=True works with one process; set per_device_train_batch_size (`diffusion-grpo plan "
@@ -58,8 +57,6 @@ def _find_unusable(args: Sizes) -> Iterator[str]:
             f"torch_compile_mode={args.torch_compile_mode!r} records CUDA graphs, which do not work for blocks that "
             "are compiled one by one; use 'max-autotune-no-cudagraphs', or leave it out."
         )
-    if args.group_offload == "leaf_level" and args.torch_compile:
-        yield "torch_compile compiles whole blocks; use group_offload='block_level', which does not take them apart."
     if args.world_size % args.context_parallel_size:
         yield (
             f"context_parallel_size={args.context_parallel_size} must divide the number of processes, "
@@ -158,9 +155,6 @@ def _find_steps(args: Sizes) -> Iterator[str]:
 def _find_recorded(args: Sizes) -> Iterator[str]:
     """Settings that contradict each other for losses on recorded steps."""
     loss, uses_gae = args.loss_type, args.advantage_estimator == "gae"
-    if args.step_weight not in STEP_WEIGHTS:
-        hint = suggest(args.step_weight, STEP_WEIGHTS)
-        yield f"step_weight={args.step_weight!r} is unknown; it must be one of {', '.join(STEP_WEIGHTS)}.{hint}"
     if loss in ("grpo_guard", "dppo") and args.importance_sampling_level != "token":
         yield f"loss_type={loss!r} judges each step by its own ratio; leave importance_sampling_level='token'."
     if loss == "grpo_guard" and args.step_weight != "none":
@@ -183,7 +177,7 @@ def _find_renoised(args: Sizes) -> Iterator[str]:
     """Settings of recorded steps for an algorithm that noises finished samples again."""
     recorded = ["sde_type", "noise_level", "noisy_steps", "log_prob_type", "advantage_estimator", "epsilon"]
     recorded += ["old_log_prob", "step_weight", "importance_sampling_level", "kl_reward", "epsilon_high"]
-    if name := _find_changed(args, recorded, epsilon_high=args.epsilon):
+    if name := _find_changed(args, recorded):
         yield (
             f"{name}={getattr(args, name)!r} is for recorded steps, but loss_type={args.loss_type!r} trains on "
             "finished samples, sampled without noise in the steps; leave it out."
@@ -220,9 +214,6 @@ def check_token_settings(args: Sizes) -> None:
         )
 
 
-def _find_changed(args: Sizes, names: list[str], **others: Any) -> str | None:
-    """Return the first of some settings that has neither its default nor one of `others`."""
-    for name in names:
-        if getattr(args, name) not in (getattr(type(args), name), others.get(name, False)):
-            return name
-    return None
+def _find_changed(args: Sizes, names: list[str]) -> str | None:
+    """Return the first of some settings that does not have its default."""
+    return next((name for name in names if getattr(args, name) != getattr(type(args), name)), None)

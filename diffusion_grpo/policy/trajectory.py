@@ -294,6 +294,7 @@ def guard(own: StepScale, every: Sequence[StepScale]) -> Tensor:
 
 
 # by the value of the setting `step_weight`
+# the words of the setting step_weight, which stand in its annotation too
 STEP_WEIGHTS: dict[str, Callable[[StepScale, Sequence[StepScale]], Tensor] | None] = {
     "none": None,
     "noise": noise,

@@ -182,7 +182,7 @@ class DiffusersTrainer(Trainer):
         return str(point)
 
     def _check_named(self, wanted: str) -> None:
-        check_resume_folder(wanted, self.args.output_dir)
+        check_resume_folder(wanted)
         newest = next(iter(checkpoints.list_checkpoints(Path(wanted))), None)
         if newest is not None:
             raise ResumeError(f"{wanted} is the folder of a run, not a checkpoint; its newest checkpoint is {newest}.")

@@ -134,7 +134,7 @@ def check_run(
         model = os.path.expanduser(model)
         if args.push_to_hub and args.process_index == 0:  # a given pipeline is loaded already
             check_hub_access(args.hub_token)
-    check_resume_folder(args.resume_from_checkpoint, args.output_dir)
+    check_resume_folder(args.resume_from_checkpoint)
     if args.world_size > 1 and args.device.type == "cpu" and "use_cpu" not in args.given and args.should_log:
         logger.warning("There is no GPU here, so the %d processes share the CPU.", args.world_size)
     check_trackers(args.report_to, args.process_index == 0)

@@ -29,9 +29,8 @@ def test_names_of_models(tmp_path):
     for name in ("tyni", "./nothing", "a/b/c", str(tmp_path / "gone")):
         with pytest.raises(ValueError, match="there is no folder"):
             check_model_name(name)
-    with pytest.raises(ValueError, match="contains no model_index.json"):
-        check_model_name(str(tmp_path))
-    (tmp_path / "model_index.json").write_text("{}")
-    with pytest.raises(ValueError, match="model_index.json is a file; give the folder"):
-        check_model_name(str(tmp_path / "model_index.json"))
+    for index in (tmp_path, tmp_path / "model_index.json"):
+        with pytest.raises(ValueError, match="not the folder of a diffusers pipeline"):
+            check_model_name(str(index))
+        (tmp_path / "model_index.json").write_text("{}")
     check_model_name(str(tmp_path))

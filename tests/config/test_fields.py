@@ -7,8 +7,8 @@ import pytest
 from transformers import TrainingArguments
 
 from diffusion_grpo import DiffusionGRPOConfig
+from diffusion_grpo.config.declare import NotNegative
 from diffusion_grpo.config.fields import OF_TRANSFORMERS, Setting, list_fields, own_fields, read_value, script_fields
-from diffusion_grpo.config.ranges import NotNegative
 
 
 def test_names_that_are_known_before_transformers_is_imported():

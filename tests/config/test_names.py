@@ -36,7 +36,6 @@ def test_names_that_do_not(name):
         ("batch_size", "per_device_train_batch_size"),
         ("lr", "learning_rate"),
         ("warmup_ratio", "warmup_steps"),
-        ("delta", "epsilon_high"),
         ("logging_dir", "TENSORBOARD_LOGGING_DIR"),
         ("wandb_project", "WANDB_PROJECT"),
         ("save_safetensors", "leave it out"),

@@ -37,8 +37,7 @@ REFUSED = [
     ("optim", {"optim": "schedule_free_adamw"}),
     ("save_strategy", {"save_strategy": "best"}),
     ("torch_compile_mode", {"torch_compile_mode": "reduce-overhead"}),
-    ("torch_compile", {"group_offload": "leaf_level", "torch_compile": True}),
-    ("lr_scheduler_type", {"warmup_steps": 5, "lr_scheduler_type": "greedy", "eval_strategy": "epoch"}),
+    ("warmup_steps", {"warmup_steps": 5, "lr_scheduler_type": "greedy", "eval_strategy": "epoch"}),
     ("fp16", {"fp16": True}),
     # groups and batches
     ("num_generations", {"num_generations": 1}),

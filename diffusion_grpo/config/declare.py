@@ -1,8 +1,14 @@
-"""Numbers that a setting may have, written into its annotation."""
+"""How a setting is declared: its default, its help text, and in its annotation the numbers that it may have."""
 
 import math
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+
+def setting(default: Any, help: str, repr: bool = True) -> Any:
+    """Return the field of a setting; a list is copied for each object."""
+    value = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    return field(**value, repr=repr, metadata={"help": help})
 
 
 @dataclass(frozen=True)
