@@ -147,7 +147,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             self._sampler: GroupSampler | None = None
             self._noted_settings = preflight.note_settings(self.args)
             self._make_collaborators(given.is_full_training)
-            self.inputs.check_overrides(self.args.eval_pipeline_kwargs or {})
+            self.inputs.check_arguments(self.args.eval_pipeline_kwargs or {})
 
     def _make_collaborators(self, is_full_training: bool) -> None:
         """Create the objects that train, then those that sample and score, then those that save the run."""
@@ -371,7 +371,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
     ) -> dict[str, float]:
         """Sample held-out prompts without noise and score them with all rewards, including evaluation-only ones."""
         overrides = (self.args.eval_pipeline_kwargs or {}) | (pipeline_kwargs or {})
-        self.inputs.check_overrides(overrides)
+        self.inputs.check_arguments(overrides)
         is_other = eval_dataset is not None and self.eval_dataset is not None and eval_dataset is not self.eval_dataset
         is_earlier = self.run.get("published_after", self.state.global_step) != self.state.global_step
         # of an ended run in the folder, this trainer may know nothing

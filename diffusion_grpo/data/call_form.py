@@ -56,9 +56,7 @@ def learn_forms(
             inputs.forms[given] = _find_form(inputs, policy, row, noise_level, args, is_trained)
         except (UnsupportedPipeline, UntrainedStepError, torch.OutOfMemoryError, torch.AcceleratorError):
             raise
-        except Exception as error:  # any error of the pipeline, or of its network
-            if _reaches_network(inputs, policy, row):
-                raise
+        except Exception as error:  # any error of the pipeline
             prompt = f" (prompt {row['prompt']!r})" if isinstance(row.get("prompt"), str) else ""
             raise RowError(
                 f"{inputs.pipeline.__name__} fails on a row with {', '.join(sorted(given))}{prompt}: "
@@ -183,25 +181,6 @@ def refuse_single(inputs: PipelineInputs, rows: list[dict[str, Any]], loss_type:
             f"loss_type={loss_type!r} compares the samples of a prompt within one pipeline call, but "
             f"{inputs.pipeline.__name__} takes one sample per call ({single.reason}); use loss_type='nft' or 'awm'."
         )
-
-
-def _reaches_network(inputs: PipelineInputs, policy: Policy, row: dict[str, Any]) -> bool:
-    """Return whether the pipeline takes a row, in some form, until its network runs."""
-    drew = policy.draws_globally
-
-    def reach(form: str) -> None:
-        policy.reach_network(inputs.arguments([row], form), inputs.args.num_inference_steps)
-
-    try:
-        call_in_some_form(reach)
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise
-    except Exception:
-        return False
-    finally:
-        policy.prompts.clear()
-        policy.draws_globally = drew  # a rollout may leave out what drew here
-    return True
 
 
 def _describe_steps(steps: Collection[int]) -> str:

@@ -27,10 +27,9 @@ from ..media.samples import convert_image
 from .embeddings import is_embedding
 
 Media = datasets.Image | datasets.Video | datasets.Audio
+LISTS = (datasets.List, datasets.LargeList)
 VIDEOS = {".mp4", ".mov", ".m4v", ".mkv", ".webm", ".avi", ".mpg", ".mpeg"}
 SOUNDS = {".wav", ".flac", ".mp3", ".ogg", ".opus", ".m4a", ".aac"}
-KINDS: dict[str, Media] = {"image": datasets.Image(), "video": datasets.Video(), "audio": datasets.Audio()}
-BY_EXTENSION = "by extension"  # how to read the files of a column without a media type
 LONGEST_NAME = 255  # of a file
 NOT_TEXT = ("Image", "Tensor", "ndarray", "Any")  # parameters annotated with one of these take files
 
@@ -44,8 +43,8 @@ class Columns:
 
     Images become PIL images, videos lists of PIL images, and sound float32 tensors (channels, time). The column types
     are those of `datasets`: `Image`, `Video`, `Audio` and lists of them; `{"bytes", "path"}` without a type is an
-    image. Strings are read by the file's extension. Embeddings of prompts and their masks, which are stored as lists
-    of numbers, become tensors.
+    image, and a column of paths has the type of its first file. Embeddings of prompts and their masks, which are
+    stored as lists of numbers, become tensors.
 
     Images that the pipeline takes are converted to `image_mode`. Three kinds keep their own mode: those of a column
     with a mode of its own (`datasets.Image(mode="L")`), masks, and those that only rewards read. All images that the
@@ -56,29 +55,27 @@ class Columns:
         self, dataset: datasets.Dataset, parameters: Mapping[str, inspect.Parameter], image_mode: str = "RGB"
     ):
         self._taken, self._mode = frozenset(parameters), image_mode
-        self.files = {}
+        self.files: dict[str, Media] = {}
         self.tensors: list[str] = []
         if not has_transform(dataset):
-            features = dataset.features
-            self.tensors = [name for name in parameters.keys() & features.keys() if _is_tensor(name, features[name])]
-            for name, feature in dataset.features.items():
-                found = _media_type(feature)
-                if found is None and name in parameters:
-                    found = _file_type(feature, parameters[name])
-                if found is not None:
-                    self.files[name] = found
             dataset = drop_format(dataset)
-        self.typed = {name for name in self.files if _media_type(dataset.features[name])}
-        for name in self.typed:
-            dataset = dataset.cast_column(name, _skip_decoding(dataset.features[name]))
+            for name, feature in dataset.features.items():
+                kind = _media_type(feature)
+                if name in parameters:
+                    if _is_tensor(name, feature):
+                        self.tensors.append(name)
+                    kind = kind or _file_type(dataset, name, parameters[name])
+                if kind is not None:
+                    self.files[name] = kind
+                    stored = _with_items(feature, dataclasses.replace(kind, decode=False))
+                    dataset = dataset if stored == feature else dataset.cast_column(name, stored)
         self.dataset = dataset
 
     def check(self, name: str) -> None:
         """Refuse files that cannot be read without the network."""
-        for column, feature in self.files.items():
+        for column in self.files:
             for row, path in self._paths(column):
-                problem = _find_problem(path, feature)
-                if problem:
+                if problem := _find_problem(path):
                     raise ValueError(f"{name}, row {row} (the first is row 0), column '{column}': {problem}")
 
     def list_media(self) -> list[str]:
@@ -89,8 +86,8 @@ class Columns:
 
     def rows(self, indices: list[int]) -> list[dict[str, Any]]:
         """Return the rows at `indices`; equal indices give one and the same dict."""
-        found = {index: self._row(index) for index in dict.fromkeys(indices)}
-        return [found[index] for index in indices]
+        rows = {index: self._row(index) for index in dict.fromkeys(indices)}
+        return [rows[index] for index in indices]
 
     def _row(self, index: int) -> dict[str, Any]:
         try:
@@ -123,11 +120,10 @@ class Columns:
         batches = self.dataset.select_columns(column).with_format("arrow").iter(1000)
         for number, batch in enumerate(batches):
             for row, value in enumerate(_read_paths(batch[column]), start=1000 * number):
-                for item in value if isinstance(value, list) else [value]:
-                    if isinstance(item, dict):
-                        item = item["path"] if item["bytes"] is None else None
-                    if item is not None:
-                        yield row, item
+                for item in _flatten(value):
+                    path = item if isinstance(item, str) else item["path"] if item["bytes"] is None else None
+                    if path is not None:
+                        yield row, path
 
 
 def fit_images(value: Any, mode: str | None) -> Any:
@@ -181,20 +177,15 @@ def is_string(feature: Any) -> bool:
 
 def _is_text(feature: Any) -> bool:
     """Return whether a column holds strings or lists of them."""
-    is_list = isinstance(feature, (datasets.List, datasets.LargeList))
-    return _is_text(feature.feature) if is_list else is_string(feature)
+    return _is_text(feature.feature) if isinstance(feature, LISTS) else is_string(feature)
 
 
 def _names_files(column: str, value: Any) -> bool:
     """Return whether a value of a column is a path of an image, video or sound file, or a list of such paths."""
     if column == "prompt":
         return False
-    is_given = False
-    for item in _flatten(value):
-        if not isinstance(item, str) or _kind(item) is None:
-            return False
-        is_given = True
-    return is_given
+    items = list(_flatten(value))
+    return bool(items) and all(isinstance(item, str) and _kind(item) is not None for item in items)
 
 
 def _flatten(value: Any) -> Iterator[Any]:
@@ -215,34 +206,33 @@ def _move(value: Any, folder: Path) -> Any:
 
 def _is_tensor(name: str, feature: Any) -> bool:
     """Return whether a column holds embeddings of prompts, or the mask of their tokens."""
-    if isinstance(feature, (datasets.List, datasets.LargeList, datasets.Array2D, datasets.Array3D)):
-        return is_embedding(name) and "string" not in str(feature)
-    return False
+    is_list = isinstance(feature, (*LISTS, datasets.Array2D, datasets.Array3D))
+    return is_list and is_embedding(name) and "string" not in str(feature)
 
 
 def _media_type(feature: Any) -> Media | None:
     """Return the media type of a column, or of the items of its lists; None for anything else."""
-    if isinstance(feature, (datasets.List, datasets.LargeList)):
+    if isinstance(feature, LISTS):
         return _media_type(feature.feature)
+    if isinstance(feature, dict) and set(feature) == {"bytes", "path"}:
+        return datasets.Image()
     return feature if isinstance(feature, Media) else None
 
 
-def _file_type(feature: Any, parameter: inspect.Parameter) -> Media | str | None:
-    """Return how to read a column without a media type for a parameter; None to leave it as it is."""
-    if isinstance(feature, (datasets.List, datasets.LargeList)):
-        return _file_type(feature.feature, parameter)
-    if isinstance(feature, dict) and set(feature) == {"bytes", "path"}:
-        return datasets.Image()
+def _file_type(dataset: datasets.Dataset, name: str, parameter: inspect.Parameter) -> Media | None:
+    """Return the type of the first file of a column of texts whose parameter takes files; None for other columns."""
     annotation = str(parameter.annotation)
     takes_files = "str" not in annotation and any(word in annotation for word in NOT_TEXT)
-    return BY_EXTENSION if is_string(feature) and takes_files else None
+    if not takes_files or not _is_text(dataset.features[name]):
+        return None
+    first = next((path for row in dataset.select_columns(name) for path in _flatten(row[name])), "")
+    return _kind(first) or datasets.Image()
 
 
-def _skip_decoding(feature: Any) -> Any:
-    """Return the column's type with decoding switched off."""
-    if isinstance(feature, (datasets.List, datasets.LargeList)):
-        return dataclasses.replace(feature, feature=_skip_decoding(feature.feature))
-    return dataclasses.replace(feature, decode=False)
+def _with_items(feature: Any, item: Media) -> Any:
+    """Return the column's type with another type of its values, or of the items of its lists."""
+    is_list = isinstance(feature, LISTS)
+    return dataclasses.replace(feature, feature=_with_items(feature.feature, item)) if is_list else item
 
 
 def _read_paths(column: pa.ChunkedArray) -> list[Any]:
@@ -254,10 +244,8 @@ def _read_paths(column: pa.ChunkedArray) -> list[Any]:
     return [None if held else path for path, held in zip(paths, is_held, strict=True)]
 
 
-def _find_problem(path: str, feature: Media | str) -> str | None:
+def _find_problem(path: str) -> str | None:
     """Return why a file cannot be read, or None."""
-    if not path:
-        return "the path is empty; leave the field out, or write null, in a row without a file."
     source = path.split("::")[-1]
     if is_remote_url(source):
         return f"{path} is a network address, and nothing is downloaded; fetch the files first and give their paths."
@@ -266,29 +254,25 @@ def _find_problem(path: str, feature: Media | str) -> str | None:
             return f"{path[:40]}... is no path; write a picture that is given as base64 to a file, and give its path."
         start = "" if Path(source).is_absolute() else " (paths are relative to the working directory)"
         return f"there is no file {source}{start}."
-    if feature == BY_EXTENSION and _kind(path) is None:
-        return f"{source} does not have the extension of an image, a video or a sound file."
     return None
 
 
-def _kind(path: str) -> str | None:
-    """Return image, video or audio, by the extension of a file; None for other extensions."""
+def _kind(path: str) -> Media | None:
+    """Return the type of an image, video or sound file, by its extension; None for other extensions."""
     extension = Path(path).suffix.lower()
-    kind = "video" if extension in VIDEOS else "audio" if extension in SOUNDS else None
-    return kind or ("image" if extension in Image.registered_extensions() else None)
+    if extension in VIDEOS:
+        return datasets.Video()
+    if extension in SOUNDS:
+        return datasets.Audio()
+    return datasets.Image() if extension in Image.registered_extensions() else None
 
 
-def _read(value: Any, feature: Media | str) -> Any:
+def _read(value: Any, feature: Media) -> Any:
     """Decode a stored value, or each one in a list; None stays None."""
     if isinstance(value, list):
         return [_read(item, feature) for item in value]
-    if value is None:
+    if value is None or value["bytes"] is None and value["path"] is None:
         return None
-    if isinstance(value, str):
-        value = {"bytes": None, "path": value}
-    if value["bytes"] is None and value["path"] is None:
-        return None
-    feature = KINDS[_kind(value["path"])] if feature == BY_EXTENSION else feature
     if isinstance(feature, datasets.Image):
         image = dataclasses.replace(feature, decode=True, mode=None).decode_example(value)
         return image if feature.mode is None else convert_image(image, feature.mode)

@@ -14,7 +14,6 @@ from datasets import Dataset
 from diffusers import DiffusionPipeline
 from PIL import Image
 
-from ..config.call_arguments import RESERVED, SAMPLE_COUNTS, check_pipeline_kwargs, explain_reserved
 from ..config.settings import DiffusionGRPOConfig
 from ..policy.drivers import UnsupportedPipeline
 from ..rewards.contract import PROVIDED, VARIADIC, Reward, list_columns
@@ -22,8 +21,11 @@ from .calls import BATCHED, SINGLE, Form, build_arguments, group_by_shape
 from .columns import Columns, fit_images, list_given
 from .embeddings import check_embeddings, find_replaced_texts, is_embedding
 
-FROM_CONFIG = ("guidance_scale", "height", "width", "num_frames")
 logger = logging.getLogger(__name__)
+FROM_CONFIG = ("guidance_scale", "height", "width", "num_frames")
+SAMPLE_COUNTS = {"num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt"}
+SET_BY_TRAINER = {"num_inference_steps", "generator", "output_type", "return_dict", "latents", "timesteps", "sigmas"}
+RESERVED = SET_BY_TRAINER | SAMPLE_COUNTS  # arguments of a pipeline's call that the user must not give
 RATES = ("frame_rate", "fps")  # names in diffusers for the frames per second of the videos
 FPS = 16.0  # of pipelines without such a parameter
 
@@ -40,12 +42,11 @@ class PipelineInputs:
         self.args, self._asked = args, frozenset(asked)
         self.pipeline = pipe if isinstance(pipe, type) else type(pipe)
         parameters = inspect.signature(self.pipeline.__call__).parameters
-        reserved = RESERVED | SAMPLE_COUNTS
-        self._reserved = reserved & parameters.keys()
-        self.parameters = {k: v for k, v in parameters.items() if k not in {"self", *reserved}}
+        self._reserved = RESERVED & parameters.keys()
+        self.parameters = {name: value for name, value in parameters.items() if name not in {"self", *RESERVED}}
         self.accepted = set(self.parameters)
         self.fixed = {name: getattr(args, name) for name in FROM_CONFIG if getattr(args, name) is not None}
-        check_pipeline_kwargs(args.pipeline_kwargs)  # the settings of `sample` are not checked before
+        self.check_arguments({**self.fixed, **(args.pipeline_kwargs or {})})
         self._image_mode = find_image_mode(pipe)
         for name, value in (args.pipeline_kwargs or {}).items():
             self.fixed[name] = fit_images(value, None if "mask" in name else self._image_mode)
@@ -54,12 +55,6 @@ class PipelineInputs:
         if self.spacing and "sigmas" not in parameters:
             raise ValueError(
                 f"sigmas: {self.pipeline.__name__} spaces its steps itself and takes no sigmas; leave them out."
-            )
-        unknown = sorted(set(self.fixed) - self.accepted)
-        if unknown:
-            raise ValueError(
-                f"{self.pipeline.__name__} does not take {', '.join(unknown)} from the settings; it takes "
-                f"{', '.join(sorted(self.accepted))}."
             )
         self.fps = self._find_fps()
         self._is_size_told = False
@@ -103,14 +98,20 @@ class PipelineInputs:
         unset = {name: None for name in replaced & self.accepted if self.parameters[name].default is not None}
         return {**fixed, **self.spacing, **unset, **build_arguments(rows, self.accepted, is_bare=form == SINGLE)}
 
-    def check_overrides(self, overrides: dict[str, Any]) -> None:
-        """Refuse arguments of a single call that the trainer sets, or that the pipeline does not take."""
-        check_pipeline_kwargs(overrides)
-        if unknown := sorted(overrides.keys() - self.accepted):
-            raise ValueError(
-                f"pipeline_kwargs: {self.pipeline.__name__} does not take {', '.join(unknown)}; it takes "
-                f"{', '.join(sorted(self.accepted))}."
-            )
+    def check_arguments(self, arguments: dict[str, Any]) -> None:
+        """Refuse arguments that the trainer sets, that the pipeline does not take, or that list texts."""
+        for name, value in arguments.items():
+            if reason := explain_reserved(name):
+                raise ValueError(f"pipeline_kwargs: {reason}; leave it out.")
+            if name not in self.accepted:
+                raise ValueError(
+                    f"{self.pipeline.__name__} does not take {name}; it takes {', '.join(sorted(self.accepted))}."
+                )
+            if "prompt" in name and isinstance(value, (list, tuple)) and any(isinstance(item, str) for item in value):
+                raise ValueError(
+                    f"pipeline_kwargs: {name} is a list of texts, but it applies to every prompt of the run; give one "
+                    f"text, or add a column {name!r} with one text per prompt."
+                )
 
     def find_given(self, row: dict[str, Any]) -> frozenset[str]:
         """Return the names of the pipeline's inputs that a row holds; `forms` has a form for each such set."""
@@ -128,13 +129,13 @@ class PipelineInputs:
 
     def find_images(self, row: dict[str, Any]) -> list[Image.Image]:
         """Return the images of a row that the pipeline takes, masks last; of a video, its first frame."""
-        found: list[Image.Image] = []
+        shown: list[Image.Image] = []
         for name in sorted(self.parameters, key=lambda name: "mask" in name):  # otherwise in their order
             value = row.get(name)
             items = value if isinstance(value, list) else [value]
             images = [item for item in items if isinstance(item, Image.Image)]
-            found += images[:1] if "video" in name else images
-        return found
+            shown += images[:1] if "video" in name else images
+        return shown
 
     def check_samples(self, samples: Any, count: int, arguments: Mapping[str, Any]) -> None:
         """Refuse the wrong number of samples of a call; warn once if they do not have the size that was asked for."""
@@ -163,7 +164,7 @@ class PipelineInputs:
             raise ValueError(
                 f"{name} has no column 'prompt', and {self.pipeline.__name__} takes no prompt_embeds; add the prompts."
             )
-        check_embeddings(dataset, self.accepted, name, self.pipeline.__name__)
+        check_embeddings(dataset, self.accepted, name)
         given = list_given(dataset)
         if missing := self.find_missing(given):
             raise ValueError(
@@ -199,13 +200,8 @@ class PipelineInputs:
         return find_missing(self.parameters, {*given, *self.fixed})
 
     def check_columns(self, dataset: Dataset, name: str) -> None:
-        """Refuse columns that the pipeline could take and never gets, and files that cannot be read."""
+        """Refuse a column of frame rates, and files that cannot be read."""
         for column in list_given(dataset):
-            if column.startswith("callback") and column in self.accepted:
-                raise ValueError(
-                    f"{name}, column {column!r}: a callback of {self.pipeline.__name__} is a function, which a row "
-                    "cannot contain; rename the column."
-                )
             if column in RATES and column in self.accepted:
                 raise ValueError(
                     f"{name}, column {column!r}: all videos of a run have the same frames per second; set "
@@ -235,6 +231,13 @@ def _is_per_sample(name: str, value: Any) -> bool:
     return is_text or all(isinstance(image, Image.Image) for image in images)
 
 
+def explain_reserved(name: str) -> str | None:
+    """Return why the user must not give an argument of the pipeline's call, or None if it is allowed."""
+    if name in SAMPLE_COUNTS:
+        return f"{name} would hide samples from the groups, whose size is num_generations"
+    return f"{name} is set by the trainer" if name in SET_BY_TRAINER else None
+
+
 def find_missing(parameters: Mapping[str, inspect.Parameter], given: Collection[str]) -> list[str]:
     """Return the parameters of a pipeline's call that have no default and are not `given`.
 
@@ -255,8 +258,8 @@ def _measure(sample: Any) -> dict[str, int]:
     frames = sample if isinstance(sample, list) else [sample]
     if not frames or not isinstance(frames[0], Image.Image):
         return {}
-    found = {"height": frames[0].height, "width": frames[0].width}
-    return found | ({"num_frames": len(frames)} if isinstance(sample, list) else {})
+    size = {"height": frames[0].height, "width": frames[0].width}
+    return size | ({"num_frames": len(frames)} if isinstance(sample, list) else {})
 
 
 def prepare_inputs(

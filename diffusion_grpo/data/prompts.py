@@ -123,23 +123,16 @@ def _load(source: str, split: str) -> datasets.Dataset:
         raise ValueError(
             f"{source} is not a file of prompts; use a file whose name ends in {', '.join(most)} or {last}."
         )
-    if (path / "dataset_dict.json").is_file():
-        splits = datasets.load_from_disk(source)
-        if split not in splits:
-            raise ValueError(f"{source} has no split '{split}'; it has {', '.join(splits)}.")
-        return splits[split]
     if (path / "dataset_info.json").is_file():
         return datasets.load_from_disk(source)
-    if files := find_splits(path):
-        if split not in files:
-            raise ValueError(f"{source} has no split '{split}'; it has {', '.join(files)}.")
-        return _load(str(files[split]), split)
+    is_saved = (path / "dataset_dict.json").is_file()
+    if splits := datasets.load_from_disk(source) if is_saved else _find_splits(path):
+        if split not in splits:
+            raise ValueError(f"{source} has no split '{split}'; it has {', '.join(splits)}.")
+        return splits[split] if is_saved else _load(str(splits[split]), split)
     try:
         return datasets.load_dataset(source, split=split)
     except datasets.exceptions.DatasetGenerationError as error:
-        for file in sorted(path.rglob("*")) if path.is_dir() else []:
-            if file.suffix in READERS:
-                _read_file(file)  # raises an error with the name of the broken file
         raise ValueError(f"{source} cannot be read: {_find_reason(error)}") from error
 
 
@@ -158,17 +151,17 @@ def _find_reason(error: Exception) -> str:
     return " ".join(str(error.__cause__ or error).split()) or "it contains no rows"
 
 
-def find_splits(folder: Path) -> dict[str, Path]:
+def _find_splits(folder: Path) -> dict[str, Path]:
     """Find the files of a folder in Flow-GRPO's layout: `train.txt` or `train_metadata.jsonl`, and likewise `test`."""
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for file in sorted(folder.iterdir()) if folder.is_dir() else []:
         split = file.stem.removesuffix("_metadata")
         if file.suffix not in READERS or split not in SPLITS:
             continue
-        if split in found:
-            raise ValueError(f"{folder} holds {found[split].name} and {file.name} for '{split}'; keep one of them.")
-        found[split] = file
-    return found
+        if split in files:
+            raise ValueError(f"{folder} holds {files[split].name} and {file.name} for '{split}'; keep one of them.")
+        files[split] = file
+    return files
 
 
 def get_prompts(rows: list[dict[str, Any]]) -> list[str] | None:
@@ -177,15 +170,10 @@ def get_prompts(rows: list[dict[str, Any]]) -> list[str] | None:
 
 
 def read_prompts(dataset: datasets.Dataset) -> Iterator[Any]:
-    """Yield each row's value in the column `prompt`, whatever the dataset's format.
-
-    Rows are read in batches: one by one, 300,000 prompts would take up to two minutes.
-    """
-    if has_transform(dataset):  # a transform may need all columns and decode images
-        batches = dataset.iter(32)
-    else:
-        batches = _gather_texts(drop_format(dataset).select_columns(["prompt"])).iter(1000)
-    for batch in batches:
+    """Yield each row's value in the column `prompt`, whatever the dataset's format."""
+    is_made = has_transform(dataset)  # a transform may need all columns and decode images
+    texts = dataset if is_made else drop_format(dataset).select_columns(["prompt"])
+    for batch in texts.iter(32 if is_made else 1000):  # one by one, 300,000 prompts would take up to two minutes
         yield from batch["prompt"]
 
 
@@ -193,22 +181,10 @@ def hash_prompts(dataset: datasets.Dataset | None) -> str | None:
     """Return a hash of the prompts in their order; None without prompts, or if a transform makes them."""
     if dataset is None or has_transform(dataset) or "prompt" not in dataset.column_names:
         return None
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for prompt in read_prompts(dataset):
-        found.update(json.dumps(prompt, default=str).encode() + b"\n")
-    return found.hexdigest()
-
-
-def _gather_texts(dataset: datasets.Dataset) -> datasets.Dataset:
-    """Store a shuffled or selected column of texts in the order of its rows; return anything else as it is.
-
-    `datasets` would gather the rows one by one, which takes ten times as long.
-    """
-    (column,) = dataset.data.columns
-    if dataset._indices is None or not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
-        return dataset
-    texts = column.cast(pa.large_string()).take(dataset._indices.column(0))  # more than 2 GiB may need long offsets
-    return datasets.Dataset(pa.table({"prompt": texts}))
+        digest.update(json.dumps(prompt, default=str).encode() + b"\n")
+    return digest.hexdigest()
 
 
 def get_prompt_column(dataset: datasets.Dataset) -> Iterable[str]:
@@ -230,13 +206,12 @@ def choose_evaluated(given: Any, own: Any) -> dict[str, datasets.Dataset]:
     if isinstance(given, str):
         names = list(own) if isinstance(own, dict) else []
         if given not in names:
-            has = f"has {', '.join(names)}" if names else "has no datasets with names"
-            raise ValueError(f"There is no evaluation dataset {given!r}; the trainer {has}.")
+            raise ValueError(f"There is no evaluation dataset {given!r}; there are {', '.join(names) or 'none'}.")
         given = own[given]
-    chosen = dict(name_datasets(None, own if given is None else given))
+    given = own if given is None else given
+    chosen = dict(name_datasets(None, given))
     if not chosen:
-        found = f"eval_dataset={own if given is None else given!r}"
-        raise ValueError(f"{found} has nothing to evaluate; pass a dataset with a column 'prompt'.")
+        raise ValueError(f"eval_dataset={given!r} has nothing to evaluate; pass a dataset with a column 'prompt'.")
     for name, dataset in chosen.items():
         check_dataset(dataset, name)
     return chosen
@@ -245,10 +220,10 @@ def choose_evaluated(given: Any, own: Any) -> dict[str, datasets.Dataset]:
 def check_dataset(dataset: datasets.Dataset, name: str = "train_dataset") -> None:
     """Refuse a dataset that has neither prompts nor embeddings of them."""
     if not isinstance(dataset, datasets.Dataset):
-        found = type(dataset).__name__
+        kind = type(dataset).__name__
         raise ValueError(
-            f"{name} is of type {found}, but must be a datasets.Dataset with a column 'prompt'; "
-            f"{TO_DATASET.get(found, 'or a path, or a list of prompts')}."
+            f"{name} is of type {kind}, but must be a datasets.Dataset with a column 'prompt'; "
+            f"{TO_DATASET.get(kind, 'or a path, or a list of prompts')}."
         )
     if "prompt" not in dataset.column_names and not any(map(is_embedding, dataset.column_names)):
         raise ValueError(

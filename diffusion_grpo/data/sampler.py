@@ -59,18 +59,8 @@ class GroupSampler(torch.utils.data.Sampler[int]):
 
 
 def check_accelerator_config(config: AcceleratorConfig) -> None:
-    """Refuse settings of accelerate's data loader that would break up the groups.
-
-    The sampler itself gives each process its share of a rollout, and the data loader yields row numbers, not tensors.
-    """
-    for name in ("split_batches", "dispatch_batches"):
-        if getattr(config, name):
-            raise ValueError(
-                f"accelerator_config: {name}=True would redistribute samples that the trainer's sampler has already "
-                "distributed to the processes in whole groups; leave it out."
-            )
-    if "num_steps" in (config.gradient_accumulation_kwargs or {}):
-        raise ValueError(
-            "accelerator_config: num_steps of gradient_accumulation_kwargs would change the size of updates after "
-            "the groups were formed; set gradient_accumulation_steps instead."
-        )
+    """Refuse settings of accelerate's data loader that would break up the groups, which the sampler has formed."""
+    names = [name for name in ("split_batches", "dispatch_batches") if getattr(config, name)]
+    names += [name for name in (config.gradient_accumulation_kwargs or {}) if name == "num_steps"]
+    if names:
+        raise ValueError(f"accelerator_config: {names[0]} would break up the groups of a rollout; leave it out.")

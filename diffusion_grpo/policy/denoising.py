@@ -233,12 +233,6 @@ class DenoisingPolicy(Policy):
                     raise
         return keys
 
-    def reach_network(self, inputs: dict[str, Any], num_inference_steps: int) -> None:
-        """Call the pipeline up to its first network, to see whether it raises an error before."""
-        seeds = torch.zeros(1, dtype=torch.int64)
-        with self._until_network(seeds):
-            self.pipe(**call_arguments(self.pipe, inputs, num_inference_steps, seeds))
-
     @contextlib.contextmanager
     def _until_network(self, seeds: Tensor) -> Iterator[None]:
         """End calls of the pipeline inside the context when its first network would run."""

@@ -81,19 +81,15 @@ def test_split_batches_would_take_the_groups_apart():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("name", "given"),
     [
-        ({"split_batches": True}, "split_batches=True would redistribute.*leave it out"),
-        ({"dispatch_batches": True}, "dispatch_batches=True would redistribute.*leave it out"),
-        ({"gradient_accumulation_kwargs": {"num_steps": 4}}, "num_steps .*set gradient_accumulation_steps instead"),
+        ("split_batches", {"split_batches": True}),
+        ("dispatch_batches", {"dispatch_batches": True}),
+        ("num_steps", {"gradient_accumulation_kwargs": {"num_steps": 4}}),
     ],
 )
-def test_settings_of_accelerates_data_loader_are_refused(given, message):
-    with pytest.raises(ValueError, match=f"accelerator_config: {message}"):
+def test_settings_of_accelerates_data_loader_are_refused(name, given):
+    fine = {"sync_each_batch": True}
+    check_accelerator_config(AcceleratorConfig(even_batches=False, gradient_accumulation_kwargs=fine))
+    with pytest.raises(ValueError, match=f"accelerator_config: {name}"):
         check_accelerator_config(AcceleratorConfig(**given))
-
-
-def test_other_settings_of_accelerate_are_fine():
-    check_accelerator_config(AcceleratorConfig())
-    sync = {"sync_each_batch": True}
-    check_accelerator_config(AcceleratorConfig(even_batches=False, gradient_accumulation_kwargs=sync))
