@@ -105,9 +105,7 @@ class LoraArguments:
     lora_dropout: Annotated[float, Range(0, 0)] = setting(0.0, "Must be 0: dropout makes the replay inexact.")
 
     def peft_config(self, lora_path: str | None = None) -> "LoraConfig | None":
-        """Return the configuration of a new LoRA; None for full training, or if the LoRA at `lora_path` is trained
-        on.
-        """
+        """Return the configuration of a new LoRA; None for full training and for the LoRA at `lora_path`."""
         if lora_path is not None:
             others = [f.name for f in fields(self) if f.name != "use_peft" and getattr(self, f.name) != f.default]
             if others:

@@ -138,11 +138,8 @@ class Sizes:
 
     @property
     def shares_calls(self) -> bool:
-        """Whether samples with the same initial latent share the network calls up to their first noise.
-
-        They do not with a value model, which reads the conditions of each sample's calls, or on re-noised samples,
-        which draw no noise in their steps.
-        """
+        """Whether samples with the same initial latent share the network calls up to their first noise."""
+        # a value model reads the conditions of each sample's calls; re-noised samples draw no noise in their steps
         is_recorded = not self.is_renoised and self.advantage_estimator != "gae"
         return self.latent_sharing > 1 and is_recorded
 

@@ -75,10 +75,7 @@ Yaml12Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
 
 def read_values(config_file: str | None, overrides: list[str]) -> dict[str, Any]:
-    """Read a YAML file and `--key value` overrides, which win; refuse settings that do not exist or are missing.
-
-    In paths, `~` becomes the home folder. Words are converted to the types that are known without importing torch.
-    """
+    """Read a YAML file and `--key value` overrides, which win; refuse settings that do not exist or are missing."""
     values = read_yaml(config_file) if config_file else {}
     experiment = values.get("report_experiment")
     if isinstance(experiment, str):  # its path is relative to the file that names it

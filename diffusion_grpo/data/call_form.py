@@ -38,9 +38,7 @@ def learn_forms(
 ) -> None:
     """Find out, once per set of columns, whether samples can share a call; `parts` and `__call__` depend on it.
 
-    `args` are the settings of a pipeline that is only sampled from. With `accelerator`, this is a collective: all
-    processes try the same rows, for each new set of columns the row of the first process that has one. A row that the
-    pipeline takes in no form raises `RowError`.
+    `args` are the settings of a pipeline that is only sampled from. With `accelerator`, this is a collective.
     """
     if policy.draws_tokens:  # such pipelines take a list of prompts
         return
@@ -108,11 +106,8 @@ def _find_form(
 
 
 def _check_times(inputs: PipelineInputs, policy: Policy) -> None:
-    """Refuse `sigmas` if the timesteps that the last call gave the network do not match them.
-
-    GLM-Image and CogView4 set timesteps of their own in addition to the sigmas.
-    """
-    scheduler = policy.scheduler
+    """Refuse `sigmas` if the timesteps that the last call gave the network do not match them."""
+    scheduler = policy.scheduler  # GLM-Image and CogView4 set timesteps of their own in addition to the sigmas
     times = scheduler.timesteps.cpu().float() / scheduler.config.num_train_timesteps
     if not torch.allclose(times, scheduler.sigmas[: len(times)].cpu().float(), atol=1e-3):
         raise UnsupportedPipeline(
@@ -140,10 +135,7 @@ def _check_networks(
     args: DiffusionGRPOConfig,
     is_trained: bool,
 ) -> None:
-    """Refuse networks that no step calls, and a window with a step of an expert that is not trained.
-
-    A later rollout would draw such a step. Warn of an expert that is to be trained but that no trained step calls.
-    """
+    """Refuse networks that no step calls and steps of an expert that is not trained; warn of experts not reached."""
     others = [name for name in policy.component if name not in policy.experts]  # such as a text encoder
     experts = [name for name in policy.component if name in policy.experts] if is_trained else []
     if not (policy.frozen_experts or others or len(experts) > 1):
@@ -193,10 +185,7 @@ def _describe_steps(steps: Collection[int]) -> str:
 def _gather_asked(
     rows: dict[frozenset[str], dict[str, Any]], accelerator: Accelerator
 ) -> dict[frozenset[str], dict[str, Any]]:
-    """Return a row for each set of columns that some process asks about, in the same order everywhere; a collective.
-
-    The row is the decoded row of the first such process.
-    """
+    """Return a row for each set of columns, that of the first process that asks about it. A collective."""
     gathered: dict[frozenset[str], dict[str, Any]] = {}
     for process, asked in enumerate(gather_json(accelerator, [sorted(given) for given in rows])):
         for given in map(frozenset, asked):
@@ -220,8 +209,6 @@ def find_form(
     A batch is correct if a change to one input of its last sample changes the latents of that sample and of no other.
     Prompts may change other samples too, because they are padded to the longest one. If a change has no effect in the
     batch, it must not have an effect on a single sample either: then the pipeline really ignores the input.
-
-    `settings` are arguments of `rollout`. If the pipeline takes the row in no form, its error is raised.
     """
     return call_in_some_form(_Probe(policy, row, arguments, count, settings).check)[1]
 

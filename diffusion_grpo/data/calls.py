@@ -28,10 +28,7 @@ class Unfit(Exception):
 
 
 def call_in_some_form(call: Callable[[str], Result]) -> tuple[Result, Form]:
-    """Make a call of a pipeline in the first form that it takes, and return its result and the form.
-
-    If it takes none, its first error is raised.
-    """
+    """Make a call in the first form that a pipeline takes; return its result and form, or raise its first error."""
     refusals: list[Exception] = []
     for form in (BATCHED, SINGLE, LISTED):
         try:
@@ -87,8 +84,8 @@ def group_by_shape(
 ) -> list[list[int]]:
     """Return groups of indices of rows that may share a pipeline call, in the order of the rows.
 
-    The rows of a group agree in every accepted column: numbers and None by value, images by size and mode, videos also
-    by length, tensors and arrays by shape. If `describe_prompt` is given, its results for the rows must be equal too.
+    Their accepted columns agree: numbers and None by value, images by size and mode, videos also by length, tensors
+    by shape. So do the results of `describe_prompt`.
     """
     groups: dict[tuple, list[int]] = {}
     for index, row in enumerate(rows):

@@ -150,19 +150,12 @@ def list_types(dataset: datasets.Dataset) -> dict[str, str]:
 
 
 def drop_format(dataset: datasets.Dataset) -> datasets.Dataset:
-    """Return the dataset with rows of plain Python values, whatever its format ("torch", "pandas", ...) says.
-
-    A transform is kept.
-    """
+    """Return the dataset with rows of plain Python values, whatever its format ("torch", ...); a transform stays."""
     return dataset if has_transform(dataset) else dataset.with_format(None)
 
 
 def make_paths_absolute(dataset: datasets.Dataset, folder: Path) -> datasets.Dataset:
-    """Return the dataset with paths relative to `folder` made absolute, also within lists.
-
-    A column holds paths if each of its strings has the extension of an image, video or sound file; `prompt` never
-    does.
-    """
+    """Return the dataset with paths of images, videos and sound relative to `folder` made absolute."""
     order = dataset.column_names
     for name, feature in dataset.features.items():
         if _is_text(feature) and _names_files(name, values := dataset[name][:]):

@@ -13,10 +13,7 @@ PLAIN = (str, int, float, bool)
 
 
 def find_distinct(dataset: Dataset, inputs: PipelineInputs) -> dict[Key, int]:
-    """Return the index of the first row of each kind, by the key of the kind.
-
-    Rows are of the same kind if they have equal texts and numbers, and values in the same other columns.
-    """
+    """Return the index of the first row with each set of texts and numbers, and of other columns that hold values."""
     columns, keys = inputs.columns(dataset), []
     if has_transform(dataset):  # the transform decides what a row holds
         for index in range(len(dataset)):

@@ -239,10 +239,7 @@ def explain_reserved(name: str) -> str | None:
 
 
 def find_missing(parameters: Mapping[str, inspect.Parameter], given: Collection[str]) -> list[str]:
-    """Return the parameters of a pipeline's call that have no default and are not `given`.
-
-    The prompt never counts as missing, since embeddings may replace it.
-    """
+    """Return the parameters without a default that are not `given`; embeddings may replace the prompt."""
     needed = [name for name, it in parameters.items() if it.default is it.empty and it.kind not in VARIADIC]
     return [name for name in needed if name not in {"self", "prompt", *given}]
 

@@ -69,7 +69,7 @@ def rollout(
             returns it.
         is_decoded: False decodes nothing; there are only latents then.
         step_weight: factor of the policy term of each denoising step, a key of
-            [`~diffusion_grpo.policy.step_weights.STEP_WEIGHTS`].
+            [`~diffusion_grpo.policy.trajectory.STEP_WEIGHTS`].
         weighted_steps: the steps that may be trained, over which weights are normalised; by default all but the last.
         keeps_means: whether the means of the trained steps are recorded too.
         keeps_clean: whether to sample without noise in the steps and keep the finished latents for [`denoise`]. The
