@@ -107,10 +107,7 @@ class Renoised(Algorithm):
         return PassOutput(total.to(now.clean.dtype), metrics, self._measure_drift(part, step, now), counts)
 
     def _measure_drift(self, part: Part, step: int, now: Denoised) -> float:
-        """Return how far predictions are from those recorded after the rollout, relative to their size; 0 if unknown.
-
-        If only errors were recorded, this is a lower bound.
-        """
+        """Return how far predictions are from recorded ones (or at least), relative to their size; 0 if unknown."""
         recorded = part.old_clean(step) if part.has_current_old else part.first_clean(step)
         if recorded is not None:
             return float(now.difference(recorded).max())

@@ -136,17 +136,14 @@ def _replay_steps(
 
 
 def _square_gradients(value: Tensor, parameters: list[nn.Parameter]) -> Tensor:
-    """Return the sum of the squared gradients of `value`; NaN if no gradient reaches the parameters.
-
-    Each gradient is freed as soon as it has been added: together they would take as much memory as the weights.
-    """
+    """Return the sum of the squared gradients of `value`; NaN if no gradient reaches the parameters."""
     if not value.requires_grad:
         return torch.tensor(float("nan"))
     found: list[Tensor] = []
 
     def take(parameter: nn.Parameter) -> None:
         found.append(parameter.grad.float().square().sum().cpu())
-        parameter.grad = None
+        parameter.grad = None  # at once: together they would take as much memory as the weights
 
     hooks = [parameter.register_post_accumulate_grad_hook(take) for parameter in parameters]
     try:

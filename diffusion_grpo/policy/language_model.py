@@ -112,10 +112,7 @@ def score(
 
 @contextlib.contextmanager
 def recomputing(model: nn.Module) -> Iterator[None]:
-    """Enable gradient checkpointing inside: transformers ties it to the training mode, like dropout.
-
-    Only the checkpointed layers change mode; the modules within them, including dropout, do not.
-    """
+    """Enable gradient checkpointing inside: transformers ties it to the training mode, which would bring dropout."""
     layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
     layers = [layer for layer in layers if layer.gradient_checkpointing and not layer.training]
     for layer in layers:

@@ -167,12 +167,7 @@ class TokenTrajectory(SampleTensors):
 
 @dataclasses.dataclass
 class TokenDistribution:
-    """The policy's log-probabilities of the recorded tokens.
-
-    Attributes:
-        log_prob: (batch, tokens) float32, log-probabilities of the recorded ids.
-        mask: (batch, tokens) bool, False for tokens that do not count.
-    """
+    """The policy's (batch, tokens) log-probabilities of the recorded ids; `mask` is False where none counts."""
 
     log_prob: Tensor
     mask: Tensor
@@ -183,10 +178,8 @@ class TokenDistribution:
         return self.log_prob.detach().exp() * self.mask
 
     def rounding(self) -> Tensor:
-        """Return how far half precision may move the ratio of a token from 1, 0-dimensional.
-
-        A logit of up to 64 is rounded by up to 0.25 in bfloat16, once in each of the two passes.
-        """
+        """Return how far half precision may move the ratio of a token from 1, 0-dimensional."""
+        # a logit of up to 64 is rounded by up to 0.25 in bfloat16, once in each of the two passes
         return self.log_prob.new_tensor(0.5).expm1()
 
     def compare(self, reference: "TokenDistribution") -> dict[str, Tensor]:

@@ -115,12 +115,9 @@ def refuse_guider(pipeline: str, guider: str | None) -> None:
 def _drop_negatives(
     pipe: DiffusionPipeline, parameters: Mapping[str, inspect.Parameter], inputs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Leave out negative prompts and embeddings, about which pipelines warn in every call without guidance.
-
-    A pipeline that contains another one keeps them, because the inner pipeline uses them to make the condition. So
-    does a call that requires them (Kandinsky 2.2).
-    """
+    """Leave out negative prompts and embeddings, about which pipelines warn in every call without guidance."""
     if any(isinstance(part, DiffusionPipeline) for part in vars(pipe).values()):
-        return inputs
+        return inputs  # an inner pipeline uses them to make the condition
+    # Kandinsky 2.2 requires them
     needed = [name for name, each in parameters.items() if each.default is each.empty]
     return {name: value for name, value in inputs.items() if not name.startswith("negative_") or name in needed}

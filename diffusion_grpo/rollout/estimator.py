@@ -48,12 +48,7 @@ class Estimate:
 
 
 class AdvantageEstimator:
-    """Conversion of a rollout's rewards into advantages.
-
-    Args:
-        names, weights: of each reward.
-        values: the value model, for `advantage_estimator="gae"`.
-    """
+    """Conversion of a rollout's rewards into advantages, with a value model for `advantage_estimator="gae"`."""
 
     def __init__(
         self, args: DiffusionGRPOConfig, names: list[str], weights: list[float], values: ValueModel | None = None
@@ -68,11 +63,8 @@ class AdvantageEstimator:
     ) -> Estimate:
         """Return the advantages of a rollout.
 
-        Args:
-            positions: `(samples,)` int64 positions of this process's samples.
-            rewards: `(samples, functions)` rewards of all processes, in the order of positions, so that groups are
-                consecutive.
-            divergences: `(samples, steps)` KL divergences from the reference by position, if `kl_reward` is above 0.
+        `rewards` (samples, functions) and, with `kl_reward`, `divergences` (samples, steps) are of all processes by
+        position, so that groups are consecutive; `positions` are those of this process.
         """
         args, every_position = self._args, torch.arange(len(rewards))
         batches = every_position * args.num_batches_per_step // len(rewards)

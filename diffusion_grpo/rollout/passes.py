@@ -117,10 +117,7 @@ class Passes:
         ), means
 
     def measure_errors(self, batch: MicroBatch, passes: int | None = None) -> tuple[Tensor, RecordedClean]:
-        """Return (batch, steps) negative denoising errors of re-noised samples, and the first pass's predictions.
-
-        The predictions of clean samples are by initial seed and step.
-        """
+        """Return (batch, steps) negative denoising errors, and the first pass's predictions by seed and step."""
         first: RecordedClean = {}
 
         def measure(places: list[tuple[int, int]], part: Part, step: int) -> Tensor:
@@ -170,11 +167,9 @@ class Passes:
         return batch.mean_over_steps(now - batch.old_log_probs.to(now))
 
     def compare(self, batch: MicroBatch) -> tuple[Tensor, dict[str, float]]:
-        """Compare the current policy with the reference at the trained steps.
+        """Compare the policy with the reference: (batch, steps) KL divergences, and the means of other metrics.
 
-        Returns:
-            (batch, steps) KL divergences, for re-noised samples mean squared distances of the predictions; and the
-            means of other metrics: `velocity/ratio_to_ref`, except for tokens.
+        For re-noised samples, the divergences are mean squared distances of the predictions.
         """
         compared: dict[str, Tensor] = {}
 
@@ -215,8 +210,7 @@ class Passes:
     def _measure(self, batch: MicroBatch, measure: Callable[..., Tensor], passes: int | None = None) -> Tensor:
         """Return the results of `measure`, (batch, steps), at each trained step, or at those of the first `passes`.
 
-        `measure` gets the place of each sample's result (its index in the micro-batch, and the column of the step),
-        the samples that train on the step, and the step.
+        It gets the place of each sample's result (index in the micro-batch, column of the step), part and step.
         """
         values = torch.full_like(batch.old_log_probs, torch.nan)
         parts = batch.parts

@@ -143,10 +143,7 @@ def describe_rollout(inputs: PipelineInputs) -> dict[str, Any]:
 
 
 def hash_rows(rows: Rows, inputs: PipelineInputs) -> list[str]:
-    """Return a hash of each row's inputs to the pipeline; of images and videos, only the sizes count.
-
-    Their pixels may differ by rounding if another version of a library decodes them.
-    """
+    """Return a hash of each row's inputs; of images and videos only the sizes count, since decoders round pixels."""
     hashes: dict[int, str] = {}  # samples of a prompt share one row
     for row in rows:
         if id(row) not in hashes:

@@ -97,8 +97,7 @@ class RewardScorer:
     ) -> Tensor:
         """Score samples; return (samples, functions) float32 rewards, with NaN for None.
 
-        As in a rollout, a reward is called for some groups at a time, so that its network needs no more memory than
-        there. Rewards that compare all samples, and those whose network is moved for each call, are called once.
+        As in a rollout, a reward gets some groups at a time, unless it compares all samples or moves its network.
         """
         whole = [number for number, reward in enumerate(funcs) if waits_for_all(reward)]
         split = [number for number in range(len(funcs)) if number not in whole]

@@ -78,14 +78,11 @@ class SamplingPlan:
 
 
 def choose_steps(steps: range, count: int, seed: int, is_stratified: bool = False) -> list[int]:
-    """Draw `count` different steps, ascending, all equally often; if stratified, one from each of as many equal parts.
-
-    Parts of fractional length share steps at their edges, so one number places the steps of all parts.
-    """
+    """Draw `count` steps, ascending, all equally often; if stratified, one from each of as many equal parts."""
     (generator,) = make_generators(torch.tensor([seed]))
     if not is_stratified:
         return sorted(steps[index] for index in torch.randperm(len(steps), generator=generator)[:count].tolist())
-    width = len(steps) / count
+    width = len(steps) / count  # parts of fractional length share edges, so one number places the steps of all
     places = torch.rand(count if width.is_integer() else 1, generator=generator).expand(count).tolist()
     return [steps[int((number + place) * width)] for number, place in enumerate(places)]
 

@@ -98,11 +98,9 @@ class ValueModel(nn.Module):
 
 @dataclasses.dataclass
 class ValueTargets:
-    """Training targets of the value model after a rollout.
+    """Training targets of the value model after a rollout: its (samples, steps) outputs, and advantage plus value.
 
-    Attributes:
-        values: `(samples, steps)` float32 outputs of the value model before any update on this rollout.
-        returns: `(samples, steps)` float32 sums of advantage and value; NaN if no reward scored the sample.
+    Returns are NaN if no reward scored the sample.
     """
 
     states: Tensor
@@ -126,8 +124,7 @@ class ValueTargets:
 def reduce_states(trajectory: Trajectory, conditions: Tensor) -> Tensor:
     """Reduce the trained steps of a rollout to the states that the value model sees.
 
-    A latent of any layout is flattened and cut into `STRETCHES` consecutive parts, each reduced to its mean and root
-    mean square; the time in the denoising loop is given as a number in [0, 1) and as cosines.
+    A latent is cut into `STRETCHES` parts, each reduced to mean and root mean square; time is a number and cosines.
     """
     columns = []
     for step in range(trajectory.steps.shape[1]):
