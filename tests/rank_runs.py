@@ -193,7 +193,11 @@ def die(folder, settings, moment, calls):
     if moment == "reward":
         return fail(folder, settings, "dead")
     if rank() == (0 if moment == "checkpoint" else 1):  # process 0 is the one that writes
-        place = {"rollout": (generate, "rollout"), "update": (grpo.GRPO, "loss"), "checkpoint": (hub, "save_policy")}
+        place = {
+            "rollout": (generate, "RolloutRequest"),
+            "update": (grpo.GRPO, "loss"),
+            "checkpoint": (hub, "save_policy"),
+        }
         kill_in(*place[moment], calls)
     built(folder, settings).train()
 

@@ -15,7 +15,11 @@ def run(folder, settings, kill_at=None, calls_before=0):
     after `calls_before` calls of it.
     """
     own = trainer_for(folder, **settings)
-    places = {"rollout": (generate, "rollout"), "update": (grpo.GRPO, "loss"), "checkpoint": (hub, "save_policy")}
+    places = {
+        "rollout": (generate, "RolloutRequest"),
+        "update": (grpo.GRPO, "loss"),
+        "checkpoint": (hub, "save_policy"),
+    }
     if kill_at is not None:
         kill_in(*places[kill_at], calls_before)
     own.train(resume_from_checkpoint=True)

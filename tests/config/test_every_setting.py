@@ -329,13 +329,13 @@ def noted(reward: Callable, seen: dict[str, Any]) -> Callable:
 
 def spy_on_rollouts(patch, seen: dict[str, Any]) -> None:
     """Note where trajectories are kept: what is set to go to the CPU goes there by that name."""
-    original = generate.rollout
+    original = generate.RolloutRequest
 
-    def spied(*args, device, **kwargs):
+    def spied(*, device, **kwargs):
         seen["kept_on"].add(type(device).__name__)
-        return original(*args, device=device, **kwargs)
+        return original(device=device, **kwargs)
 
-    patch.setattr(generate, "rollout", spied)
+    patch.setattr(generate, "RolloutRequest", spied)
 
 
 def watch_networks(trainer: DiffusionGRPOTrainer, seen: dict[str, Any], drift: bool) -> None:

@@ -226,8 +226,8 @@ def test_old_policy_lags_and_makes_the_rollouts_of_nft(tmp_path, monkeypatch):
         shown.append(trained_weights(trainer))
         return real(*args, **kwargs)
 
-    real = generate.rollout
-    monkeypatch.setattr(generate, "rollout", rolled_out)
+    real = generate.RolloutRequest
+    monkeypatch.setattr(generate, "RolloutRequest", rolled_out)
     trainer = trainer_for(tmp_path, **SHORT, **BEHIND, max_steps=4)
     old = {name: value.double() for name, value in trained_weights(trainer).items()}
     step = trainer.training_step
@@ -256,8 +256,8 @@ def test_others_roll_out_by_the_policy_itself(tmp_path, monkeypatch, loss):
         shown.append(trained_weights(trainer))
         return real(*args, **kwargs)
 
-    real = generate.rollout
-    monkeypatch.setattr(generate, "rollout", rolled_out)
+    real = generate.RolloutRequest
+    monkeypatch.setattr(generate, "RolloutRequest", rolled_out)
     kwargs = {"decay_rate": 0.3, "decay_max": 0.9}
     trainer = trainer_for(tmp_path, **SHORT, loss_type=loss, loss_kwargs=kwargs, max_steps=1)
     trainer.train()
@@ -456,6 +456,6 @@ def test_a_pipeline_of_one_sample_per_call_is_refused(tmp_path, monkeypatch, los
     """Wan VACE takes no list of prompts."""
     settings = SHORT | {"loss_type": loss, "rewards": first_frame_brightness}
     trainer = trainer_for(tmp_path, "wan_vace", **settings)
-    monkeypatch.setattr(generate, "rollout", None)  # before the first rollout
+    monkeypatch.setattr(generate, "RolloutRequest", None)  # before the first rollout
     with pytest.raises(UnsupportedPipeline, match="loss_type"):
         trainer.train()
