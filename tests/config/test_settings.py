@@ -111,11 +111,6 @@ def test_a_mac_trains_on_its_cpu(monkeypatch, caplog, tmp_path):
     assert load_plain_pipeline("tiny").device.type == "cpu"
 
 
-def test_a_setting_of_older_versions_is_explained():
-    with pytest.raises(TypeError, match="no setting 'warmup_ratio'; write it as `warmup_steps`, below 1 a share"):
-        make_config(warmup_ratio=0.1)
-
-
 def test_an_unknown_setting_names_the_nearest():
     with pytest.raises(TypeError, match="no setting 'num_generation'; did you mean `num_generations`"):
         make_config(num_generation=8)
