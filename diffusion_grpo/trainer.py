@@ -35,13 +35,13 @@ from .rewards import Reward, RewardError, check_columns
 from .rollout.runtime import Runtime
 from .training import build, preflight
 from .training.base import DiffusersTrainer
-from .training.checkpoints import explain_interrupt, holds_run
+from .training.checkpoints import count_updates, explain_interrupt, holds_run
 from .training.finite import NonFiniteError
 from .training.learner import make_learner
 from .training.loading import load_policy
 from .training.metrics import Metrics
 from .training.model import check_own_optimizer
-from .training.out_of_memory import MicroBatchSearch, count_updates, explain_loading, explain_out_of_memory, weigh_run
+from .training.out_of_memory import explain_out_of_memory, train_with_smaller_batches, weigh_run
 from .training.progress import UpdateProgress
 from .training.update import Place
 
@@ -126,9 +126,9 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         self.rewards, self.backend, self.run = given.rewards, given.backend, given.record
         kinds = (RewardError, RowError, RatioError, NonFiniteError)
         self.monitor = ProcessGroupMonitor(given.args.distributed_state, kinds)
-        with explain_loading(given.args, given.is_full_training):
+        with explain_out_of_memory(given.args, lambda: "while the model was loaded"):
             loaded = load_policy(given, peft_config, self.monitor)
-            check_own_optimizer(*optimizers, loaded.model)
+            check_own_optimizer(optimizers[0], loaded.model)
             self.policy, self.inputs, self.embeds = loaded.policy, loaded.inputs, loaded.embeds
             super().__init__(
                 backend=self.backend,
@@ -145,7 +145,6 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
                 self.embeds.share(self.accelerator)
             self.metrics, self.progress = Metrics(), UpdateProgress()
             self._sampler: GroupSampler | None = None
-            self._noted_settings = preflight.note_settings(self.args)
             self._make_collaborators(given.is_full_training)
             self.inputs.check_arguments(self.args.eval_pipeline_kwargs or {})
 
@@ -248,7 +247,6 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any):
         """Train; see `Trainer.train`."""
-        preflight.refuse_changed_settings(self._noted_settings, self.args)
         self.loader.reset()  # a second call to `train` starts with a new rollout
         self.metrics.reset()
         folder = Path(self.args.output_dir)
@@ -265,7 +263,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             held.enter_context(self._explain_out_of_memory())
             held.enter_context(avoid_cudnn_attention())
             held.enter_context(torch.enable_grad())  # also where the caller has switched gradients off
-            done = count_updates(point)
+            done = 0 if point is None else count_updates(Path(point))
             if done > 0:  # `eval_on_start` measures the model before its first update
                 held.callback(setattr, self.args, "eval_on_start", self.args.eval_on_start)
                 self.args.eval_on_start = False
@@ -275,8 +273,12 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
                     "An earlier train() of this trainer has changed the weights, and this one starts with them from "
                     "update 0. To start from the untrained model, create a new trainer."
                 )
-            search = MicroBatchSearch(self.args, lambda: self.state.global_step - done, self._resize)
-            output = search.run(lambda: super(DiffusionGRPOTrainer, self).train(point, **kwargs))
+            output = train_with_smaller_batches(
+                self.args,
+                lambda: super(DiffusionGRPOTrainer, self).train(point, **kwargs),
+                lambda: self.state.global_step - done,
+                self._resize,
+            )
         self.learner.show_average()
         return output
 
@@ -284,15 +286,16 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         """Pass changed micro-batch sizes on to the objects that use them."""
         self._train_batch_size = self.args.train_batch_size
         self.loader.reset()
-        self._noted_settings = preflight.note_settings(self.args)
         self.metrics.reset()
 
     def _explain_out_of_memory(self, is_evaluating: bool = False) -> contextlib.AbstractContextManager[None]:
         return explain_out_of_memory(
             self.args,
+            lambda: (
+                f"in the {'evaluation' if is_evaluating else self.progress.stage or 'run'} after update "
+                f"{self.state.global_step}"
+            ),
             lambda: weigh_run(self.model, self.pipe, self.optimizer, self.loader),
-            self.progress,
-            lambda: self.state.global_step,
             is_evaluating,
         )
 

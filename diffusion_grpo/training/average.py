@@ -116,11 +116,6 @@ class OldPolicy(PolicyAverage):
 
 def find_policy_folder(folder: Path, has_average: bool) -> Path:
     """Find where a checkpoint keeps the policy's own weights: in a subfolder next to the average, or at its top."""
-    if (folder / "ema").is_dir():
-        raise ValueError(
-            f"{folder} has the policy at its top and the average in `ema`, as an earlier version wrote it; resume "
-            "with that version, or start a new run."
-        )
     own = folder / POLICY_FOLDER
     if own.is_dir():
         return own

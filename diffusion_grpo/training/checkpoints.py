@@ -257,7 +257,7 @@ def find_newest_whole(folder: Path) -> Path | None:
 
 
 def count_updates(folder: Path) -> int:
-    """Return after how many updates the trainer state at the top of an output folder was written; 0 without one."""
+    """Return after how many updates the trainer state in a folder was written; 0 without one."""
     state = folder / TRAINER_STATE_NAME
     return json.loads(state.read_text(encoding="utf-8"))["global_step"] if state.is_file() else 0
 

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import importlib.util
 import logging
 import os
 import sys
@@ -14,9 +13,7 @@ from diffusers import DiffusionPipeline
 from peft import PeftConfig
 
 from ..config.files import check_hub_access, check_model_name, check_resume_folder
-from ..config.sampling import SamplingSettings
-from ..config.settings import DiffusionGRPOConfig, describe
-from ..config.update import UpdateSettings
+from ..config.settings import DiffusionGRPOConfig
 from ..config.validate import check_settings
 from ..data.columns import list_given, list_types
 from ..data.inputs import PipelineInputs, prepare_inputs
@@ -26,7 +23,6 @@ from ..distributed import refusals
 from ..distributed.backend import DistributedBackend
 from ..distributed.choose import make_backend
 from ..distributed.context_parallel import ContextGroups
-from ..distributed.refusals import BITSANDBYTES, TORCHAO
 from ..distributed.zero import set_learning_rate
 from ..policy.modular import as_pipeline
 from ..policy.prompt_cache import check_encode_prompt
@@ -64,10 +60,6 @@ from .model_checks import (
 from .trackers import check_trackers
 
 logger = logging.getLogger(__name__)
-# settings that a trainer reads only when it is made
-READ_ONCE = {field.name for part in (SamplingSettings, UpdateSettings) for field in dataclasses.fields(part)}
-READ_ONCE |= {"per_device_train_batch_size", "gradient_accumulation_steps", "seed", "data_seed", "shuffle_dataset"}
-READ_ONCE -= {"num_generations_eval", "eval_num_inference_steps"}
 # cheap rewards, watched because a fall of one says that a trained reward may be being hacked
 CHEAP = {"images": ["brightness", "sharpness", "colorfulness", "jpeg_compressibility"]}
 CHEAP["videos"] = [*CHEAP["images"], "flicker", "motion"]
@@ -146,7 +138,6 @@ def check_run(
     check_accelerator_config(args.accelerator_config)
     backend = choose_backend(args)
     optimizer = getattr(args.optim, "value", args.optim)
-    check_optimizer_package(optimizer)
     refusals.check_optimizer(backend.sharding, optimizer)
     check_block_swap(args, backend, is_full_training)
     datasets = name_datasets(train_dataset, eval_dataset)
@@ -192,21 +183,6 @@ def set_log_level(args: DiffusionGRPOConfig) -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(message)s"))
         ours.addHandler(handler)
-
-
-def note_settings(args: DiffusionGRPOConfig) -> dict[str, Any]:
-    """Return the settings that a trainer reads only when it is made."""
-    return {name: describe(getattr(args, name)) for name in sorted(READ_ONCE)}
-
-
-def refuse_changed_settings(noted: dict[str, Any], args: DiffusionGRPOConfig) -> None:
-    """Refuse settings that were changed since they were read: some would have no effect, others would split groups."""
-    for name, value in note_settings(args).items():
-        if value != noted[name]:
-            raise ValueError(
-                f"{name} was changed from {noted[name]!r} to {value!r} after the trainer was created, and it is read "
-                "only then; create a new trainer with these settings."
-            )
 
 
 def prepare_training(args: DiffusionGRPOConfig, peft_config: PeftConfig | None) -> bool:
@@ -299,13 +275,6 @@ def choose_backend(args: DiffusionGRPOConfig) -> DistributedBackend:
         fsdp_plugin_args=args.fsdp_plugin_args,
         fsdp_gather_for_generation=args.fsdp_gather_for_generation,
     )
-
-
-def check_optimizer_package(name: str) -> None:
-    """Refuse an optimizer whose package is missing, which transformers would notice once the model is loaded."""
-    package = "torchao" if name in TORCHAO else "bitsandbytes" if name in BITSANDBYTES else None
-    if package is not None and importlib.util.find_spec(package) is None:
-        raise ImportError(f"optim={name!r} needs the package {package}: pip install {package}.")
 
 
 def check_block_swap(args: DiffusionGRPOConfig, backend: DistributedBackend, is_full_training: bool) -> None:

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import Dataset
 from diffusers import DiffusionPipeline
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
@@ -167,14 +166,6 @@ def test_full_training_saves_a_whole_pipeline_where_it_is_told_to(tmp_path):
     assert trained and all(torch.equal(value, saved[name]) for name, value in trained.items())
 
 
-def test_predict_says_what_to_call_instead(tmp_path):
-    trainer = trainer_for(tmp_path)
-    dataset = Dataset.from_dict({"prompt": ["a sign"]})
-    with pytest.raises(NotImplementedError, match="call evaluate.*prefix='test'. to sample and score"):
-        trainer.predict(dataset)
-    assert "test_reward" in trainer.evaluate(dataset, metric_key_prefix="test")
-
-
 def test_what_is_given_for_the_card_reaches_it_and_the_push(tmp_path, monkeypatch):
     pushed = []
 
@@ -248,31 +239,23 @@ def test_a_method_that_is_never_called_cannot_be_overridden():
             return super().training_step(*args, **kwargs)
 
 
-def test_batches_of_ones_own_and_searches_are_refused(tmp_path):
+def test_batches_of_ones_own_are_refused(tmp_path):
     trainer = trainer_for(tmp_path)
     trainer.get_train_dataloader = lambda: torch.utils.data.DataLoader([{"prompt": "a cat"}] * 8)
     with pytest.raises(TypeError, match="train_dataset"):
         trainer.train()
-    with pytest.raises(NotImplementedError, match="evaluate"):
-        trainer.hyperparameter_search()
 
 
-@pytest.mark.parametrize("name", ["eval_own", "ovn"])
-def test_the_best_metric_may_be_one_that_an_own_evaluate_adds(tmp_path, name):
-    """A name that no evaluation has ends the run before its first update. Gradients may be off around the run."""
-    settings = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 1, "metric_for_best_model": name}
+def test_the_best_metric_may_be_one_that_an_own_evaluate_adds(tmp_path):
+    """Gradients may be off around the run."""
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 1, "metric_for_best_model": "eval_own"}
     trainer = trainer_for(tmp_path, eval_on_start=True, **settings)
     evaluate, before = trainer.evaluate, trained_weights(trainer)
     trainer.evaluate = lambda **kwargs: evaluate(**kwargs) | {"eval_own": 2.0}
     with torch.no_grad():
-        if name == "ovn":
-            with pytest.raises(ValueError, match="metric_for_best_model.*'eval_own'"):
-                trainer.train()
-        else:
-            trainer.train()
-    assert trainer.state.best_metric == (2.0 if name == "eval_own" else None)
-    after = trained_weights(trainer)
-    assert all(torch.equal(before[key], after[key]) for key in before) == (name == "ovn")
+        trainer.train()
+    assert trainer.state.best_metric == 2.0
+    assert any(not torch.equal(before[key], value) for key, value in trained_weights(trainer).items())
 
 
 def test_the_reference_model_is_a_copy_in_full_training(tmp_path):

@@ -32,13 +32,12 @@ from diffusion_grpo.training.model_checks import (
 
 CPU = torch.device("cpu")
 CHANGES = {
-    "fused": lambda pipe: pipe.transformer.fuse_qkv_projections(),
     "compiled": lambda pipe: setattr(pipe, "transformer", torch.compile(pipe.transformer, backend="eager")),
     "model offload": lambda pipe: pipe.enable_model_cpu_offload(device="cpu"),
     "sequential offload": lambda pipe: pipe.enable_sequential_cpu_offload(device="cpu"),
     "group offload": lambda pipe: pipe.enable_group_offload(onload_device=CPU, offload_type="leaf_level"),
 }
-MESSAGES = {"fused": "unfuse_qkv_projections", "compiled": "torch_compile=True"}  # and for the others:
+MESSAGES = {"compiled": "torch_compile=True"}  # and for the others:
 OFFLOADED = "set offload_frozen='cpu', or group_offload"
 
 
@@ -70,28 +69,14 @@ def test_what_an_earlier_run_left_is_no_obstacle(tmp_path):
         trainer_for(tmp_path / "third", model=pipe)
 
 
-@pytest.mark.parametrize("name", ["sd3", "sd15", "flux", "wan"])
-def test_fused_projections_are_seen_until_they_are_unfused(name):
-    """Also on the older layers, whose mark stays."""
-    pipe, _ = tiny_pipelines.build(name)
-    network = pipe.unet if name == "sd15" else pipe.transformer
-    network.fuse_qkv_projections()
-    args, names = make_config(), ["transformer", "unet"]
-    with pytest.raises(ValueError, match="fused"):
-        check_given_parts(pipe, args, names)
-    network.unfuse_qkv_projections()
-    check_given_parts(pipe, args, names)
-
-
-def test_frozen_parts_may_be_fused_and_compiled_and_given_ones_are_looked_at(tmp_path):
+def test_frozen_parts_may_be_compiled_and_given_ones_are_looked_at(tmp_path):
     pipe, _ = tiny_pipelines.build("sd15")
-    pipe.vae.fuse_qkv_projections()
     pipe.text_encoder = torch.compile(pipe.text_encoder, backend="eager")
     args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True)
     check_given_parts(pipe, args, name_networks(args))
-    pipe.unet.fuse_qkv_projections()
-    args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, model_init_kwargs={"unet": pipe.unet})
-    with pytest.raises(ValueError, match="unet has fused projections"):
+    given = {"unet": torch.compile(pipe.unet, backend="eager")}
+    args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, model_init_kwargs=given)
+    with pytest.raises(ValueError, match="torch_compile"):
         check_given_parts("owner/name", args, name_networks(args))
 
 

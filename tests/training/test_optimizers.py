@@ -49,7 +49,6 @@ def test_compressed_states_are_saved_and_resumed(tmp_path, optim, kind):
 
 
 def test_what_cannot_work_is_refused_before_a_model_is_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr("diffusion_grpo.training.preflight.importlib.util.find_spec", lambda name: name)
     monkeypatch.setattr(preflight, "choose_backend", lambda args: FSDP2Backend.__new__(FSDP2Backend))
     with pytest.raises(ValueError, match="optim='lion_8bit': bitsandbytes cannot step FSDP2's.*use adamw_torch"):
         trainer_for(tmp_path, optim="lion_8bit")
@@ -69,5 +68,3 @@ def test_an_optimizer_of_ones_own_has_to_hold_what_is_trained(tmp_path):
     schedule = torch.optim.lr_scheduler.LambdaLR(own, lambda step: 0.5)
     trainer = DiffusionGRPOTrainer(model=pipe, optimizers=(own, schedule), **settings)
     assert trainer.optimizer is own and trainer.lr_scheduler is schedule
-    with pytest.raises(ValueError, match="optimizers: the schedule was made for another optimizer.*lr_scheduler_type"):
-        DiffusionGRPOTrainer(model=pipe, optimizers=(None, schedule), **settings)

@@ -4,15 +4,13 @@ import pytest
 import torch
 from command_line import make_config
 from tiny_runs import logged, trained_weights, trainer_for
-from transformers import TrainerState
 
 from diffusion_grpo.planning.plan import make_planned_config
 from diffusion_grpo.training.memory import format_size
 from diffusion_grpo.training.out_of_memory import (
     NotEnoughMemoryError,
-    advise_loading,
-    count_updates,
     is_out_of_memory,
+    list_changes,
     smallest_divisor,
     weigh_run,
 )
@@ -71,20 +69,20 @@ def test_memory_that_runs_out_later_is_an_error_that_says_what_to_change(tmp_pat
         trainer.train()
     message = str(raised.value)
     assert "\n" not in message
-    assert message.startswith(f"Out of memory in the rollout after 1 update: {MESSAGE} Always in memory: ")
+    assert message.startswith(f"Out of memory in the rollout after update 1: {MESSAGE} Always in memory: ")
     for name, count in weigh_run(trainer.model, trainer.pipe, trainer.optimizer, trainer.loader).items():
         assert (f"{name} {format_size(count)}" in message) == (count > 0)
     cheapest = "per_device_train_batch_size: 2 with gradient_accumulation_steps: 4 and steps_per_generation: 4"
     assert (
         message.index(cheapest) < message.index("gradient_checkpointing: true") < message.index("offload_frozen: cpu")
     )
-    assert "`diffusion-grpo plan CONFIG --fit 24GiB`" in message
+    assert "diffusion-grpo plan CONFIG --fit" in message
 
 
 def test_without_the_search_or_a_smaller_size_the_message_comes_at_once(tmp_path):
     trainer = trainer_for(tmp_path / "plain", **RUN)
     run_out(trainer, largest=2)
-    with pytest.raises(torch.OutOfMemoryError, match="after 0 updates"):
+    with pytest.raises(torch.OutOfMemoryError, match="after update 0"):
         trainer.train()
     assert trainer.args.per_device_train_batch_size == 4
     smallest = trainer_for(tmp_path / "smallest", auto_find_batch_size=True, **RUN)
@@ -111,17 +109,15 @@ def test_an_evaluation_is_as_large_as_a_rollouts_call_unless_it_has_a_size_of_it
     with pytest.raises(NotEnoughMemoryError) as raised:
         refused.train()
     message = str(raised.value)
-    assert message.startswith(f"Out of memory in an evaluation after 0 updates: {MESSAGE} Always in memory: ")
-    assert "the cheapest first: per_device_eval_batch_size: 4; " in message and "train_batch_size" not in message
+    assert message.startswith(f"Out of memory in the evaluation after update 0: {MESSAGE} Always in memory: ")
+    assert "per_device_eval_batch_size" in message and "train_batch_size" not in message
     assert message.count("Out of memory") == 1
 
 
 def test_an_evaluation_outside_training_says_what_to_change(tmp_path):
     trainer = trainer_for(tmp_path, gradient_checkpointing=False, **RUN)
     run_out(trainer, largest=0)
-    with pytest.raises(
-        NotEnoughMemoryError, match="Out of memory in an evaluation after 0 updates: .*eval_batch_size: 2"
-    ):
+    with pytest.raises(NotEnoughMemoryError, match="evaluation after update 0: .*eval_batch_size"):
         trainer.evaluate()
 
 
@@ -143,22 +139,14 @@ def test_a_model_that_does_not_fit_says_what_to_change(tmp_path, monkeypatch, pa
         and "\n" not in message
     )
     assert ("cache_prompt_embeds: memory" in message) == (part == "placing")
-    assert "offload_frozen: cpu" in message and "`diffusion-grpo plan CONFIG --fit 24GiB`" in message
+    assert "offload_frozen: cpu" in message
 
 
-def test_what_makes_a_model_smaller():
-    def names(is_full_training=False, **settings):
-        return [
-            change.split(" ")[0].rstrip(":,") for change in advise_loading(make_config(**settings), is_full_training)
-        ]
-
-    assert names() == ["cache_prompt_embeds", "offload_frozen", "group_offload", "load_in_4bit"]
-    assert names(True) == ["cache_prompt_embeds", "offload_frozen", "a"]
-    small = {"cache_prompt_embeds": "memory", "offload_frozen": "cpu", "group_offload": "block_level"}
-    assert names(**small) == ["load_in_4bit"] and names(**small, load_in_4bit=True) == []
-    on_gpu = make_config()
-    on_gpu.use_cpu = False
-    assert "bf16: true, or fp16: true on older GPUs (half the memory of float32)" in advise_loading(on_gpu, False)
+def test_only_settings_that_are_open_are_named():
+    taken = {"cache_prompt_embeds": "memory", "offload_frozen": "cpu", "group_offload": "block_level"}
+    for name in taken:
+        assert any(name in change for change in list_changes(make_config()))
+        assert not any(name in change for change in list_changes(make_config(**taken)))
 
 
 def test_losses_that_compare_the_samples_of_a_prompt_keep_them_in_one_micro_batch(tmp_path):
@@ -190,10 +178,3 @@ def test_several_processes_do_not_search():
 
 def test_sizes_shrink_to_divisors():
     assert [smallest_divisor(number) for number in (2, 6, 9, 25, 7)] == [2, 2, 3, 5, 7]
-
-
-@pytest.mark.parametrize("name", ["checkpoint-12", "last-checkpoint", "my best"])
-def test_a_checkpoint_says_its_updates_whatever_its_folder_is_called(tmp_path, name):
-    (tmp_path / name).mkdir()
-    TrainerState(global_step=12).save_to_json(str(tmp_path / name / "trainer_state.json"))
-    assert count_updates(None) == 0 and count_updates(tmp_path / name) == count_updates(str(tmp_path / name)) == 12

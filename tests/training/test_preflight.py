@@ -24,10 +24,8 @@ from diffusion_grpo.training.preflight import (
     describe_run,
     load_run_rewards,
     make_groups,
-    note_settings,
     prepare_args,
     prepare_training,
-    refuse_changed_settings,
 )
 
 
@@ -74,12 +72,10 @@ def test_learning_rates_by_default(tmp_path):
         ({"eval_reward_funcs": "jpeg_compressibility"}, "eval_dataset"),
         ({"eval_strategy": "steps", "eval_steps": 1}, "eval_dataset"),
         ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
-        ({"optim": "lion_8bit"}, "bitsandbytes"),
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_refused_before_a_model_is_loaded(tmp_path, change, message, monkeypatch):
-    monkeypatch.setattr("diffusion_grpo.training.preflight.importlib.util.find_spec", lambda name: None)
+def test_refused_before_a_model_is_loaded(tmp_path, change, message):
     of_lora = {name: value for name, value in change.items() if name == "lora_dropout"}
     arguments = {
         "model": "no/such-model",  # loading it would fail with another message
@@ -107,7 +103,7 @@ def test_the_embedded_model_fills_in_what_is_not_given(tmp_path):
     assert (args.num_inference_steps, args.height, args.width) == (9, 32, 96)
     other = prepare_args("owner/name", make_config())
     assert other.height is None
-    with pytest.raises(TypeError, match="model is None; pass a Hub id"):
+    with pytest.raises(TypeError, match="model is a"):
         prepare_args(None, None)
 
 
@@ -129,25 +125,6 @@ def test_settings_that_were_changed_since_are_checked_again(tmp_path):
     args.num_generations = 1
     with pytest.raises(ValueError, match="num_generations must be at least 2, got 1"):
         prepare_args("owner/name", args)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("num_generations", 2, "num_generations was changed from 4 to 2 after the trainer was created, .*; create a"),
-        ("beta", 0.1, "beta was changed from 0.0 to 0.1"),
-        ("gradient_accumulation_steps", 1, "gradient_accumulation_steps was changed from 2 to 1"),
-        ("pipeline_kwargs", {"max_sequence_length": 8}, "pipeline_kwargs was changed"),
-    ],
-)
-def test_settings_that_a_trainer_has_read_are_not_changed(name, value, message, tmp_path):
-    trainer = trainer_for(tmp_path, max_steps=1)
-    before = note_settings(trainer.args)
-    trainer.args.max_steps, trainer.args.learning_rate, trainer.args.num_generations_eval = 2, 1e-4, 3
-    refuse_changed_settings(before, trainer.args)
-    setattr(trainer.args, name, value)
-    with pytest.raises(ValueError, match=message):
-        trainer.train()
 
 
 def test_settings_may_have_more_fields(tmp_path):
