@@ -1,8 +1,7 @@
 """Checkpoints of several processes: how one was written, and optimizer state of which each process has a share.
 
-A small file in a checkpoint's folder records its mode, a dict: `processes`, `sharding` ("ddp", "zero1" to "zero3" or
-"fsdp2"), and `networks_apart`: 1 if DeepSpeed's optimizer has parameter groups for each of several networks. The file
-also has the name of the optimizer, `optim`.
+A small file in a checkpoint's folder records its mode, a dict of `processes` and `sharding` ("ddp", "zero1" to "zero3"
+or "fsdp2"), and the name of the optimizer, `optim`.
 
 FSDP2's shares are in the folder `optimizer`, as safetensors and JSON, which cannot hold code. Any number of
 processes, even a single one, can read their shares from it. torch's distributed checkpoints cut and join the tensors.
@@ -29,15 +28,6 @@ from ..policy.networks import replace_attribute
 from .sharded_weights import as_shard, is_sharded
 
 MODE_FILE = "processes.json"
-# names of transformers for optimizers with the same state; a paged optimizer has that of the ordinary one
-SAME_STATE = {
-    "adamw_torch_fused": "adamw_torch",
-    "adamw_torch_xla": "adamw_torch",
-    "adamw_torch_npu_fused": "adamw_torch",
-    "adamw_8bit": "adamw_bnb_8bit",
-    "ademamix_32bit": "ademamix",
-    "rmsprop_bnb_32bit": "rmsprop_bnb",
-}
 ENGINES = {"ddp": "whole weights", "fsdp2": "FSDP2"} | {f"zero{stage}": f"ZeRO-{stage}" for stage in range(4)}
 Mode = dict[str, Any]
 FOLDER, REST = "optimizer", "optimizer.json"
@@ -53,11 +43,9 @@ def write_mode(folder: Path, mode: Mode, optimizer: str) -> None:
 
 
 def find_other_optimizer(folder: Path, optimizer: str) -> str | None:
-    """Return the name of the optimizer that wrote a checkpoint if it keeps another state than `optimizer`."""
+    """Return the name of the optimizer that wrote a checkpoint if it is another one than `optimizer`."""
     wrote = json.loads((folder / MODE_FILE).read_text(encoding="utf-8"))["optim"]
-    names = [name.removeprefix("paged_") for name in (wrote, optimizer)]
-    there, here = (SAME_STATE.get(name, name) for name in names)
-    return None if there == here else wrote
+    return None if wrote == optimizer else wrote
 
 
 def read_mode(folder: Path) -> str:
@@ -68,8 +56,7 @@ def read_mode(folder: Path) -> str:
 def describe_mode(mode: Mode) -> str:
     """Return a mode in words: `by 2 processes with ZeRO-3`."""
     number = "one process" if mode["processes"] == 1 else f"{mode['processes']} processes"
-    engine = ENGINES[mode["sharding"]] + " and an optimizer group per network" * mode.get("networks_apart", 0)
-    return f"by {number} with {engine}"
+    return f"by {number} with {ENGINES[mode['sharding']]}"
 
 
 def check_separate_disks(mode: Mode, output_dir: str) -> None:
@@ -138,7 +125,8 @@ def _load_shards(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
     # an expert that had not been trained has no saved state, and must not get any
     idle = {name for name, values in state["state"].items() if not any(f"{name}.{key}" in saved for key in values)}
     used = {name: values for name, values in state["state"].items() if name not in idle}
-    _read_tensors(folder, _tensors({"state": used}), saved)
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    dcp.load(_tensors({"state": used}), storage_reader=reader, no_dist=not torch.distributed.is_initialized())
     set_optimizer_state_dict(model, optimizer, optim_state_dict=state, options=OPTIONS)
     for name, parameter in model.named_parameters():
         if name in idle:
@@ -167,25 +155,9 @@ def _numbers(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {parameter: values for parameter, values in numbers.items() if values}
 
 
-def _read_tensors(folder: Path, tensors: dict[str, Tensor], saved: dict[str, Any]) -> None:
-    """Fill tensors, or this process's shares of them, in place; `saved` describes the tensors in the folder."""
-    for name, tensor in tensors.items():
-        if name not in saved:
-            raise ValueError(
-                f"{folder} has no optimizer state for {name}: it belongs to a run that trained other parameters."
-            )
-        if saved[name].size != tensor.shape:
-            found, expected = tuple(saved[name].size), tuple(tensor.shape)
-            raise ValueError(f"{folder}: {name} has the shape {found}, and this run's {expected}.")
-    reader = dcp.HuggingFaceStorageReader(str(folder))
-    dcp.load(tensors, storage_reader=reader, no_dist=not torch.distributed.is_initialized())
-
-
 def _fill_rest(saved: dict[str, Any], state: dict[str, Any]) -> None:
     """Fill in the optimizer's settings and numbers, in place; lists that were tuples become tuples again."""
     for ours, theirs in zip(state["param_groups"], saved["param_groups"], strict=True):
-        if ours["params"] != theirs["params"]:
-            raise ValueError("The checkpoint's optimizer state belongs to other parameters than this run trains.")
         for name, value in theirs.items():
             ours[name] = tuple(value) if isinstance(ours.get(name), tuple) else value
     for parameter, numbers in saved["numbers"].items():

@@ -1,31 +1,29 @@
 """Choose the backend of a run: the only place that checks which engine shards the weights."""
 
-from typing import Any
-
 import torch
-from accelerate.utils import DeepSpeedPlugin
 
+from ..config.settings import DiffusionGRPOConfig
 from .backend import DistributedBackend
 from .context_parallel import ContextGroups
 from .fsdp import FSDP2Backend, wants_fsdp
 from .zero import DeepSpeedBackend, hide_deepspeed
 
 
-def make_backend(
-    half: torch.dtype | None,
-    groups: ContextGroups,
-    *,
-    processes: int,
-    deepspeed_plugin: DeepSpeedPlugin | None,
-    ds3_gather_for_generation: bool,
-    fsdp: Any,
-    fsdp_plugin_args: dict[str, Any] | None,
-    fsdp_gather_for_generation: bool,
-) -> DistributedBackend:
+def choose_backend(args: DiffusionGRPOConfig) -> DistributedBackend:
     """Make the backend that the settings, or the launcher, ask for."""
-    if deepspeed_plugin is not None:
+    if args.n_gpu > 1:
+        raise ValueError("Several GPUs need a launcher: start with `accelerate launch`, or make one GPU visible.")
+    half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    groups = make_groups(args)
+    if args.deepspeed_plugin is not None:
         hide_deepspeed()
-        return DeepSpeedBackend(half, groups, deepspeed_plugin, ds3_gather_for_generation)
-    if wants_fsdp(fsdp):
-        return FSDP2Backend(half, groups, fsdp_plugin_args, fsdp_gather_for_generation, processes)
+        return DeepSpeedBackend(half, groups, args.deepspeed_plugin, args.ds3_gather_for_generation)
+    if wants_fsdp(args.fsdp):
+        return FSDP2Backend(half, groups, args.fsdp_plugin_args, args.fsdp_gather_for_generation)
     return DistributedBackend(half, groups)
+
+
+def make_groups(args: DiffusionGRPOConfig) -> ContextGroups:
+    """Describe the groups of processes that share the sequence of each sample."""
+    is_ring = args.context_parallel_type == "ring"
+    return ContextGroups(args.context_parallel_size, args.world_size, args.process_index, is_ring)

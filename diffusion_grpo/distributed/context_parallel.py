@@ -3,19 +3,16 @@
 All other code sees a group as one process: its processes get the same samples, seeds and rewards.
 """
 
-import contextlib
 import dataclasses
-import functools
 import logging
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from diffusers import ContextParallelConfig
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-UNEQUAL = "divisible by mesh size"  # text of diffusers' assertion
+from ..policy.network_gate import replace_attribute
+
 RING_BACKEND = "_native_cudnn"  # torch's own: returns the log-sum-exps that join the parts of a ring
 
 
@@ -71,9 +68,13 @@ def spread_over_context(networks: list[nn.Module], groups: ContextGroups, device
         if is_ring:
             network.set_attention_backend(RING_BACKEND)
         config = ContextParallelConfig(ring_degree=shape[1], ulysses_degree=shape[2], mesh=mesh)
-        with _one_accelerator(), _quiet("diffusers.models.modeling_utils"):
+        # diffusers 0.42 divides by the number of accelerators, and warns for every network that this is experimental
+        count = max(1, torch.accelerator.device_count())
+        with (
+            replace_attribute(torch.accelerator, "device_count", lambda count=count: count),
+            replace_attribute(logging.getLogger("diffusers.models.modeling_utils"), "disabled", True),
+        ):
             network.enable_parallelism(config=config)
-        network.forward = explain_indivisible(network, size)
 
 
 def check_context(network: nn.Module, size: int, is_ring: bool, device: torch.device) -> None:
@@ -92,52 +93,3 @@ def check_context(network: nn.Module, size: int, is_ring: bool, device: torch.de
             f"context_parallel_size={size} does not divide the {heads} attention heads of {name}, which Ulysses "
             "distributes over the processes; choose a divisor, or context_parallel_type='ring'."
         )
-
-
-def explain_indivisible(network: nn.Module, size: int) -> Callable:
-    """Return the network's forward with an error that explains which sequence does not divide into `size` equal parts.
-
-    diffusers' plan of the network says which inputs are cut, and where. Their lengths are known only in a call, where
-    diffusers refuses them by an assertion without numbers.
-    """
-    real, name = network.forward, type(network).__name__
-
-    @functools.wraps(real)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return real(*args, **kwargs)
-        except AssertionError as error:
-            if UNEQUAL not in str(error):
-                raise
-            given = [f"{key} {tuple(value.shape)}" for key, value in kwargs.items() if torch.is_tensor(value)]
-            raise ValueError(
-                f"context_parallel_size={size} does not divide the tokens of a sample, so that no equal parts can "
-                f"be made: {name} was given {', '.join(given)}; choose another height, "
-                "width, num_frames or max_sequence_length, or a size that divides them."
-            ) from error
-
-    return forward
-
-
-@contextlib.contextmanager
-def _one_accelerator():
-    """Report one accelerator on a machine without any: diffusers 0.42 divides by the number of accelerators."""
-    count = torch.accelerator.device_count
-    if count() == 0:
-        torch.accelerator.device_count = lambda: 1
-    try:
-        yield
-    finally:
-        torch.accelerator.device_count = count
-
-
-@contextlib.contextmanager
-def _quiet(name: str):
-    """Silence the warnings of a logger: diffusers would warn for every network that the feature is experimental."""
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

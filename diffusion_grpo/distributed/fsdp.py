@@ -18,7 +18,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
 from ..policy.networks import replace_attribute
@@ -27,11 +27,6 @@ from .backend import DistributedBackend
 from .checkpoints import save_shards
 from .context_parallel import ContextGroups
 from .sharded_weights import TrainedWeights, as_dtensor, as_shard, is_sharded
-
-TOKENS = (
-    "a language model writes token by token, and would gather its weights again for each token; start without FSDP "
-    "(ZeRO-3 gathers them once)."
-)
 
 
 class FSDP2Backend(DistributedBackend):
@@ -46,12 +41,11 @@ class FSDP2Backend(DistributedBackend):
         groups: ContextGroups,
         plugin_args: dict[str, Any] | None,
         keeps_gathered: bool,
-        processes: int,
     ):
         super().__init__(half, groups)
         self._plugin_args, self._keeps_gathered = plugin_args or {}, keeps_gathered
         self._idle: list[nn.Module] = []  # networks without a gradient in this update
-        _check_plugin(self._plugin_args, processes)
+        _check_plugin(self._plugin_args)
 
     def bind(self, accelerator: Accelerator, model: nn.Module, networks: list[nn.Module]) -> None:
         super().bind(accelerator, model, networks)
@@ -60,7 +54,10 @@ class FSDP2Backend(DistributedBackend):
 
     def check_run(self, component: tuple[str, ...], *, processes: int, own_steps: bool, draws_tokens: bool) -> None:
         if draws_tokens:
-            raise ValueError(f"FSDP does not train {', '.join(component)}: {TOKENS}")
+            raise ValueError(
+                f"FSDP does not train {', '.join(component)}: a language model writes token by token, and "
+                "would gather its weights again for each token; start without FSDP (ZeRO-3 gathers them once)."
+            )
         if len(component) > 1 and own_steps:
             refusals.refuse_turns(component, *refusals.OWN_STEPS)
 
@@ -122,28 +119,17 @@ def wants_fsdp(setting: Any) -> bool:
     return bool(setting) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
-def _check_plugin(plugin_args: dict[str, Any], processes: int) -> None:
+def _check_plugin(plugin_args: dict[str, Any]) -> None:
     version = plugin_args.get("fsdp_version", os.environ.get("FSDP_VERSION", "1"))
     if int(version) != 2:  # checked before accelerate looks for the GPU that FSDP1 needs
         raise ValueError(
             "FSDP1 cannot train here: set fsdp_version: 2 in the accelerate config (FSDP_VERSION=2), or "
             "fsdp_config={'version': 2}."
         )
-    plugin = FullyShardedDataParallelPlugin(**plugin_args)
-    if plugin.auto_wrap_policy is size_based_auto_wrap_policy:
-        raise ValueError(
-            "fsdp_auto_wrap_policy: SIZE_BASED_WRAP is not supported; take TRANSFORMER_BASED_WRAP, which shards the "
-            "blocks that the network repeats."
-        )
-    if plugin.activation_checkpointing:
+    if FullyShardedDataParallelPlugin(**plugin_args).activation_checkpointing:
         raise ValueError(
             "fsdp_activation_checkpointing renames the network's blocks, so that nothing else could load what is "
             "saved; leave it out and set gradient_checkpointing=True, which does the same."
-        )
-    if processes == 1 and "LOCAL_RANK" not in os.environ:  # a launcher makes a group even for one process
-        raise ValueError(
-            "FSDP was requested, but there is only one process to hold the weights; raise num_processes, or leave "
-            "FSDP out."
         )
 
 
@@ -166,8 +152,6 @@ def activate(accelerator: Accelerator, plugin_args: dict[str, Any]) -> None:
 
 def find_repeated_blocks(network: nn.Module, chosen: list[str] | None = None) -> list[str]:
     """Return the names of the classes that become units: those the user chose, or the network's repeated blocks."""
-    if hasattr(network, "generate"):
-        raise ValueError(f"FSDP does not train {type(network).__name__}: {TOKENS}")
     present = {type(module).__name__ for module in network.modules()}
     named = chosen or getattr(network, "_repeated_blocks", None) or getattr(network, "_no_split_modules", None) or []
     names = [name for name in named if name in present]

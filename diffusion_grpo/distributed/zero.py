@@ -54,7 +54,6 @@ class DeepSpeedBackend(DistributedBackend):
         self._plugin, self._gathers_whole = plugin, gathers_whole
         self._idle_networks: IdleNetworks | None = None
         self._is_gathered = self._has_started = False
-        _check_precision(plugin.hf_ds_config, half)
 
     @property
     def stage(self) -> int:
@@ -64,11 +63,6 @@ class DeepSpeedBackend(DistributedBackend):
     @property
     def sharding(self) -> str:
         return f"zero{self.stage}"
-
-    @property
-    def mode(self) -> dict[str, Any]:
-        apart = {"networks_apart": 1} if self._weights is not None and self._weights.take_turns else {}
-        return super().mode | apart
 
     def check_run(self, component: tuple[str, ...], *, processes: int, own_steps: bool, draws_tokens: bool) -> None:
         if draws_tokens and self.stage == 3 and not self._gathers_whole:
@@ -225,15 +219,6 @@ def set_learning_rate(args: TrainingArguments, learning_rate: float) -> None:
         args.hf_deepspeed_config = HfTrainerDeepSpeedConfig(args.deepspeed)
         args.hf_deepspeed_config.trainer_config_process(args)
         args.deepspeed_plugin = DeepSpeedPlugin(hf_ds_config=args.hf_deepspeed_config)
-
-
-def _check_precision(config: HfTrainerDeepSpeedConfig, half: torch.dtype | None) -> None:
-    name = {torch.bfloat16: "bf16", torch.float16: "fp16", None: None}[half]
-    if name and not (config.is_true(f"{name}.enabled") or config.is_true("torch_autocast.enabled")):
-        raise ValueError(
-            f"{name}=True, but the DeepSpeed configuration does not set it; add "
-            f'"{name}": {{"enabled": "auto"}}, or set {name}=False.'
-        )
 
 
 def fill_sizes(config: HfTrainerDeepSpeedConfig, model: nn.Module) -> None:

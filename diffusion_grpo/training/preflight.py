@@ -7,7 +7,6 @@ import os
 import sys
 from typing import Any
 
-import torch
 from datasets import Dataset
 from diffusers import DiffusionPipeline
 from peft import PeftConfig
@@ -21,8 +20,7 @@ from ..data.prompts import check_dataset, name_datasets
 from ..data.sampler import check_accelerator_config
 from ..distributed import refusals
 from ..distributed.backend import DistributedBackend
-from ..distributed.choose import make_backend
-from ..distributed.context_parallel import ContextGroups
+from ..distributed.choose import choose_backend
 from ..distributed.zero import set_learning_rate
 from ..policy.modular import as_pipeline
 from ..policy.prompt_cache import check_encode_prompt
@@ -251,30 +249,6 @@ def check_watched(
     for name, dataset in name_datasets(None, eval_dataset):
         check_columns(watched, list_given(dataset), name, list_types(dataset))
     return watched
-
-
-def make_groups(args: DiffusionGRPOConfig) -> ContextGroups:
-    """Describe the groups of processes that share the sequence of each sample."""
-    is_ring = args.context_parallel_type == "ring"
-    return ContextGroups(args.context_parallel_size, args.world_size, args.process_index, is_ring)
-
-
-def choose_backend(args: DiffusionGRPOConfig) -> DistributedBackend:
-    """Choose the distributed backend of a run."""
-    half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-    groups = make_groups(args)
-    if args.n_gpu > 1:
-        raise ValueError("Several GPUs need a launcher: start with `accelerate launch`, or make one GPU visible.")
-    return make_backend(
-        half,
-        groups,
-        processes=args.world_size,
-        deepspeed_plugin=args.deepspeed_plugin,
-        ds3_gather_for_generation=args.ds3_gather_for_generation,
-        fsdp=args.fsdp,
-        fsdp_plugin_args=args.fsdp_plugin_args,
-        fsdp_gather_for_generation=args.fsdp_gather_for_generation,
-    )
 
 
 def check_block_swap(args: DiffusionGRPOConfig, backend: DistributedBackend, is_full_training: bool) -> None:

@@ -218,15 +218,6 @@ def test_a_second_training_is_refused():
     zero.hide_deepspeed()
 
 
-def test_half_precision_that_deepspeed_knows_nothing_of_is_refused():
-    plugin = SimpleNamespace(hf_ds_config=zero.HfTrainerDeepSpeedConfig({"zero_optimization": {"stage": 2}}))
-    with pytest.raises(ValueError, match='bf16=True, but the DeepSpeed configuration.*add "bf16"'):
-        DeepSpeedBackend(torch.bfloat16, ContextGroups(), plugin)
-    plugin.hf_ds_config.config["bf16"] = {"enabled": True}
-    DeepSpeedBackend(torch.bfloat16, ContextGroups(), plugin)
-    zero.hide_deepspeed()
-
-
 @pytest.mark.parametrize(
     ("stage", "own_steps", "offload", "message"),
     [

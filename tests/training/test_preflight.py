@@ -15,6 +15,7 @@ from tiny_runs import brightness, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.distributed.backend import DistributedBackend
+from diffusion_grpo.distributed.choose import make_groups
 from diffusion_grpo.report.record import list_changed_settings
 from diffusion_grpo.training.preflight import (
     check_datasets,
@@ -23,7 +24,6 @@ from diffusion_grpo.training.preflight import (
     choose_backend,
     describe_run,
     load_run_rewards,
-    make_groups,
     prepare_args,
     prepare_training,
 )
