@@ -8,14 +8,7 @@ from typing import Any, Literal
 from .declare import setting
 from .names import suggest
 
-# diffusers' names of the backends, and the package that each one needs
-BACKENDS = {
-    "bitsandbytes_4bit": "bitsandbytes",
-    "bitsandbytes_8bit": "bitsandbytes",
-    "torchao": "torchao",
-    "gguf": "gguf",
-    "quanto": "optimum.quanto",
-}
+BACKENDS = ("bitsandbytes_4bit", "bitsandbytes_8bit", "torchao", "gguf", "quanto")  # diffusers' names
 
 
 @dataclass
@@ -56,12 +49,6 @@ class QuantizationSpec:
 
     backend: str
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    source: str = "quantization"
-
-    @property
-    def package(self) -> str:
-        """Import name of the backend's package."""
-        return BACKENDS[self.backend]
 
 
 def check_quantization(args: Any) -> None:

@@ -34,7 +34,7 @@ from ..rollout.passes import Passes
 from ..rollout.runtime import Runtime
 from ..rollout.score import RewardScorer
 from ..rollout.value_model import ValueCallback
-from ..weights.files import PolicyFiles, lora_loader, name_half_dtype
+from ..weights.files import lora_loader, name_half_dtype
 from ..weights.lora import list_kept_adapters
 from ..weights.public_names import strip_folders, strip_secrets
 from ..weights.quantization import describe_quantization
@@ -132,7 +132,7 @@ def build(
     )
     checkpointer = Checkpointer(
         model,
-        PolicyFiles(policy.pipe, policy.component),
+        policy,
         learner,
         loader,
         moves_reference=args.sync_ref_model,

@@ -18,10 +18,12 @@ from filelock import FileLock, Timeout
 from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME
 
+from ..policy.base import Policy
 from ..report.card import list_upload_patterns
 from ..report.record import ResumeError
 from ..rollout.loader import RolloutLoader
-from ..weights.files import POLICY_FOLDER, PolicyFiles
+from ..weights import files
+from ..weights.files import POLICY_FOLDER
 from .average import PolicyAverage, find_policy_folder
 from .learner import Learner
 
@@ -54,7 +56,7 @@ class Checkpointer:
     def __init__(
         self,
         model: nn.Module,
-        files: PolicyFiles,
+        policy: Policy,
         learner: Learner,
         loader: RolloutLoader,
         *,
@@ -62,7 +64,7 @@ class Checkpointer:
         is_writer: bool,
         pushes_samples: bool,
     ):
-        self._model, self._files, self._loader = model, files, loader
+        self._model, self._policy, self._loader = model, policy, loader
         self._weights, self._average, self._old_policy = learner.weights, learner.average, learner.old_policy
         self._reference, self._values = learner.reference if moves_reference else None, learner.values
         self._is_writer, self._pushes_samples = is_writer, pushes_samples
@@ -113,19 +115,19 @@ class Checkpointer:
 
     def copy_weights(self, checkpoint: Path, folder: Path) -> None:
         """Copy the weights of a checkpoint, without its training state, to another folder."""
-        self._files.copy(checkpoint, folder)
+        files.copy_weights(checkpoint, folder, self._policy.component)
 
     def list_upload_patterns(self) -> dict[str, list[str]]:
         """Return `allow_patterns` and `ignore_patterns` of the files in the output folder that are pushed."""
-        return list_upload_patterns(self._files.pipe.components, self._pushes_samples)
+        return list_upload_patterns(self._policy.pipe.components, self._pushes_samples)
 
     def _write(self, model: nn.Module, folder: Path, whole_pipeline: bool = False) -> None:
         if self._is_writer:
-            self._files.save(model, folder, whole_pipeline)
+            files.save_policy(model, self._policy.pipe, self._policy.component, folder, whole_pipeline)
 
     def _load_policy(self, folder: Path) -> None:
         with self._weights.rewrite():
-            self._files.load(self._model, folder)
+            files.load_policy(self._model, self._policy.component, folder)
 
     def _find_old_policy(self, folder: Path, policy: Path) -> Path:
         if self._old_policy is None or (folder / OLD_POLICY_FOLDER).is_dir():
@@ -141,7 +143,7 @@ class Checkpointer:
             logger.warning("%s contains no reference: it starts from the model as it was before training.", folder)
             return
         with self._reference.weights.rewrite():
-            self._files.load(self._reference.plain_module, folder / REFERENCE_FOLDER)
+            files.load_policy(self._reference.plain_module, self._policy.component, folder / REFERENCE_FOLDER)
 
     def _load_moving(self, moving: PolicyAverage | None, folder: Path) -> None:
         """Read a moving average; the model also holds it afterwards, until its own weights are loaded."""
@@ -166,10 +168,10 @@ def replace_folder(source: Path, target: Path) -> None:
 
 def write_manifest(folder: Path) -> None:
     """Write the hashes of all files under `folder`; call it once, after every process has written its files."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
     with ThreadPoolExecutor(THREADS) as pool:
         hashes = dict(
-            zip((path.relative_to(folder).as_posix() for path in files), pool.map(_hash, files), strict=True)
+            zip((path.relative_to(folder).as_posix() for path in paths), pool.map(_hash, paths), strict=True)
         )
     (folder / MANIFEST).write_text(json.dumps(hashes, indent=1), encoding="utf-8")
 
@@ -184,9 +186,9 @@ def check(checkpoint: Path) -> None:
         hashes = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
     except ValueError:
         raise DamagedCheckpoint(f"{checkpoint} is damaged: {MANIFEST} cannot be read") from None
-    files = [checkpoint / name for name in hashes]
+    paths = [checkpoint / name for name in hashes]
     with ThreadPoolExecutor(THREADS) as pool:
-        for name, written, present in zip(hashes, hashes.values(), pool.map(_hash, files), strict=True):
+        for name, written, present in zip(hashes, hashes.values(), pool.map(_hash, paths), strict=True):
             if present != written:
                 what = "is missing" if present is None else "is not what was written (its SHA-256 differs)"
                 raise DamagedCheckpoint(f"{checkpoint} is damaged: {name} {what}")

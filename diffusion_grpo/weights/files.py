@@ -5,7 +5,6 @@ whole pipeline, in diffusers' layout.
 """
 
 import copy
-import dataclasses
 import inspect
 import json
 import logging
@@ -40,26 +39,6 @@ ADAPTER_CONFIG = "adapter_config.json"
 LORA_WEIGHTS = "pytorch_lora_weights.safetensors"
 # name of a layer's first matrix, in the layouts that diffusers' pipelines convert files to
 FIRST_MATRIX = re.compile(r"(lora_A|lora(_linear_layer)?[._]down)(\.\w+)?\.weight$|lora_embedding_A")
-
-
-@dataclasses.dataclass(frozen=True)
-class PolicyFiles:
-    """Writer and reader of the weights of a run's policy, in diffusers' layout."""
-
-    pipe: DiffusionPipeline
-    component: tuple[str, ...]
-
-    def save(self, model: nn.Module, folder: Path, whole_pipeline: bool = False) -> None:
-        """Save the policy; see [`save_policy`]."""
-        save_policy(model, self.pipe, self.component, folder, whole_pipeline)
-
-    def load(self, model: nn.Module, folder: Path) -> None:
-        """Load the policy; see [`load_policy`]."""
-        load_policy(model, self.component, folder)
-
-    def copy(self, checkpoint: Path, folder: Path) -> None:
-        """Copy the policy's weights; see [`copy_weights`]."""
-        copy_weights(checkpoint, folder, self.component)
 
 
 def save_policy(
@@ -307,8 +286,6 @@ def load_policy(model: nn.Module, component: tuple[str, ...], folder: str | Path
         load_policy(part, (name,), place)
     model, name = _first(model, component)
     if isinstance(model, PeftModel):
-        if not (folder / ADAPTER_WEIGHTS).is_file():
-            raise ValueError(f"{folder} has no {ADAPTER_WEIGHTS}; it was not written by LoRA training.")
         weights = load_file(folder / ADAPTER_WEIGHTS)
         result = set_peft_model_state_dict(model, weights, adapter_name=model.active_adapter)
         if result.unexpected_keys:
@@ -317,8 +294,6 @@ def load_policy(model: nn.Module, component: tuple[str, ...], folder: str | Path
                 "the peft_config it was trained with."
             )
         return
-    if not (folder / name).is_dir():
-        raise ValueError(f"{folder} has no folder {name!r}; it was not written by full training of that network.")
     saved = type(model).from_pretrained(folder / name, dtype=model.dtype, use_safetensors=True)
     load_held(model, saved.state_dict())
 

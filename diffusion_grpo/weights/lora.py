@@ -7,6 +7,7 @@ an adapter is refused before anything is changed.
 import contextlib
 import copy
 import functools
+import os
 import re
 import warnings
 from collections.abc import Iterator
@@ -14,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from diffusers import DiffusionPipeline
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft import set_peft_model_state_dict as set_state
 from peft.tuners.lora import Linear as LoraLinear
@@ -24,7 +23,7 @@ from torch import nn
 
 from ..distributed.late_weights import fill
 from ..policy.networks import find_quantization, replace_attribute
-from .files import ADAPTER_CONFIG, drop_adapter, list_tuner_layers, load_weights
+from .files import drop_adapter, list_tuner_layers, load_weights
 from .quantization import show_plain_layers
 
 TARGETS = (("to_q", "to_k", "to_v", "to_out.0"), ("q_proj", "k_proj", "v_proj", "o_proj"))  # diffusers', transformers'
@@ -75,29 +74,17 @@ def check_adapters(
     carried = list_adapters(pipe)
     for name in names if lora_adapter is not None else []:
         if lora_adapter not in carried.get(name, []):
-            there = f"it has {', '.join(carried[name])}" if name in carried else "it has none"
-            raise ValueError(f"lora_adapter={lora_adapter!r}: pipe.{name} has no such adapter ({there}).")
-    others = {
-        component: [adapter for adapter in adapters if component not in names or adapter != lora_adapter]
-        for component, adapters in carried.items()
-    }
-    component, adapters = next(((key, value) for key, value in others.items() if value), (None, None))
-    if component is None and keep_adapters:
-        raise ValueError("keep_adapters=True, but the pipeline has no other adapter; leave it out.")
-    if component is not None and is_full_training:
-        raise ValueError(
-            f"Full training would not leave a folder that from_pretrained loads, because pipe.{component} has the "
-            f"adapter {adapters[0]!r}; merge it with pipe.fuse_lora() and pipe.unload_lora_weights(), set "
-            f"lora_adapter={adapters[0]!r} to train it further, or load the pipeline again."
-        )
-    if component is not None and not keep_adapters:
-        further = f"set lora_adapter={adapters[0]!r} to train it further, " if component in names else ""
-        raise ValueError(
-            f"pipe.{component} already has the adapter {adapters[0]!r}; {further}set keep_adapters=True to keep it "
-            "active but frozen while another one is trained, or load the pipeline again to train without it."
-        )
-    for name in carried:
-        _check_state(getattr(pipe, name), name, lora_adapter if name in names else None)
+            there = ", ".join(carried.get(name, [])) or "none"
+            raise ValueError(f"pipe.{name} has no LoRA {lora_adapter!r}; it has {there}.")
+    for component, adapters in carried.items():
+        others = [adapter for adapter in adapters if component not in names or adapter != lora_adapter]
+        if others and (is_full_training or not keep_adapters):
+            raise ValueError(
+                f"pipe.{component} has the adapter {others[0]!r}. Set lora_adapter={others[0]!r} to train it further, "
+                "or keep_adapters=True to keep it active but frozen while another LoRA is trained; or merge it "
+                "(pipe.fuse_lora(), then pipe.unload_lora_weights()), which full training needs."
+            )
+        _check_state(getattr(pipe, component), component, lora_adapter if component in names else None)
 
 
 def _check_state(network: nn.Module, component: str, lora_adapter: str | None) -> None:
@@ -127,39 +114,17 @@ def _usual_scale(layer: BaseTunerLayer, adapter: str | None) -> float | None:
 
 def load_lora(pipe: DiffusionPipeline, names: tuple[str, ...], source: str, keep_adapters: bool) -> str:
     """Load a LoRA into the trained networks to train it further, and return its name; see [`load_weights`]."""
-    if list_adapters(pipe):
-        check_adapters(pipe, names, None, keep_adapters, is_full_training=False)
+    check_adapters(pipe, names, None, keep_adapters, is_full_training=False)
     unwrap(pipe, names)
     name = choose_adapter_name(pipe)
     load_weights(pipe, source, name, names)
-    carried = list_adapters(pipe)
-    missing = [component for component in names if name not in carried.get(component, [])]
-    if missing:
-        raise ValueError(f"lora_path: {source} holds no LoRA for {missing[0]}; set train_component to what it is for.")
-    beside = [component for component in carried if component not in names and name in carried[component]]
-    if beside and not keep_adapters:
-        raise ValueError(
-            f"lora_path: {source} also has a LoRA for {beside[0]}, which is not trained and would be missing from "
-            "what is saved; set keep_adapters=True to use it all the same."
-        )
+    check_adapters(pipe, names, name, keep_adapters, is_full_training=False)
     return name
 
 
 def read_config(source: str) -> LoraConfig:
     """Read the config of a saved LoRA, without its weights."""
-    path = Path(source).expanduser() / ADAPTER_CONFIG
-    missing = ValueError(
-        f"lora_path: {source} has no {path.name}, which records its rank; plan with use_peft, lora_r and "
-        "lora_target_modules in place of lora_path."
-    )
-    if not path.parent.exists():
-        try:
-            path = Path(hf_hub_download(source, path.name))
-        except EntryNotFoundError as error:
-            raise missing from error
-    if not path.is_file():
-        raise missing
-    return LoraConfig.from_pretrained(path.parent)
+    return LoraConfig.from_pretrained(os.path.expanduser(source))
 
 
 def unwrap(pipe: DiffusionPipeline, names: tuple[str, ...]) -> None:
@@ -240,28 +205,15 @@ def fill_targets(network: nn.Module, peft_config: LoraConfig) -> LoraConfig:
             )
         return peft_config
     if isinstance(targets, str):
-        if targets.lower() == "all-linear" or _matches_any(targets, names):
+        if targets.lower() == "all-linear" or any(re.fullmatch(targets, name) for name in names):
             return peft_config
         peft_config.target_modules = {targets}
     missing = ", ".join(sorted(name for name in peft_config.target_modules if not _is_target(names, name)))
     if missing:
-        hint = " (several names are a list)" if isinstance(targets, str) and set(targets) & {",", " "} else ""
         raise ValueError(
-            f"target_modules: {type(network).__name__} has no module {missing}{hint}; choose from "
-            f"{_linear_names(network)}."
+            f"target_modules: {type(network).__name__} has no module {missing}; choose from {_linear_names(network)}."
         )
     return peft_config
-
-
-def _matches_any(pattern: str, names: list[str]) -> bool:
-    """Return whether a regular expression matches the whole name of any module."""
-    try:
-        return any(re.fullmatch(pattern, name) for name in names)
-    except re.error as error:
-        raise ValueError(
-            f"target_modules={pattern!r} is not a regular expression ({error}); give a list of names, or write .* for "
-            "any characters."
-        ) from error
 
 
 def _is_target(names: list[str], target: str) -> bool:

@@ -5,8 +5,7 @@ diffusers and transformers do the work; this module gives each component its con
 
 import contextlib
 import dataclasses
-import importlib.util
-import os
+import importlib
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -47,12 +46,9 @@ class QuantizedLoading:
         return next((name for name in self.trained if name in self.specs), None)
 
     def check(self, is_full_training: bool) -> None:
-        """Refuse components that cannot be loaded or trained on this machine."""
+        """Refuse to train all weights of a network that is to be quantised."""
         if is_full_training and self.trains_quantized is not None:
             _refuse_full_training(self.trains_quantized)
-        for name, spec in self.specs.items():
-            if isinstance(spec, QuantizationSpec):
-                _check_spec(name, spec, self.components[name][0], name in self.trained, is_full_training)
 
     def keywords(self, source: Any, dtype: Any, hub: Mapping[str, Any]) -> dict[str, Any]:
         """Make the keyword arguments of `from_pretrained` that quantise components; load those from gguf files."""
@@ -82,7 +78,7 @@ def choose_specs(args: Any, components: Components, trained: tuple[str, ...]) ->
             options["bnb_4bit_use_double_quant"] = args.use_bnb_nested_quant
             if args.bnb_4bit_quant_storage is not None:
                 options["bnb_4bit_quant_storage"] = args.bnb_4bit_quant_storage
-        spec = QuantizationSpec(f"bitsandbytes_{bits}", options, f"load_in_{bits}")
+        spec = QuantizationSpec(f"bitsandbytes_{bits}", options)
         large = [name for name, (library, kind) in components.items() if _is_large_encoder(name, library, kind)]
         specs = {name: spec for name in (*trained, *large) if name in components}
     for name, entry in (args.quantization or {}).items():
@@ -109,41 +105,6 @@ def _check_component(name: str, components: Components) -> None:
         raise ValueError(f"quantization: the pipeline has no network {name!r}; it has {', '.join(networks)}.{hint}")
 
 
-def _check_spec(name: str, spec: QuantizationSpec, library: str, is_trained: bool, is_full_training: bool) -> None:
-    """Refuse what a backend cannot do with a component, and a backend that is not installed."""
-    check_package(spec)
-    if spec.backend == "gguf" and library != "diffusers":
-        raise ValueError(
-            f"quantization: {name} is a network of transformers, which would decompress a gguf file while loading "
-            "it; use torchao or bitsandbytes for it."
-        )
-    kind = spec.options.get("quant_type", TORCHAO_TRAINABLE[0])
-    if spec.backend == "torchao" and is_trained and isinstance(kind, str) and kind not in TORCHAO_TRAINABLE:
-        raise ValueError(
-            f"quantization: {name} is trained, and a LoRA cannot be trained on torchao's {kind}; use one of "
-            f"{', '.join(TORCHAO_TRAINABLE)}."
-        )
-    has_gpu = torch.cuda.is_available() or torch.xpu.is_available() or torch.mps.is_available()
-    if spec.package == "bitsandbytes" and not has_gpu:
-        raise ValueError(
-            f"{spec.source}: bitsandbytes quantises {name} on a GPU, and there is none here; use a machine with a "
-            f"GPU, or set quantization: {{{name}: torchao}}, which works on a CPU too."
-        )
-    if is_full_training and spec.backend == "quanto":
-        raise ValueError(
-            f"quantization: {name}: full training saves the whole pipeline at its end, and transformers cannot save "
-            "what quanto has quantised; use torchao or bitsandbytes for it."
-        )
-
-
-def check_package(spec: QuantizationSpec) -> None:
-    """Refuse a backend whose package is not installed."""
-    parent = spec.package.partition(".")[0]  # find_spec imports it, and fails without it
-    if importlib.util.find_spec(parent) is None or importlib.util.find_spec(spec.package) is None:
-        package = spec.package.replace(".", "-")
-        raise ImportError(f"{spec.source}: {spec.backend} needs the package {package}: pip install {package}.")
-
-
 def make_config(spec: QuantizationSpec, library: str, dtype: torch.dtype | None) -> Any:
     """Make the configuration object with which a component is loaded."""
     home, options = {"diffusers": diffusers, "transformers": transformers}[library], dict(spec.options)
@@ -159,17 +120,9 @@ def make_config(spec: QuantizationSpec, library: str, dtype: torch.dtype | None)
         name = "weights_dtype" if library == "diffusers" else "weights"
         return home.QuantoConfig(**{name: options.pop("weights_dtype", "int8")}, **options)
     kind, kwargs = options.pop("quant_type", TORCHAO_TRAINABLE[0]), options.pop("quant_type_kwargs", None) or {}
-    return home.TorchAoConfig(quant_type=_make_torchao_type(kind, kwargs), **options)
-
-
-def _make_torchao_type(kind: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Make torchao's configuration of a given name; a configuration object is returned as it is."""
-    if not isinstance(kind, str):
-        return kind
-    try:
-        return getattr(importlib.import_module("torchao.quantization"), kind)(**kwargs)
-    except (AttributeError, TypeError) as error:  # no such class, or no such argument
-        raise ValueError(f"quantization: quant_type {kind!r} with quant_type_kwargs {kwargs}: {error}.") from error
+    if isinstance(kind, str):
+        kind = getattr(importlib.import_module("torchao.quantization"), kind)(**kwargs)
+    return home.TorchAoConfig(quant_type=kind, **options)
 
 
 # What is quantised, and whether it can be trained
@@ -219,11 +172,6 @@ def check_quantized_training(name: str, network: nn.Module, is_full_training: bo
     if is_full_training:
         _refuse_full_training(name)
     if method == "gguf":  # diffusers calls it untrainable, but its layers pass gradients to their input
-        if os.environ.get("DIFFUSERS_GGUF_CUDA_KERNELS", "false").lower() in ("1", "true", "yes"):
-            raise ValueError(
-                f"DIFFUSERS_GGUF_CUDA_KERNELS is set, but the fused kernels for {name}'s gguf weights have no "
-                "gradient; unset it."
-            )
         return
     quantizer = network.hf_quantizer
     kind = type(getattr(quantizer.quantization_config, "quant_type", None)).__name__

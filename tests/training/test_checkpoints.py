@@ -3,9 +3,11 @@
 import contextlib
 from types import SimpleNamespace
 
+import pytest
 from transformers.trainer import TRAINER_STATE_NAME
 
 from diffusion_grpo.training.checkpoints import Checkpointer, replace_folder
+from diffusion_grpo.weights import files
 
 
 class Log(list):
@@ -15,11 +17,12 @@ class Log(list):
         return lambda *args, **kwargs: self.append((name, *args))
 
 
-class Files:
-    """Of a policy."""
-
-    def __init__(self, log):
-        self.save, self.load, self.copy = log.note("save"), log.note("load"), log.note("copy")
+@pytest.fixture
+def log(monkeypatch):
+    log = Log()
+    monkeypatch.setattr(files, "save_policy", lambda model, pipe, names, *args: log.append(("save", model, *args)))
+    monkeypatch.setattr(files, "load_policy", lambda model, names, folder: log.append(("load", model, folder)))
+    return log
 
 
 class Weights:
@@ -68,7 +71,7 @@ class Loader:
 def make(log, *, has_average=False, has_old_policy=False, has_reference=False, is_writer=True):
     return Checkpointer(
         "model",
-        Files(log),
+        SimpleNamespace(pipe=None, component=("transformer",)),
         SimpleNamespace(
             weights=Weights(log),
             average=Average(log) if has_average else None,
@@ -83,14 +86,12 @@ def make(log, *, has_average=False, has_old_policy=False, has_reference=False, i
     )
 
 
-def test_the_policy_is_written_whole(tmp_path):
-    log = Log()
+def test_the_policy_is_written_whole(log, tmp_path):
     make(log).save_weights(tmp_path, whole_pipeline=True)
     assert log == [("show", None, True), ("save", "model", tmp_path, True), ("hide",)]
 
 
-def test_an_average_is_published_and_the_policy_lies_beside_it(tmp_path):
-    log = Log()
+def test_an_average_is_published_and_the_policy_lies_beside_it(log, tmp_path):
     make(log, has_average=True).save_weights(tmp_path)
     assert [entry for entry in log if entry[0] == "save"] == [
         ("save", "model", tmp_path, False),
@@ -99,8 +100,7 @@ def test_an_average_is_published_and_the_policy_lies_beside_it(tmp_path):
     assert log.index(("show", ["average"], True)) < log.index(("show", None, True))
 
 
-def test_an_old_policy_lies_beside_the_weights_and_is_read_back_before_the_policy(tmp_path):
-    log = Log()
+def test_an_old_policy_lies_beside_the_weights_and_is_read_back_before_the_policy(log, tmp_path):
     checkpointer = make(log, has_old_policy=True)
     checkpointer.save_beside_weights(tmp_path)
     (tmp_path / "old_policy").mkdir()
@@ -112,8 +112,7 @@ def test_an_old_policy_lies_beside_the_weights_and_is_read_back_before_the_polic
     assert log == [*loads, ("resume", tmp_path)]
 
 
-def test_an_old_policy_that_a_checkpoint_lacks_starts_from_its_policy(tmp_path, caplog):
-    log = Log()
+def test_an_old_policy_that_a_checkpoint_lacks_starts_from_its_policy(log, tmp_path, caplog):
     (tmp_path / TRAINER_STATE_NAME).write_text("{}")
     (tmp_path / "policy").mkdir()  # beside an average, which is no policy
     make(log, has_old_policy=True).load(tmp_path)
@@ -122,8 +121,7 @@ def test_an_old_policy_that_a_checkpoint_lacks_starts_from_its_policy(tmp_path, 
     assert "contains no old policy: it starts from the policy's weights there" in caplog.text
 
 
-def test_a_moving_reference_is_read_where_there_is_one(tmp_path, caplog):
-    log = Log()
+def test_a_moving_reference_is_read_where_there_is_one(log, tmp_path, caplog):
     (tmp_path / TRAINER_STATE_NAME).write_text("{}")
     make(log, has_reference=True).load(tmp_path)
     assert log == [("load", "model", tmp_path), ("resume", tmp_path)]
@@ -134,14 +132,12 @@ def test_a_moving_reference_is_read_where_there_is_one(tmp_path, caplog):
     assert log[0] == ("load", "reference", tmp_path / "reference") and not caplog.text
 
 
-def test_processes_that_write_nothing_take_part_in_showing_the_weights(tmp_path):
-    log = Log()
+def test_processes_that_write_nothing_take_part_in_showing_the_weights(log, tmp_path):
     make(log, is_writer=False).save_weights(tmp_path)
     assert log == [("show", None, False), ("hide",)]
 
 
-def test_the_running_rollout_is_written_by_the_feed(tmp_path):
-    log = Log()
+def test_the_running_rollout_is_written_by_the_feed(log, tmp_path):
     make(log).save_rollout(tmp_path, 7)
     assert log == [("save rollout", tmp_path, 7)]
 

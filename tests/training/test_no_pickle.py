@@ -12,7 +12,7 @@ from tiny_runs import trainer_for
 
 from diffusion_grpo.rewards.models.base import read_weights
 from diffusion_grpo.training.checkpoints import write_manifest
-from diffusion_grpo.weights.files import PolicyFiles, load_weights
+from diffusion_grpo.weights.files import load_policy, load_weights
 from tests.training.test_damage import SETTINGS
 
 VALUED = SETTINGS | {"ema_decay": 0.9, "advantage_estimator": "gae", "max_steps": 2}
@@ -82,10 +82,11 @@ def test_pickled_weights_are_not_taken_where_safetensors_are_missing(tmp_path):
     folder = tmp_path / "saved" / "transformer"
     (folder / "diffusion_pytorch_model.safetensors").unlink()
     write_poison(folder / "diffusion_pytorch_model.bin", tmp_path / "ran")
-    files = PolicyFiles(trainer.pipe, trainer.policy.component)
-    for load in (lambda place: files.load(trainer.model, place), lambda place: load_weights(trainer.pipe, place)):
-        with pytest.raises(OSError, match="diffusion_pytorch_model.safetensors"):
-            load(tmp_path / "saved")
+    saved = tmp_path / "saved"
+    with pytest.raises(OSError, match="diffusion_pytorch_model.safetensors"):
+        load_policy(trainer.model, trainer.policy.component, saved)
+    with pytest.raises(OSError, match="diffusion_pytorch_model.safetensors"):
+        load_weights(trainer.pipe, saved)
     assert not (tmp_path / "ran").exists()
 
 

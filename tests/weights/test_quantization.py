@@ -152,39 +152,23 @@ def test_text_encoders_may_be_quantised_in_full_training(base, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "lora", "error", "match"),
+    ("settings", "lora", "match"),
     [
-        ({"quantization": INT8}, False, ValueError, "Full training.*of transformer; train a LoRA"),
-        ({"load_in_4bit": True}, False, ValueError, "Full training.*of transformer; train a LoRA"),
-        ({"load_in_4bit": True}, True, ValueError, "load_in_4bit: bitsandbytes quantises transformer on a GPU"),
-        ({"quantization": {"text_encoder_3": "quanto"}}, False, ValueError, "transformers cannot save what quanto"),
-        (
-            {"quantization": {"transformer": {"backend": "torchao", "quant_type": "Int4WeightOnlyConfig"}}},
-            True,
-            ValueError,
-            "a LoRA cannot be trained on torchao's Int4WeightOnlyConfig",
-        ),
-        ({"quantization": {"vae_2": "torchao"}}, True, ValueError, "the pipeline has no network 'vae_2'"),
+        ({"quantization": INT8}, False, "Full training.*of transformer; train a LoRA"),
+        ({"load_in_4bit": True}, False, "Full training.*of transformer; train a LoRA"),
+        ({"quantization": {"vae_2": "torchao"}}, True, "the pipeline has no network 'vae_2'"),
     ],
 )
-def test_what_cannot_be_is_refused_before_a_model_is_loaded(base, tmp_path, monkeypatch, settings, lora, error, match):
+def test_what_cannot_be_is_refused_before_a_model_is_loaded(base, tmp_path, monkeypatch, settings, lora, match):
     def load(*args, **kwargs):
         raise AssertionError("a model was loaded")
 
     monkeypatch.setattr(DiffusionPipeline, "from_pretrained", load)
-    monkeypatch.setattr("diffusion_grpo.weights.quantization.check_package", lambda spec: None)
-    with pytest.raises(error, match=match):
+    with pytest.raises(ValueError, match=match):
         trainer_of(base, tmp_path, lora=lora, **settings)
 
 
-@pytest.mark.skipif(quantization.torch.cuda.is_available(), reason="bitsandbytes and its GPU are there")
-def test_a_missing_package_is_named_before_a_model_is_loaded(base, tmp_path, monkeypatch):
-    monkeypatch.setattr("diffusion_grpo.weights.quantization.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match="load_in_8bit: bitsandbytes_8bit needs the package bitsandbytes: pip"):
-        trainer_of(base, tmp_path, load_in_8bit=True)
-
-
-def test_networks_that_cannot_have_a_lora_are_refused(monkeypatch):
+def test_networks_that_cannot_have_a_lora_are_refused():
     def network(method, trainable=False, **config):
         config = SimpleNamespace(quant_method=method, **config)
         return SimpleNamespace(hf_quantizer=SimpleNamespace(quantization_config=config, is_trainable=trainable))
@@ -195,9 +179,6 @@ def test_networks_that_cannot_have_a_lora_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="with nunchaku_lite, on which no LoRA"):
         check("transformer", network("nunchaku_lite"), False)
     check("transformer", network("gguf"), False)
-    monkeypatch.setenv("DIFFUSERS_GGUF_CUDA_KERNELS", "true")
-    with pytest.raises(ValueError, match="fused kernels for transformer's gguf weights have no gradient; unset it"):
-        check("transformer", network("gguf"), False)
 
 
 # Which components are quantised
@@ -210,7 +191,7 @@ def settings(**given):
 def test_the_short_form():
     found = choose_specs(settings(load_in_4bit=True, use_bnb_nested_quant=True), FLUX, ("transformer",))
     assert found.keys() == {"transformer", "text_encoder_2"}  # neither CLIP nor VAE
-    assert found["transformer"].backend == "bitsandbytes_4bit" and found["transformer"].source == "load_in_4bit"
+    assert found["transformer"].backend == "bitsandbytes_4bit"
     assert found["transformer"].options == {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     eight = choose_specs(settings(load_in_8bit=True), FLUX, ("transformer",))
     assert {spec.backend for spec in eight.values()} == {"bitsandbytes_8bit"}
@@ -235,24 +216,6 @@ def test_a_component_that_is_no_network_is_refused(name):
         choose_specs(settings(quantization={name: "torchao"}), FLUX, ("transformer",))
 
 
-def test_what_a_backend_cannot_do_is_refused(monkeypatch):
-    monkeypatch.setattr(quantization, "check_package", lambda spec: None)
-    check = lambda name, spec: QuantizedLoading({name: spec}, FLUX, ("transformer",)).check(is_full_training=False)  # noqa: E731
-    with pytest.raises(ValueError, match="text_encoder_2 is a network of transformers"):
-        check("text_encoder_2", QuantizationSpec("gguf", {"file": "x.gguf"}))
-    int4 = QuantizationSpec("torchao", {"quant_type": "Int4WeightOnlyConfig"})
-    with pytest.raises(ValueError, match="transformer is trained.*Int4WeightOnlyConfig"):
-        check("transformer", int4)
-    check("text_encoder_2", int4)
-
-
-def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setattr(quantization.importlib.util, "find_spec", lambda name: None)
-    for backend, package in (("bitsandbytes_4bit", "bitsandbytes"), ("quanto", "optimum-quanto")):
-        with pytest.raises(ImportError, match=f"load_in: {backend} needs the package {package}: pip install"):
-            quantization.check_package(QuantizationSpec(backend, {}, "load_in"))
-
-
 # Configuration objects
 
 
@@ -262,11 +225,8 @@ def test_the_objects_that_diffusers_and_transformers_get():
         made = make_config(spec, library, torch.bfloat16)
         assert type(made) is home.TorchAoConfig and made.modules_to_not_convert == ["proj_out"]
         assert isinstance(made.quant_type, Int8WeightOnlyConfig)
-    with pytest.raises(ValueError, match="quant_type.*Int9Config"):
+    with pytest.raises(AttributeError, match="Int9Config"):
         make_config(QuantizationSpec("torchao", {"quant_type": "Int9Config"}), "diffusers", None)
-    wrong = {"quant_type": "Int8WeightOnlyConfig", "quant_type_kwargs": {"bits": 8}}
-    with pytest.raises(ValueError, match="quant_type_kwargs.*bits"):
-        make_config(QuantizationSpec("torchao", wrong), "diffusers", None)
 
 
 @pytest.mark.parametrize("library", ["diffusers", "transformers"])
