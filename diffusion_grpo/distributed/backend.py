@@ -118,11 +118,7 @@ class DistributedBackend:
             network.to(self.accelerator.device)
 
     def equalize(self, passes: list[Any], in_update: bool = False) -> list[tuple[Any, bool]]:
-        """Repeat the last pass until every process has as many passes as the process with the most.
-
-        This is a collective if processes must call the network together. The second value of a pass is False if it
-        only repeats another.
-        """
+        """Repeat the last pass until every process has as many; each comes with whether it is no repetition."""
         missing = 0
         if self._reduces_every_pass if in_update else self.passes_together:
             count = torch.tensor([len(passes)], device=self.accelerator.device)
@@ -132,20 +128,14 @@ class DistributedBackend:
     # Updates
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-        """Change an optimizer before an engine takes it: let it skip networks whose gradient is 0.
-
-        Only networks that take turns are skipped. Gradients are dropped no earlier than in the step, because a
-        `GradScaler` needs at least one.
-        """
+        """Change an optimizer before an engine takes it: let it skip idle ones of networks that take turns."""
         if isinstance(model, nn.ModuleDict):
             networks = list(model.values())
+            # no earlier than in the step, because a `GradScaler` needs at least one gradient
             optimizer.register_step_pre_hook(lambda *_: drop_gradients(self._find_idle(networks)))
 
     def _find_idle(self, networks: list[nn.Module]) -> list[nn.Module]:
-        """Return the networks whose gradient is 0: no process trains them in this update, or nothing is to be learned.
-
-        Gradients that were summed over the processes are equal on all of them, so all find the same networks.
-        """
+        """Return the networks whose gradient, which was summed over the processes, is 0."""
         return [network for network in networks if not any(map(has_gradient, network.parameters()))]
 
     def begin_update(self, optimizer: Any) -> None:

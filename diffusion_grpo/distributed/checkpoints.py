@@ -103,10 +103,7 @@ def save_shards(checkpoint: Path, model: nn.Module, optimizer: Optimizer, is_fir
 
 
 def restore_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> bool:
-    """Read optimizer state that FSDP2 wrote, or that a sharded optimizer needs.
-
-    Plain files for plain optimizers are left to `Trainer`. The weights are in the checkpoint's portable files.
-    """
+    """Read optimizer state that FSDP2 wrote, or that a sharded optimizer needs; other state is left to `Trainer`."""
     optimizer = _plain(optimizer)
     if has_shards(checkpoint):
         _load_shards(checkpoint / FOLDER, model, optimizer)
@@ -134,10 +131,7 @@ def _load_shards(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of an optimizer's state under flat names, sharing their memory.
-
-    A number such as Adam's `step` becomes a vector of one element, since DCP cannot cut a tensor without dimensions.
-    """
+    """Return an optimizer's tensors under flat names; a number becomes a vector, which DCP can cut."""
     return {
         f"{parameter}.{name}": value.view(1) if value.dim() == 0 else value
         for parameter, values in state["state"].items()

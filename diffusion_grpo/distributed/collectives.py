@@ -66,10 +66,7 @@ class EqualCalls(CallHook):
 
 
 def redirect(wrapper: nn.Module, model: nn.Module, method: Callable, *args: Any) -> Any:
-    """Call `method` inside the forward of `wrapper` (DDP, DeepSpeed), so that the wrapper's hooks run.
-
-    TRL has a class for this, `_ForwardRedirection`, but it is private.
-    """
+    """Call `method` inside the forward of `wrapper` (DDP, DeepSpeed), so that the wrapper's hooks run."""
     if wrapper is model:
         return method(*args)
     real = model.forward

@@ -18,9 +18,7 @@ RING_BACKEND = "_native_cudnn"  # torch's own: returns the log-sum-exps that joi
 
 @dataclasses.dataclass(frozen=True)
 class ContextGroups:
-    """Groups of processes that share the sequence of each sample; without context parallelism, each has one
-    process.
-    """
+    """Groups of processes that share the sequence of each sample; by default, each has one process."""
 
     size: int = 1
     processes: int = 1

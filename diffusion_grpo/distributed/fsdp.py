@@ -134,11 +134,7 @@ def _check_plugin(plugin_args: dict[str, Any]) -> None:
 
 
 def activate(accelerator: Accelerator, plugin_args: dict[str, Any]) -> None:
-    """Enable FSDP2 where accelerate would fall back to DDP.
-
-    accelerate supports FSDP only on accelerators: on CPUs it silently keeps `MULTI_CPU`, which is DDP. Nothing else in
-    accelerate depends on the device, so it is enough to correct its state.
-    """
+    """Enable FSDP2 on CPUs too, where accelerate silently keeps `MULTI_CPU`, which is DDP."""
     state = accelerator.state
     if accelerator.distributed_type == DistributedType.MULTI_CPU:
         state.fsdp_plugin = FullyShardedDataParallelPlugin(**plugin_args)
@@ -169,15 +165,12 @@ def find_repeated_blocks(network: nn.Module, chosen: list[str] | None = None) ->
 
 
 def configure_plugin(plugin: FullyShardedDataParallelPlugin, networks: list[nn.Module]) -> None:
-    """Set accelerate's settings of FSDP for diffusers networks.
-
-    Units are the repeated blocks and the networks themselves, which pipelines call. As in a single process, only
-    autocast is used for half precision: FSDP's own casting would round timesteps.
-    """
+    """Set accelerate's settings of FSDP for diffusers networks: units are the repeated blocks and the networks."""
     chosen = plugin.transformer_cls_names_to_wrap
     names = [name for network in networks for name in (*find_repeated_blocks(network, chosen), type(network).__name__)]
     plugin.auto_wrap_policy = transformer_auto_wrap_policy
     plugin.transformer_cls_names_to_wrap = list(dict.fromkeys(names))
+    # autocast alone, as in a single process: FSDP's own casting would round timesteps
     plugin.mixed_precision_policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy) and not torch.accelerator.is_available():
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
@@ -185,13 +178,11 @@ def configure_plugin(plugin: FullyShardedDataParallelPlugin, networks: list[nn.M
 
 
 def shard_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """Shard the trained model in place, as accelerate's `fsdp2_prepare_model` does, and return it.
-
-    accelerate would make a unit of the `ModuleDict` around experts, which torch refuses because it is never called.
-    """
+    """Shard the trained model in place, as accelerate's `fsdp2_prepare_model` does, and return it."""
     if is_sharded(model):  # trained before
         return model
     plugin = accelerator.state.fsdp_plugin
+    # accelerate would make a unit of the `ModuleDict` around experts, which torch refuses because it is never called
     for network in split(model):
         shard_units(network, plugin, plugin.cpu_offload, is_trained=True)
     if isinstance(model, nn.ModuleDict):  # accelerate calls this method of prepared models
@@ -248,10 +239,7 @@ def find_units(model: nn.Module) -> list[FSDPModule]:
 
 @contextlib.contextmanager
 def gather_units(model: nn.Module, accelerator: Accelerator, is_kept: bool) -> Iterator[None]:
-    """Enter around passes without gradient; with `is_kept`, gather each unit once and keep it until the end.
-
-    Afterwards the outermost units stay gathered from a forward to its backward pass, as before; see [`shard_units`].
-    """
+    """Enter around passes without gradient; with `is_kept`, gather each unit once and keep it until the end."""
     units, reshards = find_units(model), accelerator.state.fsdp_plugin.reshard_after_forward
     for unit in units if is_kept else ():
         unit.set_reshard_after_forward(False, recurse=False)
@@ -310,11 +298,7 @@ class ShardedWeights(TrainedWeights):
 
     @contextlib.contextmanager
     def show_whole(self, values: list[Tensor] | None = None, is_kept: bool = True) -> Iterator[None]:
-        """Show the trained parameters whole, in networks of their original classes, to write or read files.
-
-        Every process must enter this context. One tensor is gathered at a time; the frozen weights below a LoRA stay
-        sharded.
-        """
+        """Show the trained parameters whole, in networks of their original classes; a collective."""
         shown: dict[nn.Module, dict[str, nn.Parameter]] = collections.defaultdict(dict)
         if self.is_sharded or values is not None:
             whole = self.join(self.exact() if values is None else values)

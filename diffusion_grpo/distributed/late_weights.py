@@ -31,10 +31,7 @@ STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  #
 
 @contextlib.contextmanager
 def read_late(names: Collection[str]) -> Iterator[None]:
-    """Inside, let diffusers load networks of these names in the dtype of their files, and hold their weights back.
-
-    A network is still built in the dtype that is asked for, since tables that it computes depend on it.
-    """
+    """Let diffusers load networks of these names in the dtype of their files, and hold their weights back."""
     real = ModelMixin.__dict__["_load_pretrained_model"]
 
     def load(cls: type[ModelMixin], model: nn.Module, state_dict: Any, files: Any, source: Any, *args: Any, **kwargs):
@@ -46,6 +43,7 @@ def read_late(names: Collection[str]) -> Iterator[None]:
             return read(**kwargs)
         asked, kept = kwargs.get("dtype"), kwargs.get("keep_in_fp32_modules") or []
         built = {name: value.dtype for name, value in model.state_dict().items()}  # used if no dtype is asked for
+        # built in the dtype that is asked for, on which tables that it computes depend
         result = read(**kwargs | {"dtype": stored})
         dtypes = {
             name: torch.float32 if set(kept) & set(name.split(".")) else asked or dtype

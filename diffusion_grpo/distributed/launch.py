@@ -104,11 +104,7 @@ def _check_machine(settings: dict[str, Any]) -> None:
 def launch(
     settings: dict[str, Any], words: list[str], use_cpu: bool = False, variables: dict[str, str] | None = None
 ) -> int:
-    """Run `diffusion-grpo` with `words` in each process and wait for all of them.
-
-    This also works on CPUs. `accelerate launch --cpu` would start a single process unless MPI starts them, so torch's
-    launcher is selected by its option `--multi_gpu`, and each process is set to use the CPU.
-    """
+    """Run `diffusion-grpo` with `words` in each process, also on CPUs, and wait for all of them."""
     from accelerate.commands.launch import launch_command, launch_command_parser
     from accelerate.utils import patch_environment
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -120,7 +116,7 @@ def launch(
     options = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     on_cpu, is_plain = use_cpu or not count_accelerators(), settings["distributed_type"] not in ("DEEPSPEED", "FSDP")
     if on_cpu and is_plain and settings["num_processes"] > 1:
-        options.append("--multi_gpu")
+        options.append("--multi_gpu")  # torch's launcher; `--cpu` would start a single process
     if on_cpu and not is_plain and not use_cpu:  # else accelerate's variable, set below, would turn DeepSpeed off
         words = [*words, "--use_cpu", "true"]
     if on_cpu and "OMP_NUM_THREADS" not in os.environ:

@@ -175,10 +175,7 @@ class DeepSpeedBackend(DistributedBackend):
             self._idle_networks = IdleNetworks(model, optimizer, self.accelerator.device)
 
     def begin_update(self, optimizer: Any) -> None:
-        """Clear gradients under ZeRO-3, whose first backward pass overwrites only those that it computes.
-
-        Gradients of another expert would be added to those of the last update.
-        """
+        """Clear gradients under ZeRO-3, whose first backward pass overwrites only those that it computes."""
         if self._idle_networks is not None:
             backup = getattr(self._engine.optimizer, "backup_optimizer", None)  # for what ZeRO-3 does not offload
             stepped = [self._engine.basic_optimizer, backup]
@@ -204,11 +201,7 @@ class DeepSpeedBackend(DistributedBackend):
 
 
 def hide_deepspeed() -> None:
-    """Let `from_pretrained` load whole models from here on.
-
-    While a ZeRO-3 configuration is registered, transformers shards every model that it loads, and makes `generate`
-    wait for all processes: text encoders and reward models would fail in their forward pass.
-    """
+    """Let `from_pretrained` load whole models again: a registered ZeRO-3 configuration would shard each."""
     unset_hf_deepspeed_config()
 
 
@@ -222,20 +215,14 @@ def set_learning_rate(args: TrainingArguments, learning_rate: float) -> None:
 
 
 def fill_sizes(config: HfTrainerDeepSpeedConfig, model: nn.Module) -> None:
-    """Fill in bucket sizes that are "auto", as transformers does, from the width of the network.
-
-    So is a bucket for gradients that is left out, as in accelerate's own configurations: DeepSpeed's default takes 1
-    to 2 GiB, even for a small LoRA.
-
-    A diffusers config has no `hidden_size`. The width is the input size that most weights of linear layers and
-    convolutions share.
-    """
+    """Fill in bucket sizes that are "auto" or left out, from the width that most weights of the network share."""
     weights: collections.Counter[int] = collections.Counter()
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d)):
             width = module.in_features if isinstance(module, nn.Linear) else module.in_channels
             weights[width] += module.weight.numel()
     width = weights.most_common(1)[0][0] if weights else 1024
+    # left out, as in accelerate's own configurations, it would take 1 to 2 GiB, even for a small LoRA
     config.config["zero_optimization"].setdefault("reduce_bucket_size", "auto")
     config.fill_only("zero_optimization.reduce_bucket_size", width * width)
     config.fill_only("zero_optimization.stage3_prefetch_bucket_size", int(0.9 * width * width))
@@ -247,10 +234,7 @@ def fill_sizes(config: HfTrainerDeepSpeedConfig, model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def gather_parameters(engine: nn.Module) -> Iterator[None]:
-    """Gather all ZeRO-3 parameters on each process, without the hooks that would shard them again after each layer.
-
-    Inside, each process may call the network as often as it likes, without waiting for others.
-    """
+    """Gather all ZeRO-3 parameters on each process, which may then call the network without waiting for others."""
     import deepspeed
 
     with deepspeed.zero.GatheredParameters(list(engine.parameters())):
@@ -263,11 +247,8 @@ def gather_parameters(engine: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_weights(model: nn.Module) -> Iterator[None]:
-    """Replace sharded weights by zeros that take no memory, which is enough to find the shape of an output.
-
-    Which processes come across a new shape is random (each sample may draw its own steps), so no process may gather
-    weights for it.
-    """
+    """Replace sharded weights by zeros that take no memory, which is enough to find the shape of an output."""
+    # which processes come across a new shape is random, so no process may gather weights for it
     with contextlib.ExitStack() as stack:
         for module in model.modules():
             for hooks in HOOKS:
@@ -286,10 +267,7 @@ def without_weights(model: nn.Module) -> Iterator[None]:
 
 
 def _call_layered(engine: nn.Module, model: nn.Module, method: Callable, *args: Any) -> Any:
-    """Call `method` in the engine's forward, in which each layer is gathered when it is reached.
-
-    All processes must reach the same layers.
-    """
+    """Call `method` in the engine's forward, which gathers layer by layer; all processes must reach the same ones."""
     results = []
 
     def inside() -> Tensor:
@@ -301,12 +279,10 @@ def _call_layered(engine: nn.Module, model: nn.Module, method: Callable, *args: 
 
 
 def wrap_for_inference(model: nn.Module, accelerator: Accelerator) -> nn.Module:
-    """Put a ZeRO-3 engine around a model that is not trained, such as a reference.
-
-    TRL's `prepare_deepspeed` does the same but reads `model.config`, which two experts in a `ModuleDict` lack.
-    """
+    """Put a ZeRO-3 engine around a model that is not trained, such as a reference."""
     import deepspeed
 
+    # TRL's `prepare_deepspeed` reads `model.config`, which two experts in a `ModuleDict` lack
     config = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
     for name in ("optimizer", "scheduler"):
         config.pop(name, None)
@@ -317,10 +293,7 @@ def wrap_for_inference(model: nn.Module, accelerator: Accelerator) -> nn.Module:
 
 @contextlib.contextmanager
 def shard_first() -> Iterator[None]:
-    """Have `deepspeed.initialize` shard a model parameter by parameter, before it does anything else with it.
-
-    Otherwise it would first convert the whole model and move it to the accelerator.
-    """
+    """Have `deepspeed.initialize` shard a model by parameters, before it converts it and moves all of it."""
     import deepspeed
 
     real = deepspeed.initialize
@@ -469,10 +442,7 @@ class ZeroWeights(TrainedWeights):
 
 
 class FrozenShares(ZeroWeights):
-    """Frozen weights under ZeRO-3, for which no optimizer keeps float32 values.
-
-    Those of a reference stay whole until an engine wraps it; with `offload_ref_model`, they stay whole for good.
-    """
+    """Frozen weights under ZeRO-3, of which no optimizer keeps float32 values; a reference's may stay whole."""
 
     def exact(self) -> list[Tensor]:
         return [value.detach() for value in self.used()]

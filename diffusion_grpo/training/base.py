@@ -39,11 +39,7 @@ OF_SETTINGS = ("initial_lr", "weight_decay", "betas", "eps")  # entries of an op
 
 
 def apply_settings(optimizer: torch.optim.Optimizer, schedule: Any, settings: list[dict[str, Any]]) -> None:
-    """Give an optimizer that was read from a checkpoint the settings of this run, which may differ from those of then.
-
-    The learning rate follows from this run's schedule too: after a run that has ended, the next update would have 0. A
-    schedule that depends on evaluations keeps its learning rate.
-    """
+    """Give an optimizer that was read from a checkpoint this run's settings, and its schedule's learning rate."""
     groups = optimizer.param_groups
     if len(groups) != len(settings):
         return

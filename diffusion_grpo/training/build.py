@@ -82,10 +82,7 @@ def build(
     read_rows: Callable[[list[int]], Rows],
     state: Callable[[], TrainerState],
 ) -> Built:
-    """Make the objects that sample and score, those that train, and those that evaluate and save.
-
-    `read_rows` returns dataset rows by their indices, `state` the trainer's state.
-    """
+    """Make the objects that sample and score, those that train, and those that evaluate and save."""
     backend, rate = runtime.backend, find_sampling_rate(policy.pipe)
     scorer = RewardScorer(
         rewards.trained,
@@ -212,10 +209,7 @@ def describe_model(
 
 
 def describe_call(inputs: PipelineInputs, data: Dataset | dict[str, Dataset] | None) -> dict[str, Any]:
-    """Return how evaluations call the pipeline: names of varying `inputs`, and values of fixed `arguments`.
-
-    A fixed argument that JSON cannot hold, such as an image for all samples, is listed among the inputs.
-    """
+    """Return how evaluations call the pipeline: names of varying `inputs`, and values of fixed `arguments`."""
     first = next(iter(data.values())) if isinstance(data, dict) else data
     taken = [name for name in ([] if first is None else list_given(first)) if name in inputs.accepted]
     arguments = {"num_inference_steps": _count_evaluation_steps(inputs.args)}

@@ -48,10 +48,7 @@ class DamagedCheckpoint(ResumeError):
 
 
 class Checkpointer:
-    """Writer and reader of the weights in a checkpoint: the policy's, and those that accompany it.
-
-    Every process calls its methods; sharded weights are gathered inside.
-    """
+    """Writer and reader of a checkpoint's weights: the policy's, and those beside it. Every process calls it."""
 
     def __init__(
         self,
@@ -94,11 +91,7 @@ class Checkpointer:
         self._loader.save(folder, step)
 
     def load(self, folder: Path) -> None:
-        """Read a checkpoint; the next micro-batch continues the rollout within which it was written.
-
-        If the checkpoint lacks an average, an old policy or a moving reference that this run has, a warning is logged:
-        the first two start from the checkpoint's policy, the reference from the model before training.
-        """
+        """Read a checkpoint; an average, old policy or reference that it lacks starts afresh, with a warning."""
         policy = find_policy_folder(folder, has_average=self._average is not None)
         self._load_moving(self._average, folder)
         self._load_moving(self._old_policy, self._find_old_policy(folder, policy))
@@ -215,10 +208,7 @@ def _hash(path: Path) -> str | None:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Lock `folder` inside this context, so that only one run at a time uses it.
-
-    The operating system releases the lock when the process ends, however it ends.
-    """
+    """Lock `folder` inside this context, so that only one run at a time uses it; the lock ends with the process."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / LOCK, timeout=0)
     try:
@@ -311,10 +301,7 @@ def clear_run(folder: Path, update: int) -> None:
 
 
 def set_later_aside(folder: Path, update: int) -> Path | None:
-    """Move what a run left after an update into a folder of its own, for a run that goes back to that update.
-
-    Otherwise, the updates that it abandons would leave the newest checkpoint, the longest log and the latest samples.
-    """
+    """Move what a run left after an update into a folder of its own, for a run that goes back to that update."""
     if not any(int(path.name.split("-")[1]) > update for path in list_checkpoints(folder)):
         return None
     aside, number = folder / "abandoned" / f"after-{update}", 2

@@ -58,11 +58,7 @@ def _decode_in_pieces(pipe: DiffusionPipeline, decoders: list[nn.Module], batch_
 
 
 class DecodeInPieces:
-    """A VAE's `decode` that handles a few samples at a time, and joins the results.
-
-    Args:
-        decode: the VAE's method, which takes latents (batch, ...) and returns a tuple or an output of diffusers.
-    """
+    """A VAE's `decode`, of latents (batch, ...), that handles a few samples at a time and joins the results."""
 
     def __init__(self, decode: Callable, batch_size: int):
         functools.update_wrapper(self, decode)

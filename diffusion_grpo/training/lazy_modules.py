@@ -36,10 +36,7 @@ def is_plain(part: nn.Module) -> bool:
 
 
 class LazyModule(nn.Module):
-    """Placeholder for a text encoder, which holds the encoder while it is loaded.
-
-    `read` reads it, or `part` is the encoder itself, which waits in CPU memory.
-    """
+    """Placeholder for a text encoder: `read` reads it, or `part` is the encoder itself, which waits in CPU memory."""
 
     def __init__(
         self,
@@ -125,10 +122,7 @@ class LazyModule(nn.Module):
 def make_lazy_modules(
     source: str | Path, dtypes: torch.dtype | dict[str, torch.dtype] | None, **kwargs: Any
 ) -> dict[str, LazyModule]:
-    """Make lazy modules for the text encoders of a named model, to pass to `from_pretrained` in their place.
-
-    Encoders from libraries other than transformers are left out. What reads the others is set by `connect`.
-    """
+    """Make lazy modules for a named model's text encoders of transformers; `connect` sets what reads them."""
     made = {}
     index = DiffusionPipeline.load_config(source, **kwargs)
     for name in list_text_encoders(index):
@@ -153,10 +147,7 @@ def is_lazy(part: Any) -> bool:
 
 
 def free_encoders(pipe: DiffusionPipeline) -> list[str]:
-    """Free the text encoders of a pipeline, and return the names of those that are not in memory.
-
-    Those that are there as objects wait in CPU memory; if they are quantised, they stay where they are.
-    """
+    """Free a pipeline's text encoders, or let them wait in CPU memory; return the names of those not in memory."""
     for name in list_text_encoders(pipe.components):
         part = getattr(pipe, name)
         if isinstance(part, nn.Module) and not is_lazy(part) and is_plain(part):

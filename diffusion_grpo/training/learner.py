@@ -58,10 +58,8 @@ def make_learner(
     reward_weights: list[float],
     is_full_training: bool,
 ) -> Learner:
-    """Move the policy to its device, and make the weights that accompany it.
-
-    The order saves memory: a reference is copied before the pipeline is on the accelerator, an average after that.
-    """
+    """Move the policy to its device, and make the weights that accompany it."""
+    # a reference is copied before the pipeline is on the accelerator, and an average after that, to save memory
     networks, backend, has_values = policy.networks, runtime.backend, args.advantage_estimator == "gae"
     check_processes(args, policy.component, policy.draws_tokens, backend)
     weights = backend.trained_weights(model, take_turns=len(policy.component) > 1)

@@ -8,10 +8,7 @@ from torch import Tensor
 
 
 def count_bytes(tensors: Iterable[Tensor]) -> int:
-    """Count the bytes of tensors; repeated tensors count once.
-
-    A tensor that wraps others, such as torchao's quantised weights and optimizer states, counts as what it wraps.
-    """
+    """Count the bytes of tensors; repeated ones count once, and one that wraps others as what it wraps."""
     return sum({id(tensor): _count(tensor) for tensor in list(tensors)}.values())
 
 

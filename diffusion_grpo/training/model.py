@@ -100,12 +100,7 @@ def load_pipeline(
     quantized: QuantizedLoading | None = None,
     parts: dict[str, Any] | None = None,
 ) -> DiffusionPipeline:
-    """Load a pipeline by its name, with `model_init_kwargs`; return a given pipeline with all of its parts.
-
-    In mixed precision, frozen parts are loaded in half precision; a network that is trained in full keeps float32
-    weights, which the optimizer needs. With a `backend` that shards weights, those of the trained networks stay in
-    their files until they are sharded.
-    """
+    """Load a pipeline by its name, with `model_init_kwargs`; return a given one with all of its parts."""
     if isinstance(model, DiffusionPipeline):
         restore_encoders(model)
         return set_up_pipeline(model, args)
@@ -152,13 +147,9 @@ def set_up_pipeline(pipe: DiffusionPipeline, args: DiffusionGRPOConfig) -> Diffu
 
 
 def loads_encoders_late(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) -> bool:
-    """Return whether text encoders are loaded only if a prompt is not in the cache.
-
-    They are not if a LoRA is loaded first, which may have layers in them, in a modular pipeline, or if
-    `model_init_kwargs` gives an encoder or tokenizer as an object: it is in memory already, and only its contents can
-    identify it.
-    """
+    """Return whether text encoders are loaded only if a prompt is not in the cache."""
     given = args.model_init_kwargs or {}
+    # a LoRA may have layers in an encoder, and only its contents can identify an object
     if not isinstance(model, str) or args.cache_prompt_embeds == "off" or args.lora_path is not None:
         return False
     if is_modular(name_source(model), hub_kwargs(args)):
@@ -190,17 +181,13 @@ def load_encoder(
 
 
 def choose_dtype(args: DiffusionGRPOConfig, is_full_training: bool) -> torch.dtype | dict[str, torch.dtype] | None:
-    """Return the `dtype` that `load_pipeline` requests; None if `model_init_kwargs` leaves it to diffusers.
-
-    diffusers without a dtype would load its own parts in float32, but text encoders as they were saved, often in half
-    precision, and a pipeline of both fails.
-    """
+    """Return the `dtype` that `load_pipeline` requests; None if `model_init_kwargs` leaves it to diffusers."""
     kwargs = args.model_init_kwargs or {}
     for key in ("dtype", "torch_dtype"):  # the latter is diffusers' former name
         if key in kwargs:
             return None if kwargs[key] is None else _read_dtype(key, kwargs[key])
     if not (args.bf16 or args.fp16):
-        return torch.float32
+        return torch.float32  # diffusers would load text encoders as they were saved, often in half precision
     half = torch.bfloat16 if args.bf16 else torch.float16
     return {**dict.fromkeys(name_networks(args), torch.float32), "default": half} if is_full_training else half
 
@@ -215,11 +202,7 @@ def _read_dtype(key: str, value: Any) -> torch.dtype | dict[str, torch.dtype]:
 
 
 def check_gradient_range(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) -> None:
-    """Refuse a network in float16 without the loss scaling of `fp16`: most of its gradients would be 0.
-
-    The derivative of a log-probability, which is a mean over the latent, with respect to one element of the prediction
-    is below the smallest float16 number.
-    """
+    """Refuse a network in float16 without the loss scaling of `fp16`: most of its gradients would be 0."""
     if args.fp16:
         return
     wanted = choose_dtype(args, is_full_training=False) if isinstance(model, str) else {}
@@ -421,9 +404,7 @@ def _is_chosen(place: int, share: float) -> bool:
 
 
 def check_reentrant(args: DiffusionGRPOConfig, is_full_training: bool) -> None:
-    """Refuse reentrant checkpointing with a LoRA: a block whose inputs need no gradient would get no gradient
-    itself.
-    """
+    """Refuse reentrant checkpointing with a LoRA: blocks whose inputs need no gradient would get none themselves."""
     is_reentrant = args.activation_checkpointing and (args.activation_checkpointing_kwargs or {}).get("use_reentrant")
     if is_reentrant and not is_full_training:
         raise ValueError(

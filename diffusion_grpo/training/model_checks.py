@@ -243,11 +243,8 @@ def check_given_parts(model: str | DiffusionPipeline, args: DiffusionGRPOConfig,
 
 
 def check_offload(name: str, part: nn.Module, is_swapped: bool) -> None:
-    """Refuse a part that diffusers or accelerate moves: the trainer moves it too, and its gradients need it in place.
-
-    Hooks that `offload_frozen` or `group_offload` of an earlier run left behind are accepted. So is diffusers' group
-    offloading if `group_offload` is set, because unloading a LoRA restores it, unless it keeps the weights on disk.
-    """
+    """Refuse a part that diffusers or accelerate moves, which gradients need in place."""
+    # `offload_frozen` and `group_offload` leave hooks of other classes, and unloading a LoRA restores diffusers' own
     hooks = [hook for module in part.modules() if type(hook := find_hook(module)) is GroupOffloadingHook]
     on_disk = any(hook.config.offload_to_disk_path is not None for hook in hooks)
     if hooks and (on_disk or not is_swapped) or any(map(_is_offloaded, part.modules())):

@@ -44,11 +44,9 @@ def place_frozen_parts(
 
 
 class FrozenOffload:
-    """Offloading that keeps a pipeline's frozen parts in CPU memory except while they are used.
+    """Offloading that keeps a pipeline's frozen parts in CPU memory except while they are used."""
 
-    A part that the pipeline calls with the network at every step (a ControlNet) is not in diffusers' offload sequence
-    and stays on the device. A part that later replaces another takes over its hook.
-    """
+    # a part called with the network at every step (a ControlNet) is not in diffusers' sequence, and stays
 
     def __init__(self, pipe: DiffusionPipeline, networks: list[nn.Module], device: str | torch.device):
         if not pipe.model_cpu_offload_seq:

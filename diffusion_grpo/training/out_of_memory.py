@@ -33,10 +33,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def weigh_run(model: nn.Module, pipe: DiffusionPipeline, optimizer: Any, feed: RolloutLoader) -> dict[str, int]:
-    """Return the bytes of a run by kind, named as in `diffusion-grpo plan`, the largest first.
-
-    If the model is on an accelerator, tensors in CPU memory are left out.
-    """
+    """Return the bytes of a run on the model's device by kind, as in `diffusion-grpo plan`, the largest first."""
     device = next((p.device.type for p in model.parameters() if p.requires_grad), "cpu")
     known = {id(x) for x in list_weights(model)}
     parts = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
@@ -86,10 +83,8 @@ def list_changes(args: DiffusionGRPOConfig, is_evaluating: bool = False) -> list
 
 
 def shrink_factor(args: DiffusionGRPOConfig) -> int:
-    """Return the divisor that makes the micro-batch smaller; 1 if it cannot be divided.
-
-    Losses that compare the samples of a prompt need all of them in one micro-batch.
-    """
+    """Return the divisor that makes the micro-batch smaller; 1 if it cannot be divided."""
+    # losses that compare the samples of a prompt need all of them in one micro-batch
     together = (args.best_of_n or args.num_generations) if args.recording.whole_groups else 1
     parts = args.per_device_train_batch_size // together
     return smallest_divisor(parts) if parts > 1 else 1

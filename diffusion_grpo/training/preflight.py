@@ -112,10 +112,7 @@ def check_run(
     eval_dataset: Dataset | dict[str, Dataset] | None,
     peft_config: PeftConfig | None,
 ) -> CheckedRun:
-    """Refuse early what cannot work, and decide what must be known before the model is loaded.
-
-    For the arguments see [`~diffusion_grpo.trainer.DiffusionGRPOTrainer`].
-    """
+    """Refuse early what cannot work, and decide what must be known before the model is loaded."""
     model = as_pipeline(model)
     args = prepare_args(model, args)
     set_log_level(args)

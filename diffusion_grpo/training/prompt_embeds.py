@@ -171,11 +171,7 @@ def make_prompt_embeds(
     inputs: PipelineInputs,
     monitor: ProcessGroupMonitor,
 ) -> PromptEmbeds | None:
-    """Make the encoder of a run's prompts, and encode this process's share, if the settings ask for it.
-
-    This happens before the network moves to the accelerator, which may have no room for both. A network that is there
-    already, because bitsandbytes quantised it, is kept in CPU memory meanwhile.
-    """
+    """Make the encoder of a run's prompts, and encode this process's share, if the settings ask for it."""
     if args.cache_prompt_embeds == "off":
         return None
     pipe, is_late = policy.pipe, loads_encoders_late(given.model, args)
@@ -193,6 +189,7 @@ def make_prompt_embeds(
         folder = Path(args.prompt_embeds_dir or Path(HF_HOME) / "diffusion_grpo" / "prompt_embeds")
         kept = KeptResults(folder / identify_encoders(pipe, given.model if is_late else None, args))
     embeds = PromptEmbeds(policy, inputs, kept, monitor)
+    # the network moves to the accelerator later, which may have no room for both
     with quantized_networks_on_cpu(policy.networks, args.device):
         _move_frozen(pipe, policy, args.device)
         embeds.encode([dataset for _, dataset in given.datasets], args.validation_prompts or [])
@@ -241,10 +238,7 @@ def _move_frozen(pipe: DiffusionPipeline, policy: Policy, device: torch.device) 
 
 
 def identify_encoders(pipe: DiffusionPipeline, model: str | None, args: DiffusionGRPOConfig) -> str:
-    """Return the name of the folder for prompts encoded by these text encoders; each model has its own.
-
-    Another device or another version of a library may give other bits.
-    """
+    """Return the name of the folder for prompts encoded by these text encoders, devices and versions."""
     if model is None:
         identity = identify_pipeline(pipe)
     else:
@@ -275,10 +269,7 @@ def identify_pipeline(pipe: DiffusionPipeline) -> str:
 
 
 def identify_source(source: str | Path, **kwargs: Any) -> str:
-    """Return a string that identifies the text encoders and tokenizers of a named model, without loading them.
-
-    Files in a folder are told apart by their sizes and times.
-    """
+    """Return a string that identifies a named model's text encoders by its revision, or its files' sizes and times."""
     folder = Path(source)
     if not folder.is_dir():
         names = {name: kwargs[name] for name in ("cache_dir", "revision") if name in kwargs}

@@ -111,10 +111,8 @@ class PolicyUpdate:
 
 
 def count_measured(part: Part, name: str) -> int:
-    """Return the number of samples over which a metric of a pass is averaged; parts may differ in size.
-
-    Samples whose weight is 0 count only in the terms of the loss and in the size of its gradient.
-    """
+    """Return the number of samples over which a metric of a pass is averaged; parts may differ in size."""
+    # samples whose weight is 0 count only in the terms of the loss and in the size of its gradient
     if part.weights is None or name.startswith(("loss/", "grad_size/")):
         return len(part)
     return int((part.weights > 0).sum())

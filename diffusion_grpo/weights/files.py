@@ -48,14 +48,9 @@ def save_policy(
     folder: str | Path,
     whole_pipeline: bool = False,
 ) -> None:
-    """Write the trained weights to `folder`.
-
-    The files use the public name of the base model, without folders of this machine.
-
-    If several networks share the steps, the LoRA of the first goes to `folder` and that of any other to
-    `folder/<component>`: `pipe.load_lora_weights(folder / "transformer_2", load_into_transformer_2=True)`.
-    """
+    """Write the trained weights to `folder`, under the public name of the base model."""
     folder = Path(folder)
+    # the LoRA of a second network: load_lora_weights(folder / "transformer_2", load_into_transformer_2=True)
     for part, name, place in _others(model, component, folder):
         save_policy(part, pipe, (name,), place)
     model, name = _first(model, component)

@@ -187,10 +187,7 @@ def _active_adapters(network: nn.Module) -> list[str]:
 
 
 def fill_targets(network: nn.Module, peft_config: LoraConfig) -> LoraConfig:
-    """Copy a config, filling in the network's usual target modules if it names none.
-
-    A string is a regular expression for whole names, as in peft; if it matches none, it is taken as the end of a name.
-    """
+    """Copy a config, filling in the network's usual target modules if it names none."""
     peft_config = copy.deepcopy(peft_config)  # peft writes into it
     peft_config.task_type, peft_config.inference_mode = None, False  # set for language models, and in saved adapters
     names = [name for name, _ in network.named_modules() if name]
@@ -204,7 +201,7 @@ def fill_targets(network: nn.Module, peft_config: LoraConfig) -> LoraConfig:
                 f"its modules: {_linear_names(network)}."
             )
         return peft_config
-    if isinstance(targets, str):
+    if isinstance(targets, str):  # a regular expression for whole names, as in peft, or the end of a name
         if targets.lower() == "all-linear" or any(re.fullmatch(targets, name) for name in names):
             return peft_config
         peft_config.target_modules = {targets}
@@ -233,10 +230,7 @@ def _linear_names(network: nn.Module) -> str:
 
 @contextlib.contextmanager
 def reference_adapters(model: PeftModel) -> Iterator[None]:
-    """Make the network behave as before training inside this context; kept adapters stay active.
-
-    A new LoRA is switched off; one that is trained further is replaced by its initial copy.
-    """
+    """Make the network behave as before training inside this context; kept adapters stay active."""
     name = model.active_adapter
     if list(model.peft_config) == [name]:
         with model.disable_adapter():
@@ -252,11 +246,8 @@ def reference_adapters(model: PeftModel) -> Iterator[None]:
 
 
 def save_merged(network: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Save a network as its own class does, with its active adapters merged into the weights.
-
-    diffusers would write the adapters' layers under names that `from_pretrained` does not know. A quantised network is
-    saved with plain weights, into which adapters merge without rounding.
-    """
+    """Save a network as its own class does, with its active adapters merged into plain weights."""
+    # diffusers would write the adapters' layers under names that `from_pretrained` does not know
     fill(network.parameters())
     with contextlib.ExitStack() as stack:
         if find_quantization(network) is not None:

@@ -37,10 +37,7 @@ def public_source_name(source: str, model: str | None) -> str:
 
 
 def strip_folders(value: Any) -> Any:
-    """Reduce absolute paths in settings to their last part, for publication.
-
-    Other text stays, such as a prompt that starts with a slash. A setting may be a mapping written as JSON.
-    """
+    """Reduce absolute paths in settings, also in JSON, to their last part, for publication; other text stays."""
     if isinstance(value, dict):
         return {name: strip_folders(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -65,10 +62,7 @@ def _find_path(text: str) -> PurePath | None:
 
 
 def strip_secrets(value: Any) -> Any:
-    """Remove secrets: dictionary entries whose name says so, such as a token, and the secret parts of URLs.
-
-    These are user names, passwords and query values. A dictionary may be written as JSON.
-    """
+    """Remove secrets: entries of dictionaries, also in JSON, whose name says so, and the secret parts of URLs."""
     if isinstance(value, dict):
         return {name: strip_secrets(item) for name, item in value.items() if not SECRET.search(str(name))}
     if isinstance(value, list):

@@ -219,10 +219,7 @@ def make_plain_layer(layer: nn.Module, dtype: torch.dtype) -> nn.Linear:
 
 @contextlib.contextmanager
 def show_plain_layers(network: nn.Module) -> Iterator[None]:
-    """Replace quantised layers by plain ones inside this context, and remove quantisation from the network's config.
-
-    LoRA layers stay, around a plain layer. This takes CPU memory for a whole plain copy.
-    """
+    """Replace quantised layers by plain ones on the CPU inside this context, also in the network's config."""
     layers = {
         name: layer
         for name, layer in network.named_modules()
