@@ -49,7 +49,7 @@ class BlockSwap:
 
     def install(self, network: nn.Module) -> None:
         """Move the network's frozen weights off the accelerator, and its trained weights onto it."""
-        check_network(network, self._level)
+        check_network(network)
         remove_hooks(network)  # left by an earlier run
         use_stream = self._prefetches and self._device.type != "cpu"
         apply_group_offloading(
@@ -289,7 +289,7 @@ def record_event(device: torch.device) -> torch.Event | None:
     return event
 
 
-def check_network(network: nn.Module, level: str) -> None:
+def check_network(network: nn.Module) -> None:
     """Refuse a network whose blocks cannot be swapped."""
     name = type(network).__name__
     if not getattr(network, "_supports_group_offloading", False):
@@ -297,12 +297,6 @@ def check_network(network: nn.Module, level: str) -> None:
     if any(type(parameter) is not nn.Parameter for parameter in network.parameters()):
         raise ValueError(
             f"group_offload cannot move quantised weights, such as those of {name}; leave one of them out."
-        )
-    magnitudes = [getattr(module, "lora_magnitude_vector", None) for module in network.modules()]
-    if level == "leaf_level" and any(vector is not None and len(vector) for vector in magnitudes):
-        raise ValueError(
-            "group_offload='leaf_level' moves a weight only while its own layer is called, but DoRA reads it from "
-            "outside; use 'block_level'."
         )
 
 

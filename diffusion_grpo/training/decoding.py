@@ -1,7 +1,7 @@
 """Save memory when latents are decoded: one sample at a time, in tiles, or a few samples at a time."""
 
+import contextlib
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,45 +16,16 @@ def set_decoding(
 ) -> DiffusionPipeline:
     """Let a pipeline's VAE decode with less memory; options that are off keep what the user has set."""
     parts = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
-    for setting, method, is_wanted in (
-        ("vae_slicing", "enable_slicing", slicing),
-        ("vae_tiling", "enable_tiling", tiling),
-    ):
-        if is_wanted and not [part for part in parts if _enable(part, method)]:
-            raise ValueError(
-                f"{setting}=True: no part of {type(pipe).__name__} has diffusers' {method}; leave {setting} out."
-            )
-    decoders = [part for part in parts if callable(getattr(part, "decode", None))]
-    for decoder in decoders:
+    for method, is_wanted in (("enable_slicing", slicing), ("enable_tiling", tiling)):
+        for part in parts if is_wanted else []:
+            with contextlib.suppress(AttributeError, NotImplementedError):  # all autoencoders inherit the method
+                getattr(part, method)()
+    for decoder in [part for part in parts if callable(getattr(part, "decode", None))]:
         if isinstance(vars(decoder).get("decode"), DecodeInPieces):
             del decoder.decode  # set by an earlier run
-    if batch_size is not None:
-        _decode_in_pieces(pipe, decoders, batch_size)
+        if batch_size is not None:
+            decoder.decode = DecodeInPieces(decoder.decode, batch_size)
     return pipe
-
-
-def _enable(part: nn.Module, method: str) -> bool:
-    """Call a method of a VAE; return whether the VAE supports it."""
-    if not callable(getattr(part, method, None)):
-        return False
-    try:
-        getattr(part, method)()
-    except NotImplementedError:  # all autoencoders inherit the method
-        return False
-    return True
-
-
-def _decode_in_pieces(pipe: DiffusionPipeline, decoders: list[nn.Module], batch_size: int) -> None:
-    name = type(pipe).__name__
-    if not decoders:
-        raise ValueError(f"decode_batch_size: {name} decodes no latents; leave decode_batch_size out.")
-    for decoder in decoders:
-        if "num_frames" in inspect.signature(decoder.decode).parameters:
-            raise ValueError(
-                f"decode_batch_size: {type(decoder).__name__} gets the frames of all samples as one sequence; leave "
-                "decode_batch_size out, and set decode_chunk_size in pipeline_kwargs."
-            )
-        decoder.decode = DecodeInPieces(decoder.decode, batch_size)
 
 
 class DecodeInPieces:

@@ -198,32 +198,21 @@ def make_prompt_embeds(
 
 @contextlib.contextmanager
 def quantized_networks_on_cpu(networks: list[nn.Module], device: torch.device) -> Iterator[None]:
-    """Keep networks that bitsandbytes loaded onto the accelerator in CPU memory inside this context."""
+    """Keep networks that bitsandbytes loaded onto the accelerator in 4 bits in CPU memory inside this context."""
     moved = [
         network
         for network in networks
-        if (find_quantization(network) or "").startswith("bitsandbytes") and network.device.type != "cpu"
+        if find_quantization(network) == "bitsandbytes_4bit" and network.device.type != "cpu"
     ]
     try:
         for network in moved:
-            _move_quantized(network, "cpu")
+            network.to("cpu")
         if moved and torch.cuda.is_available():
             torch.cuda.empty_cache()
         yield
     finally:
         for network in moved:
-            _move_quantized(network, device)
-
-
-def _move_quantized(network: nn.Module, device: torch.device | str) -> None:
-    """Move a network that bitsandbytes quantised, with the tensors of its 8-bit layers that are no parameters."""
-    network.to(device)
-    for module in network.modules():
-        for holder in (getattr(module, "weight", None), getattr(module, "state", None)):
-            if getattr(holder, "CB", None) is not None:  # the weight again, which `to` does not move
-                holder.CB = module.weight.data
-            if getattr(holder, "SCB", None) is not None:  # its scales
-                holder.SCB = holder.SCB.to(device)
+            network.to(device)
 
 
 def _move_frozen(pipe: DiffusionPipeline, policy: Policy, device: torch.device) -> None:

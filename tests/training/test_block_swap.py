@@ -313,19 +313,14 @@ def test_compiled_blocks_are_swapped(tmp_path):
 
 def test_networks_that_cannot_be_swapped_are_refused(tmp_path):
     network = adapted("sd3")[0].network
-    check_network(network, "block_level")
+    check_network(network)
     kind = type("Int8", (torch.nn.Parameter,), {})  # as quantisers have one
     network.proj_out.weight = kind(network.proj_out.weight.data)
     with pytest.raises(ValueError, match="cannot move quantised weights.*leave one of them out"):
-        check_network(network, "block_level")
+        check_network(network)
     with pytest.raises(ValueError, match="diffusers cannot offload DiTTransformer2DModel in groups"):
-        check_network(tiny_pipelines.build("dit")[0].transformer, "block_level")
+        check_network(tiny_pipelines.build("dit")[0].transformer)
     nested = torch.nn.Sequential()
     nested.inner, nested._supports_group_offloading = torch.nn.Linear(1, 1).requires_grad_(False), True
     with pytest.raises(ValueError, match="finds no list of blocks in Sequential.*use 'leaf_level'"):
         BlockSwap(CPU, "block_level").install(nested)
-    dora = LoraConfig(**LORA, use_dora=True)
-    with pytest.raises(ValueError, match="DoRA reads it from outside; use 'block_level'"):
-        trainer_for(tmp_path, peft_config=dora, group_offload="leaf_level")
-    with pytest.raises(ValueError, match="full training has none; train a LoRA"):
-        trainer_for(tmp_path, lora=False, group_offload="block_level")

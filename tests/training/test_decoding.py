@@ -1,7 +1,5 @@
 """Latents are decoded a few at a time, and samples are the same; diffusers' slicing and tiling are switched on."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import tiny_pipelines
@@ -118,18 +116,3 @@ def test_tiles_and_slices_of_a_run_are_used_in_rollouts(tmp_path):
     vae.tiled_decode = lambda latents, **kwargs: tiles.append(len(latents)) or real(latents, **kwargs)
     trainer.train()
     assert tiles and set(tiles) == {1}
-
-
-def test_what_no_part_can_do_is_refused(tmp_path):
-    pipe, _ = tiny_pipelines.build("ddim_pixels")
-    for settings, message in (
-        ({"slicing": True}, "vae_slicing=True: no part of DDIMPipeline has diffusers' enable_slicing"),
-        ({"tiling": True}, "vae_tiling=True: no part.*leave vae_tiling out"),
-        ({"batch_size": 1}, "DDIMPipeline decodes no latents; leave decode_batch_size out"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            set_decoding(pipe, **settings)
-    frames = torch.nn.Module()
-    frames.decode = lambda latents, num_frames=1: latents
-    with pytest.raises(ValueError, match="frames of all samples as one sequence.*set decode_chunk_size"):
-        set_decoding(SimpleNamespace(components={"vae": frames}), batch_size=1)
