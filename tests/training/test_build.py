@@ -14,17 +14,6 @@ from diffusion_grpo.rollout.steps import make_sampling_plan
 from diffusion_grpo.training.build import describe_call
 
 
-def test_fewer_steps_wander_within_the_trained_ones():
-    def draw(**settings):
-        plan = make_sampling_plan(make_config(trained_steps=[1, 6], **settings))
-        return [plan.draw_steps(generation) for generation in range(200)]
-
-    drawn = draw(num_trained_steps=2)
-    assert {steps.start for steps in drawn} == {1, 2, 3, 4} and all(len(steps) == 2 for steps in drawn)
-    assert drawn == draw(num_trained_steps=2) != draw(num_trained_steps=2, seed=1)
-    assert set(draw()) == {range(1, 6)}
-
-
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [

@@ -158,14 +158,6 @@ def test_nothing_is_noted_in_a_pause():
     assert not metrics
 
 
-def test_time_is_added_under_its_name():
-    metrics = Metrics()
-    metrics.start(0)
-    with metrics.time("time/update"):
-        pass
-    assert metrics.gather(Alone(), step=1)["time/update"] > 0
-
-
 def test_an_evaluation_adds_nothing_to_the_log_of_training(tmp_path):
     """It compares the average with the reference, and the next update's log would show that as the policy's."""
     settings = {

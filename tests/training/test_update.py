@@ -258,12 +258,6 @@ def test_the_value_model_gets_its_own_gradient_and_the_policy_none():
     assert metrics.values == {"value/loss": [pytest.approx(loss.item())]}
 
 
-def test_without_a_value_model_nothing_is_trained_beside_the_policy():
-    metrics = Metrics()
-    make_update(Policy(), metrics=metrics).train_values(None, ONLY)
-    assert not metrics
-
-
 def test_a_value_loss_that_is_not_finite_is_refused():
     values = ValueModel(0)
     torch.nn.init.constant_(next(values.parameters()), math.nan)

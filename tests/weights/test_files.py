@@ -63,8 +63,7 @@ def put_on_hub(monkeypatch, repository, cache):
         return str(cache / file)
 
     monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
-    for module in (hub, adapters):
-        monkeypatch.setattr(module, "hf_hub_download", hf_hub_download)
+    monkeypatch.setattr(hub, "hf_hub_download", hf_hub_download)
 
 
 @pytest.mark.parametrize("name", ["sd3", "flux", "sdxl", "sd15"])
@@ -128,21 +127,6 @@ def test_the_loras_of_two_experts_in_plain_diffusers(tmp_path):
     again, _ = tiny_pipelines.build("wan_experts")
     hub.load_weights(again, tmp_path)
     assert torch.equal(draw_sample(again, inputs), trained)
-
-
-def test_the_lora_of_the_second_expert_alone(tmp_path):
-    """It is at the top of the folder, and still goes into the second network."""
-    pipe, inputs = tiny_pipelines.build("wan_experts")
-    torch.manual_seed(0)
-    config = LoraConfig(r=4, target_modules=["to_q", "to_v"], init_lora_weights=False)
-    model = get_peft_model(pipe.transformer_2, config)
-    hub.save_policy(model, pipe, ("transformer_2",), tmp_path)
-    (tmp_path / "run.json").write_text('{"component": "transformer_2"}')
-    expected = draw_sample(pipe, inputs)
-    fresh, inputs = tiny_pipelines.build("wan_experts")
-    hub.load_weights(fresh, tmp_path, adapter_name="mine")
-    assert adapters.list_adapters(fresh) == {"transformer_2": ["mine"]}
-    assert torch.equal(draw_sample(fresh, inputs), expected)
 
 
 def test_the_loras_of_two_experts_from_the_hub(tmp_path, monkeypatch):
@@ -430,20 +414,19 @@ def test_what_was_measured_is_what_is_published(tmp_path, monkeypatch):
         assert lora_base._best_guess_weight_name("me/run") == "pytorch_lora_weights.safetensors"  # of two, the first
 
 
-@pytest.mark.parametrize("push_samples", [False, True])
-def test_push_to_hub_uploads_the_weights_and_the_card(tmp_path, monkeypatch, push_samples):
-    """Against a stand-in for the Hub's client: nothing leaves the machine."""
+def collect_uploads(monkeypatch, is_done):
+    """Return the uploads to a stand-in for the Hub's client: nothing leaves the machine."""
     uploads = []
 
     class Client:
         def create_repo(self, repo_id, **kwargs):
-            return type("Repo", (), {"repo_id": f"me/{repo_id}"})()
+            return SimpleNamespace(repo_id=f"me/{repo_id}")
 
         def upload_folder(self, folder_path, allow_patterns=None, ignore_patterns=None, **kwargs):
             files = [str(path.relative_to(folder_path)) for path in Path(folder_path).rglob("*") if path.is_file()]
             pushed = filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
-            uploads.append((kwargs.get("path_in_repo"), sorted(pushed)))
-            return type("Job", (), {"is_done": lambda self: True, "done": lambda self: True})()
+            uploads.append(kwargs | {"files": sorted(pushed)})
+            return SimpleNamespace(done=lambda: is_done, is_done=lambda: is_done, result=lambda: None)
 
         def __getattr__(self, name):
             return lambda *args, **kwargs: None
@@ -451,6 +434,12 @@ def test_push_to_hub_uploads_the_weights_and_the_card(tmp_path, monkeypatch, pus
     monkeypatch.setattr("transformers.trainer.hf_api", Client)
     monkeypatch.setattr("diffusion_grpo.training.base.hf_api", Client)
     monkeypatch.setattr("diffusion_grpo.training.base.check_hub_access", lambda token: None)
+    return uploads
+
+
+@pytest.mark.parametrize("push_samples", [False, True])
+def test_push_to_hub_uploads_the_weights_and_the_card(tmp_path, monkeypatch, push_samples):
+    made = collect_uploads(monkeypatch, is_done=True)
     trainer = trainer_for(
         tmp_path,
         push_to_hub=True,
@@ -463,6 +452,7 @@ def test_push_to_hub_uploads_the_weights_and_the_card(tmp_path, monkeypatch, pus
     )
     trainer.train()
     trainer.push_to_hub()
+    uploads = [(upload.get("path_in_repo"), upload["files"]) for upload in made]
     assert any(path == "last-checkpoint" and "optimizer.pt" in files for path, files in uploads)
     path, files = uploads[-1]
     assert path is None and {"README.md", "pytorch_lora_weights.safetensors", "adapter_model.safetensors"} <= set(
@@ -489,22 +479,7 @@ def test_push_to_hub_uploads_the_weights_and_the_card(tmp_path, monkeypatch, pus
     ids=str,
 )
 def test_settings_of_the_hub_reach_it(tmp_path, monkeypatch, settings, folders):
-    uploads = []
-
-    class Client:
-        def create_repo(self, repo_id, **kwargs):
-            return type("Repo", (), {"repo_id": f"me/{repo_id}"})()
-
-        def upload_folder(self, **kwargs):
-            uploads.append(kwargs)
-            return type("Job", (), {"done": lambda self: False, "result": lambda self: None})()
-
-        def __getattr__(self, name):
-            return lambda *args, **kwargs: None
-
-    monkeypatch.setattr("transformers.trainer.hf_api", Client)
-    monkeypatch.setattr("diffusion_grpo.training.base.hf_api", Client)
-    monkeypatch.setattr("diffusion_grpo.training.base.check_hub_access", lambda token: None)
+    uploads = collect_uploads(monkeypatch, is_done=False)
     saves = {"save_strategy": "steps", "save_steps": 1, "num_inference_steps": 2, "gradient_accumulation_steps": 1}
     hub_settings = {"push_to_hub": True, "hub_model_id": "mine", "hub_token": "hf_mine", "hub_revision": "trial"}
     trainer = trainer_for(tmp_path, **saves, **hub_settings, **settings)
