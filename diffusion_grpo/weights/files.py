@@ -289,6 +289,8 @@ def load_policy(model: nn.Module, component: tuple[str, ...], folder: str | Path
                 "the peft_config it was trained with."
             )
         return
+    if not (folder / name).is_dir():  # diffusers would look for it on the Hub
+        raise ValueError(f"{folder} has no folder {name!r}; it was not written by full training of that network.")
     saved = type(model).from_pretrained(folder / name, dtype=model.dtype, use_safetensors=True)
     load_held(model, saved.state_dict())
 
