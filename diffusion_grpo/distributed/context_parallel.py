@@ -11,7 +11,7 @@ from diffusers import ContextParallelConfig
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from ..policy.network_gate import replace_attribute
+from ..policy.networks import replace_attribute
 
 RING_BACKEND = "_native_cudnn"  # torch's own: returns the log-sum-exps that join the parts of a ring
 
