@@ -30,7 +30,6 @@ class Metrics:
     def __init__(self):
         self.values: dict[str, list[float]] = defaultdict(list)
         self.weights: dict[str, list[float]] = defaultdict(list)
-        self._is_paused = False
         self.reset()
 
     def __bool__(self) -> bool:
@@ -38,7 +37,7 @@ class Metrics:
 
     def add(self, name: str, value: float, weight: float = 1.0) -> None:
         """Add one value, unless its weight is 0."""
-        if weight and not self._is_paused:
+        if weight:
             self.values[name].append(value)
             self.weights[name].append(weight)
             self._seconds += value if name in TOTALS else 0.0
@@ -47,15 +46,6 @@ class Metrics:
         """Add one value for each name."""
         for name, value in values.items():
             self.add(name, value)
-
-    @contextlib.contextmanager
-    def pause(self, is_paused: bool = True) -> Iterator[None]:
-        """Ignore values inside this context, for passes made only to keep processes in step."""
-        before, self._is_paused = self._is_paused, is_paused or self._is_paused
-        try:
-            yield
-        finally:
-            self._is_paused = before
 
     @contextlib.contextmanager
     def time(self, name: str) -> Iterator[None]:

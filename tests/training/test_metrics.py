@@ -145,19 +145,6 @@ def test_every_pass_of_the_network_is_in_one_stage(tmp_path, monkeypatch, settin
     assert logged == pytest.approx(seconds) and min(seconds) > 0
 
 
-def test_nothing_is_noted_in_a_pause():
-    metrics = Metrics()
-    with metrics.pause():
-        with metrics.pause(False):
-            metrics.add("loss", 1.0)
-    assert not metrics
-    with metrics.pause(False):
-        metrics.add("loss", 1.0)
-    assert metrics
-    metrics.reset()
-    assert not metrics
-
-
 def test_an_evaluation_adds_nothing_to_the_log_of_training(tmp_path):
     """It compares the average with the reference, and the next update's log would show that as the policy's."""
     settings = {
