@@ -28,16 +28,8 @@ class BlockSwap:
     results are the same bit for bit.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        level: str,
-        blocks: int = 1,
-        prefetches: bool = False,
-        offload_device: torch.device | str = "cpu",
-    ):
-        self._device, self._level, self._blocks = device, level, blocks
-        self._prefetches, self._offload_device = prefetches, torch.device(offload_device)
+    def __init__(self, device: torch.device, level: str, blocks: int = 1, prefetches: bool = False):
+        self._device, self._level, self._blocks, self._prefetches = device, level, blocks, prefetches
         self.groups: list[Group] = []
         self._group_of: dict[int, Group] = {}  # by the id of the weight
         self._addresses: dict[int, Tensor] = {}  # present weights, by data pointer
@@ -55,7 +47,7 @@ class BlockSwap:
         apply_group_offloading(
             network,
             onload_device=self._device,
-            offload_device=self._offload_device,
+            offload_device=torch.device("cpu"),
             offload_type=self._level,
             num_blocks_per_group=self._blocks,
             non_blocking=use_stream,
