@@ -19,7 +19,7 @@ import yaml
 
 from diffusion_grpo.config.parse import read_yaml
 from diffusion_grpo.planning.fit import Fit, fit
-from diffusion_grpo.planning.plan import Built
+from diffusion_grpo.planning.plan import Cache
 
 from .real_sizes import write_model
 
@@ -74,14 +74,15 @@ CASES = {  # by the name of the model in `real_sizes.py`
 
 def fit_case(name: str, is_lora: bool) -> list[Fit]:
     """Find what fits on each card."""
-    case, built = CASES[name], Built()
+    case = CASES[name]
+    cache: Cache = {}
     run = read_yaml(str(ROOT / "examples" / f"{case.example}.yaml")) | PLAIN | case.settings
     settings = {key: value for key, value in run.items() if key not in REMOVED and (is_lora or "lora_" not in key)}
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.yaml"
         own = {"model": str(write_model(name, Path(folder) / "model")), "use_peft": is_lora}
         config.write_text(yaml.safe_dump(settings | own))
-        return [fit(str(config), [], size * 2**30, built=built) for size in CARDS]
+        return [fit(str(config), [], size * 2**30, cache=cache) for size in CARDS]
 
 
 def describe(found: Fit) -> str:

@@ -19,7 +19,7 @@ from diffusion_grpo import DiffusionGRPOTrainer, tiny
 from diffusion_grpo.config.parse import parse_train_arguments, read_yaml
 from diffusion_grpo.data.held_out import count_prompts
 from diffusion_grpo.data.prompts import load_prompts
-from diffusion_grpo.planning.plan import Batches, count_evaluations
+from diffusion_grpo.planning.batches import count_evaluations
 from diffusion_grpo.policy.schedulers import stochastic_scheduler
 from diffusion_grpo.rewards import REWARDS, load_rewards
 
@@ -64,7 +64,7 @@ def test_fast_examples_say_what_they_save(name, tmp_path, monkeypatch):
     for file, said in ((f"fast/{name}.yaml", few), (f"{usual}.yaml", many)):
         on_cpu = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--fp16", "false", "--bf16", "false"]
         *_, args = parse_train_arguments(str(EXAMPLES / file), on_cpu)
-        passes = count_evaluations(args, Batches.of(args, None), None)
+        passes = count_evaluations(args)
         trained = (args.best_of_n or args.num_generations) / args.num_generations
         cost = passes["rollout"] + 3 * trained * passes["update, with gradient"]
         cost += passes.get("reference in the update", 0)

@@ -100,7 +100,7 @@ ARGUMENTS = ["_VALID_DICT_FIELDS", "_validate_args"]
 # keys, endings and values that are only written like private names
 WORDS = """
 _class_name _column _grid_thw _lora_layers _lora_adapter_metadata _metadata _model_ _model_dir _name_or_path
-_native_cudnn _reward _reward_std_error _runtime _std _std_error _exit _pipe
+_native_cudnn _replace _reward _reward_std_error _runtime _std _std_error _exit _pipe
 """.split()
 
 

@@ -1,8 +1,7 @@
 """Refuse user input that cannot be used, with a message of one sentence."""
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 
 class Refusal(Exception):
@@ -16,12 +15,6 @@ def refusing() -> Iterator[None]:
         yield
     except (ValueError, OSError, ImportError) as error:
         raise Refusal(" ".join(str(error).split())) from error
-
-
-def call_or_refuse(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Call a function inside [`refusing`]."""
-    with refusing():
-        return function(*args, **kwargs)
 
 
 def hide_loading_bars(model: str) -> None:

@@ -5,12 +5,11 @@ import json
 from typing import TYPE_CHECKING
 
 from ..config.files import check_model_name
-from .inputs import call_or_refuse
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..config.arguments import LaunchArguments
+    from ..planning.fit import Fit
     from ..planning.memory import Memory
     from ..planning.plan import Plan
 
@@ -33,7 +32,6 @@ LABELS = {
     "updates_per_epoch": "updates per epoch",
     "updates": "updates of the whole run",
 }
-MIB = 2**20
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -61,22 +59,31 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan and return the exit code."""
+    """Print the plan, or the settings that make the run fit; return 1 if there are none."""
     from ..config.arguments import LaunchArguments
     from ..config.parse import make_script_arguments, read_values
     from ..distributed.launch import read_settings
 
-    values, overrides = call_or_refuse(read_values, arguments.config, arguments.overrides), arguments.overrides
-    launch = call_or_refuse(make_script_arguments, values, LaunchArguments)
-    call_or_refuse(read_settings, launch)
-    call_or_refuse(check_model_name, str(values["model"]))
+    config, overrides = arguments.config, arguments.overrides
+    values = read_values(config, overrides)
+    launch = make_script_arguments(values, LaunchArguments)
+    read_settings(launch)
+    check_model_name(str(values["model"]))
+    # these import torch
+    from accelerate.utils.modeling import convert_file_size_to_int
+    from diffusers.utils.logging import disable_progress_bar
 
-    if arguments.fit is not None:
-        return print_fit(arguments, overrides, launch)
+    from ..planning.fit import fit
     from ..planning.plan import plan
 
-    size = call_or_refuse(parse_size, arguments.device_memory) if arguments.device_memory is not None else None
-    made = call_or_refuse(plan, arguments.config, overrides, launch)
+    disable_progress_bar()
+    text = arguments.device_memory if arguments.fit is None else arguments.fit
+    size = None if text is None else convert_file_size_to_int(text)
+    if arguments.fit is not None:
+        result = fit(config, overrides, size, launch)
+        print(json.dumps(result.to_dict(), indent=2) if arguments.json else describe_fit(result))
+        return 0 if result.fits else 1
+    made = plan(config, overrides, launch)
     if arguments.json:
         print(json.dumps(made.to_dict(), indent=2))
         return 0
@@ -90,14 +97,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def parse_size(text: str) -> int:
-    """Return the bytes of a size such as 24GiB, 80GB or 500MiB."""
-    from accelerate.utils.modeling import convert_file_size_to_int
+def describe_usable(size: int) -> str:
+    """Describe how much of an accelerator a plan may use."""
+    from ..planning.fit import count_usable
+    from ..training.memory import format_size
 
-    try:
-        return convert_file_size_to_int(text)
-    except ValueError as error:
-        raise ValueError(f"{text!r} is not a memory size; write, for example, 24GiB or 80GB.") from error
+    usable = format_size(count_usable(size))
+    return f"the {usable} of {format_size(size)} that CUDA, kernels and fragmentation leave"
 
 
 def describe_memory(made: "Plan", size: int | None) -> list[str]:
@@ -105,46 +111,34 @@ def describe_memory(made: "Plan", size: int | None) -> list[str]:
     from ..planning.fit import count_usable
     from ..training.memory import format_size
 
-    if not made.memory:
-        return []
-    found = []
-    if size is not None:
-        usable, most = count_usable(size), made.total.accelerator
-        verdict = "fits into" if most <= usable else "does not fit into"
-        found.append(
-            f"At most {format_size(most)} {verdict} the {format_size(usable)} of {format_size(size)} that CUDA, "
-            "kernels and fragmentation leave." + ("" if most <= usable else " Add --fit to see what to change.")
-        )
-    if made.processes_per_machine > 1:
-        found.append(
+    sentences = []
+    if made.memory and size is not None:
+        fits = made.total.accelerator <= count_usable(size)
+        verdict = f"{'fits' if fits else 'does not fit'} into {describe_usable(size)}"
+        advice = "" if fits else " Add --fit to see what to change."
+        sentences.append(f"At most {format_size(made.total.accelerator)} {verdict}.{advice}")
+    if made.memory and made.processes_per_machine > 1:
+        sentences.append(
             f"The {made.processes_per_machine} processes of a machine take {format_size(made.cpu_per_machine)} of CPU "
             "memory at most."
         )
-    return found
+    return sentences
 
 
-def print_fit(arguments: argparse.Namespace, overrides: list[str], launch: "LaunchArguments") -> int:
-    """Print the settings that make the run fit; return 1 if there are none."""
-    from ..planning.fit import fit
+def describe_fit(result: "Fit") -> str:
+    """Return the settings that make a run fit as YAML, with comments."""
     from ..training.memory import format_size
 
-    size = call_or_refuse(parse_size, arguments.fit)
-    found = call_or_refuse(fit, arguments.config, overrides, size, launch)
-    if arguments.json:
-        print(json.dumps(found.to_dict(), indent=2))
-        return 0 if found.fits else 1
-    where = f"the {format_size(found.usable)} of {format_size(size)} that CUDA, kernels and fragmentation leave"
-    before, after = format_size(found.before.accelerator), format_size(found.after.accelerator)
-    if not found.choices:
-        print(f"# At most {before}: {'it fits' if found.fits else 'no setting tried here makes it fit'} into {where}.")
-    elif found.fits:
-        print(f"# At most {after} instead of {before}: with these settings it fits into {where}.")
+    where = describe_usable(result.size)
+    before, after = (format_size(total.accelerator) for total in (result.before, result.after))
+    if not result.choices:
+        line = f"At most {before}: {'it fits' if result.fits else 'no setting tried here makes it fit'} into {where}."
+    elif result.fits:
+        line = f"At most {after} instead of {before}: with these settings it fits into {where}."
     else:
-        print(f"# No setting tried here makes it fit into {where}. The smallest found is {after} instead of {before}:")
-    print(found.to_yaml(), end="\n" if found.choices else "")
-    for note in found.notes:
-        print(f"# {note}")
-    return 0 if found.fits else 1
+        line = f"No setting tried here makes it fit into {where}. The smallest found is {after} instead of {before}:"
+    settings = [result.to_yaml()] if result.choices else []
+    return "\n".join([f"# {line}", *settings, *(f"# {note}" for note in result.notes)])
 
 
 def make_tables(made: "Plan") -> "list[Table]":
@@ -152,11 +146,11 @@ def make_tables(made: "Plan") -> "list[Table]":
     from rich.table import Table
 
     batches = Table(title="Batches", show_header=False)
+    left_out = "trained_steps" if made.batches["trained_tokens"] else "trained_tokens"
     for name, label in LABELS.items():
-        value = getattr(made.batches, name)
-        if name == ("trained_steps" if made.batches.trained_tokens else "trained_tokens"):
-            continue
-        batches.add_row(label, "unknown" if value is None else f"{value:,}")
+        value = made.batches[name]
+        if name != left_out:
+            batches.add_row(label, "unknown" if value is None else f"{value:,}")
     evaluations = Table("for", "forward passes", title="Network evaluations per sample")
     for name, count in made.evaluations.items():
         evaluations.add_row(name, f"{count:g}")
@@ -164,11 +158,11 @@ def make_tables(made: "Plan") -> "list[Table]":
         return [batches, evaluations]
     model = made.model
     title = f"{model['pipeline']}, {model['network']}: {model['trained']:,} of {model['weights']:,} weights trained"
-    memory = Table("MiB per process", "accelerator", "CPU", "from", "while", title=f"{title}; {made.sharding.name}")
+    memory = Table("MiB per process", "accelerator", "CPU", "while", title=f"{title}; {made.sharding.name}")
     for item in made.memory:
-        memory.add_row(item.name, *_format_sizes(item), item.basis, item.phase or "always")
+        memory.add_row(*_format_row(item))
     memory.add_section()
-    memory.add_row(made.total.name, *_format_sizes(made.total), "", made.total.phase or "always")
+    memory.add_row(*_format_row(made.total))
     memory.caption = (
         "Not included: the reward models, what the optimizer's step and kernels allocate for themselves, and "
         "fragmentation."
@@ -176,5 +170,6 @@ def make_tables(made: "Plan") -> "list[Table]":
     return [batches, evaluations, memory]
 
 
-def _format_sizes(item: "Memory") -> list[str]:
-    return [f"{size / MIB:,.2f}" if size else "" for size in (item.accelerator, item.cpu)]
+def _format_row(item: "Memory") -> list[str]:
+    sizes = [f"{size / 2**20:,.2f}" if size else "" for size in (item.accelerator, item.cpu)]
+    return [item.name, *sizes, item.phase or "always"]

@@ -1,59 +1,79 @@
-"""Counts of prompts, samples and updates, computed from the settings alone. `plan.py` adds the memory."""
+"""Counts of prompts, samples, updates and network evaluations, computed from the settings."""
 
 import math
-from dataclasses import dataclass
 
+from ..algorithms.registry import load_algorithm
 from ..config.settings import DiffusionGRPOConfig
+from .measure import Measurement
+
+Batches = dict[str, int | None]
 
 
-@dataclass
-class Batches:
-    """Counts of prompts, samples and updates of a run, over all processes unless a field says otherwise."""
+def count_batches(args: DiffusionGRPOConfig, prompts: int | None) -> Batches:
+    """Count prompts, samples and updates of a run with that many prompts, if they are known.
 
-    processes: int
-    prompts_per_rollout: int
-    samples_per_prompt: int
-    samples_per_rollout: int
-    trained_per_prompt: int
-    samples_per_process: int
-    pipeline_calls: int
-    micro_batch: int
-    micro_batches_per_update: int
-    updates_per_rollout: int
-    samples_per_update: int
-    trained_steps: int
-    num_inference_steps: int
-    rollouts_per_epoch: int | None
-    updates_per_epoch: int | None
-    updates: int | None = None
-    prompts: int | None = None
-    trained_tokens: int = 0
+    Counts are over all processes, unless a name says otherwise.
+    """
+    sizes = args.batch_sizes
+    per_rollout = args.micro_batches_per_rollout * args.num_iterations // args.gradient_accumulation_steps
+    rollouts = None if prompts is None else math.ceil(prompts / sizes.prompts_per_rollout)
+    per_epoch = None if rollouts is None else rollouts * per_rollout
+    updates = None if per_epoch is None else math.ceil(args.num_train_epochs * per_epoch)
+    micro_batch, accumulated = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    return {
+        "processes": args.world_size,
+        "prompts_per_rollout": sizes.prompts_per_rollout,
+        "samples_per_prompt": args.num_generations,
+        "samples_per_rollout": sizes.prompts_per_rollout * args.num_generations,
+        "trained_per_prompt": sizes.trained_per_prompt,
+        "samples_per_process": sizes.rollout_share,
+        "pipeline_calls": math.ceil(sizes.rollout_share / args.rollout_call_size),
+        "micro_batch": micro_batch,
+        "micro_batches_per_update": accumulated,
+        "updates_per_rollout": per_rollout,
+        "samples_per_update": micro_batch * accumulated * args.data_processes,
+        "trained_steps": args.trained_count,
+        "trained_tokens": 0,
+        "num_inference_steps": args.num_inference_steps,
+        "rollouts_per_epoch": rollouts,
+        "updates_per_epoch": per_epoch,
+        "updates": args.max_steps if args.max_steps > 0 else updates,
+        "prompts": prompts,
+    }
 
-    @classmethod
-    def of(cls, args: DiffusionGRPOConfig, prompts: int | None) -> "Batches":
-        """Compute the counts."""
-        per_rollout = args.micro_batches_per_rollout * args.num_iterations // args.gradient_accumulation_steps
-        rollouts = None if prompts is None else math.ceil(prompts / args.batch_sizes.prompts_per_rollout)
-        per_epoch = None if rollouts is None else rollouts * per_rollout
-        total = None if per_epoch is None else math.ceil(args.num_train_epochs * per_epoch)
-        size = args.rollout_call_size
-        accumulated = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        return cls(
-            processes=args.world_size,
-            prompts_per_rollout=args.batch_sizes.prompts_per_rollout,
-            samples_per_prompt=args.num_generations,
-            samples_per_rollout=args.batch_sizes.prompts_per_rollout * args.num_generations,
-            trained_per_prompt=args.batch_sizes.trained_per_prompt,
-            samples_per_process=args.batch_sizes.rollout_share,
-            pipeline_calls=math.ceil(args.batch_sizes.rollout_share / size),
-            micro_batch=args.per_device_train_batch_size,
-            micro_batches_per_update=args.gradient_accumulation_steps,
-            updates_per_rollout=per_rollout,
-            samples_per_update=accumulated * args.data_processes,
-            trained_steps=args.trained_count,
-            num_inference_steps=args.num_inference_steps,
-            rollouts_per_epoch=rollouts,
-            updates_per_epoch=per_epoch,
-            updates=args.max_steps if args.max_steps > 0 else total,
-            prompts=prompts,
-        )
+
+def count_evaluations(args: DiffusionGRPOConfig, counted: Measurement | None = None) -> dict[str, float]:
+    """Count forward passes per sample; if `counted` is None, assume one pass per step and shared calls.
+
+    Each token is drawn by one pass, and all tokens are scored by one pass.
+    """
+    counted = counted or Measurement({}, 0, shares_prediction=args.shares_calls)
+    one, update, iterations = counted.evaluations, counted.update_evaluations, args.num_iterations
+    steps: float = 1 if counted.tokens else args.trained_count
+    shared_calls = args.shared_calls - (args.shares_calls and not counted.shares_prediction)
+    rollout = one * (args.num_inference_steps - shared_calls * (1 - 1 / args.latent_sharing))
+    if counted.shares_prediction and counted.is_batched:
+        steps -= args.trained_share * (1 - 1 / min(args.trained_sharing, args.per_device_train_batch_size))
+    passes = {"in one step": one, "rollout": rollout, "update, with gradient": update * steps * iterations}
+    if counted.tokens:
+        scores = {"scores of the rollout's tokens": 1.0, "update, with gradient": iterations}
+        passes = {"rollout, one per token": float(counted.tokens), **scores}
+    if args.beta > 0 or args.recording.reference:
+        passes["reference in the update"] = update * steps * iterations
+    if has_old_policy(args):
+        passes["old policy"] = update * steps
+    if args.anchor == "replay" and args.recording.old == "error":
+        passes["errors before the first update"] = update * steps
+    if args.kl_reward > 0:
+        passes["policy and reference for kl_reward"] = 2 * one * steps
+    updates = args.micro_batches_per_rollout * iterations / args.gradient_accumulation_steps
+    if args.importance_sampling_level == "sequence" and updates > 1:
+        passes["sequence ratio"] = one * steps * iterations * (1 - 1 / updates)
+    return passes
+
+
+def has_old_policy(args: DiffusionGRPOConfig) -> bool:
+    """Return whether the algorithm keeps an old policy."""
+    return (
+        args.is_renoised and load_algorithm(args.loss_type, args.loss_kwargs, anchor=args.anchor).old_decay is not None
+    )

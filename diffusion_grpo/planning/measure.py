@@ -2,13 +2,16 @@
 
 The rollout and the update are those of training, so nothing is estimated per family. In the denoising loop, the
 network runs in the first step only; later steps reuse its result.
+
+torch's `MemTracker` is not used: it keeps statistics per module, and refuses a module that is called several times.
 """
 
 import contextlib
-import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +28,53 @@ from ..policy.language_model import Drawn
 from ..policy.networks import replace_attribute
 from ..policy.prompt_cache import PromptCache
 from ..policy.rollout import Policy, Trajectory, replay, rollout, run_prefix
-from ..policy.token_process import TokenTrajectory, pack_bits
-from .live_bytes import LiveBytes
-from .repeats import Run, count_repeats, shorten
-from .weightless import forget_conversions
+from ..policy.token_process import TokenTrajectory
+from ..policy.unguided import switch_guidance_off
+from ..training.out_of_memory import list_weights
 
 ENCODING, DENOISING, DECODING, UPDATE = "encoding", "denoising", "decoding", "update"  # phases of a run
 INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Count the bytes of the tensors that are made inside this context, while they are alive, and their peaks.
+
+    It works on tensors without values (torch's `FakeTensorMode`) as on real ones. Memory that a kernel allocates and
+    frees before it returns is not seen.
+    """
+
+    def __init__(self, known: Iterable[Tensor] = (), phase: str = ""):
+        super().__init__()
+        self.now, self.phase = 0, phase
+        self.peaks: Counter[str] = Counter()
+        # storages of tensors without values have no address; those that are known are kept alive, with their keys
+        self._known = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in known)}
+        self._alive: set[int] = set()
+
+    def begin(self, phase: str) -> None:
+        """Begin another phase."""
+        self.phase = phase
+        self.peaks[phase] = max(self.peaks[phase], self.now)
+
+    def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(output):
+            if torch.is_tensor(tensor):
+                self._add(tensor.untyped_storage())
+        return output
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._alive or key in self._known:
+            return
+        self._alive.add(key)
+        self.now += size
+        self.peaks[self.phase] = max(self.peaks[self.phase], self.now)
+        weakref.finalize(storage, self._remove, key, size).atexit = False
+
+    def _remove(self, key: int, size: int) -> None:
+        self._alive.discard(key)
+        self.now -= size
 
 
 @dataclass(frozen=True)
@@ -57,13 +100,12 @@ class CallSizes:
 class Measurement:
     """Sizes of one call and one micro-batch, measured on a pipeline without weights."""
 
-    samples: int
-    step_bytes: int
-    sample_bytes: int
-    prompt_bytes: int
-    evaluations: float
-    update_evaluations: float
-    peaks: dict[str, int]
+    peaks: dict[str, int]  # bytes by phase
+    sample_bytes: int  # of what is recorded
+    step_bytes: int = 0  # per sample, in addition
+    prompt_bytes: int = 0
+    evaluations: float = 1.0  # per sample and step
+    update_evaluations: float = 1.0
     tokens: int = 0
     is_batched: bool = True
     shares_prediction: bool = False
@@ -73,69 +115,54 @@ def measure(
     policy: Policy,
     mode: FakeTensorMode,
     make_inputs: Callable[[int], dict[str, Any]],
-    sizes: "CallSizes",
+    sizes: CallSizes,
     args: DiffusionGRPOConfig,
 ) -> Measurement:
-    """Roll out one call, and update on the first step of one micro-batch.
-
-    If a network has many equal blocks, only a few of them run (`repeats.py`), unless checkpointing is reentrant or
-    covers only some of the blocks.
-    """
-    if policy.draws_tokens:
-        return measure_tokens(policy, mode, make_inputs(sizes.micro_batch), sizes.micro_batch, args)
-    if args.selective_checkpointing == 1 and not (args.activation_checkpointing_kwargs or {}).get("use_reentrant"):
-        with shorten(policy.networks) as runs:
-            try:
-                return _measure_steps(policy, mode, make_inputs, sizes, args, runs)
-            except Exception:  # the blocks differ after all, or other code needs all of them
-                if not runs:
-                    raise
-    return _measure_steps(policy, mode, make_inputs, sizes, args, [])
+    """Roll out one call, and update on the first step of one micro-batch."""
+    with CountedMasks(), _draw_without_weights(policy, mode):
+        if policy.draws_tokens:
+            return _measure_tokens(policy, mode, make_inputs(sizes.micro_batch), sizes.micro_batch, args)
+        return _measure_steps(policy, mode, make_inputs, sizes, args)
 
 
 def _measure_steps(
     policy: Policy,
     mode: FakeTensorMode,
     make_inputs: Callable[[int], dict[str, Any]],
-    sizes: "CallSizes",
+    sizes: CallSizes,
     args: DiffusionGRPOConfig,
-    runs: list[Run],
 ) -> Measurement:
-    samples, inputs = sizes.rollout, make_inputs(sizes.rollout)
-    settings = {"seeds": range(samples), "num_inference_steps": args.num_inference_steps, "steps": [[0]] * samples}
-    shares_prediction = args.shares_calls and _shares_prediction(policy, mode, make_inputs(1), args)
-    watch = PhaseWatch(policy)
-    watch.reset()
-    with watch.watching(), count_repeats(runs, watch.live), _draw_without_weights(policy, mode):
+    samples, count, watch = sizes.rollout, args.num_inference_steps, PhaseWatch(policy)
+    settings = {"seeds": range(samples), "steps": [[0]] * samples, "num_inference_steps": count}
+    inputs = make_inputs(samples)
+    with watch.watching():
         try:
             _, trajectory = rollout(policy, inputs, **settings)
         except Exception:  # not every pipeline decodes tensors without values
             watch.reset()
-            forget_conversions(mode)
             _, trajectory = rollout(policy, inputs, **settings, is_complete=False)
-    per_step, per_sample = count_trajectory_bytes(trajectory)
+    step_bytes, sample_bytes = count_trajectory_bytes(trajectory)
+    shares_prediction = False
+    if args.shares_calls:
+        prefix = run_prefix(policy, make_inputs(1), 0, num_inference_steps=count, initial_seeds=[0])
+        shares_prediction = prefix.prediction is not None
     rows = sizes.update if shares_prediction else sizes.micro_batch
-    per_sample += shares_prediction * trajectory.steps.element_size()  # for `Trajectory.shared_steps`
-    if rows != samples:
-        inputs, settings["seeds"] = make_inputs(rows), range(rows)
-        settings["steps"] = [[0]] * rows
-        policy.prompts.clear()
-        with _draw_without_weights(policy, mode):
-            _, trajectory = rollout(policy, inputs, **settings, is_complete=False)
-    update = measure_update(policy, mode, inputs, trajectory, runs)
+    if rows != samples or args.is_renoised:
+        inputs = make_inputs(rows)
+        if args.is_renoised:
+            inputs = switch_guidance_off(policy.pipe, policy.networks, inputs)
+        settings |= {"seeds": range(rows), "steps": [[0]] * rows}
+        _, trajectory = rollout(policy, inputs, **settings, is_complete=False)  # which encodes the prompts, too
     evaluations = sum(watch.rows) / samples
-    peaks = {**watch.live.peaks, UPDATE: update}
-    found = Measurement(samples, per_step, per_sample, watch.encoded // samples, evaluations, evaluations, peaks)
-    return dataclasses.replace(found, shares_prediction=shares_prediction)
-
-
-def _shares_prediction(
-    policy: Policy, mode: FakeTensorMode, inputs: dict[str, Any], args: DiffusionGRPOConfig
-) -> bool:
-    """Make a prediction for an initial latent, and return whether its samples can share it."""
-    with _draw_without_weights(policy, mode):
-        prefix = run_prefix(policy, inputs, 0, num_inference_steps=args.num_inference_steps, initial_seeds=[0])
-    return prefix.prediction is not None
+    return Measurement(
+        peaks={**watch.live.peaks, UPDATE: measure_update(policy, mode, inputs, trajectory)},
+        sample_bytes=sample_bytes + shares_prediction * trajectory.steps.element_size(),  # `Trajectory.shared_steps`
+        step_bytes=step_bytes,
+        prompt_bytes=watch.encoded // samples,
+        evaluations=evaluations,
+        update_evaluations=1.0 if args.is_renoised else evaluations,
+        shares_prediction=shares_prediction,
+    )
 
 
 class PhaseWatch:
@@ -143,28 +170,28 @@ class PhaseWatch:
 
     def __init__(self, policy: Policy):
         self._policy = policy
-        self.live = LiveBytes(list_weights(policy.pipe), ENCODING)
-        self.rows: list[int] = []
-        self.encoded = 0
-        self._results: dict[int, Any] = {}
+        self.live = LiveBytes(list_pipeline_weights(policy.pipe), ENCODING)
+        self.reset()
 
     def reset(self) -> None:
         """Forget the counts and encoded prompts, for another attempt."""
         self._policy.prompts = PromptCache()
         self.live.peaks.clear()
         self.live.begin(ENCODING)
-        self.rows.clear()
-        self._results.clear()
+        self.encoded = 0
+        self.rows: list[int] = []
+        self._results: dict[int, Any] = {}
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the pipeline's networks and decoders; restore them on leaving."""
+        decoders = [part for part in self._policy.pipe.components.values() if isinstance(part, nn.Module)]
+        decoders = [part for part in decoders if callable(getattr(part, "decode", None))]
         with contextlib.ExitStack() as stack:
             for network in self._policy.networks:
                 stack.enter_context(replace_attribute(network, "forward", self._wrap_network(network)))
-            for part in self._policy.pipe.components.values():
-                if isinstance(part, nn.Module) and callable(getattr(part, "decode", None)):
-                    stack.enter_context(replace_attribute(part, "decode", self._wrap_decoder(part)))
+            for part in decoders:
+                stack.enter_context(replace_attribute(part, "decode", self._wrap_decoder(part)))
             stack.enter_context(self.live)
             yield
 
@@ -198,18 +225,14 @@ class PhaseWatch:
         return run
 
 
-def list_weights(pipe: DiffusionPipeline) -> list[Tensor]:
+def list_pipeline_weights(pipe: DiffusionPipeline) -> list[Tensor]:
     """Return the weights and buffers of all parts."""
     parts = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
-    return [tensor for part in parts for tensor in (*part.parameters(), *part.buffers())]
+    return [tensor for part in parts for tensor in list_weights(part)]
 
 
 def measure_update(
-    policy: Policy,
-    mode: FakeTensorMode,
-    inputs: dict[str, Any],
-    trajectory: Trajectory | TokenTrajectory,
-    runs: list[Run] | None = None,
+    policy: Policy, mode: FakeTensorMode, inputs: dict[str, Any], trajectory: Trajectory | TokenTrajectory
 ) -> int:
     """Return the peak bytes of one forward and backward pass, without weights, gradients and trajectory.
 
@@ -219,46 +242,37 @@ def measure_update(
     for parameter in trained:
         with mode:
             parameter.grad = torch.empty_like(parameter)
-    known = [*list_weights(policy.pipe), *(p.grad for p in trained), *trajectory.tensors().values()]
-    live = LiveBytes(known, UPDATE)
-    forget_conversions(mode)
+    gradients = [parameter.grad for parameter in trained]
+    live = LiveBytes([*list_pipeline_weights(policy.pipe), *gradients, *trajectory.tensors().values()], UPDATE)
     try:
-        with torch.enable_grad(), live, count_repeats(runs or [], live):
+        with torch.enable_grad(), live:
             replay(policy, inputs, trajectory, 0).log_prob.mean().backward()
     finally:
         for parameter in trained:
             parameter.grad = None
-    return live.peak
+    return live.peaks[UPDATE]
 
 
-def measure_tokens(
+def _measure_tokens(
     policy: Policy, mode: FakeTensorMode, inputs: dict[str, Any], samples: int, args: DiffusionGRPOConfig
 ) -> Measurement:
     """Roll out one micro-batch of a policy that draws tokens, then score them with gradient.
 
-    The tokens are zeros, since a model without weights cannot draw any. One teacher-forced pass scores them all, so
-    the replay keeps the activations of the network and of the log-probabilities, one number per id.
+    One teacher-forced pass scores them all, so the replay keeps the activations of the network and of the
+    log-probabilities, one number per id.
     """
-    drawn: list[Drawn] = []
-    with _draw_without_weights(policy, mode, drawn), contextlib.suppress(StepScored):
+    record, recorded = policy.record, []
+
+    def stop(*arguments: Any) -> None:
+        recorded.append(record(*arguments))
+        raise StepScored
+
+    with replace_attribute(policy, "record", stop), contextlib.suppress(StepScored):
         rollout(policy, inputs, seeds=range(samples), num_inference_steps=args.num_inference_steps)
-    ids, kept = drawn[0].ids, drawn[0].kept
-    seeds = torch.arange(samples)
-    trajectory = TokenTrajectory(
-        ids=ids,
-        mask=drawn[0].mask,
-        support=ids.new_zeros((*ids.shape, 0), dtype=torch.uint8) if kept is None else pack_bits(kept),
-        log_probs=drawn[0].log_probs[:, None],
-        drift=drawn[0].log_probs,
-        steps=torch.zeros(samples, 1, dtype=torch.int64),
-        seeds=seeds,
-        initial_seeds=seeds,
-        num_inference_steps=args.num_inference_steps,
-        temperature=float(policy.sampling.temperature),
-    )
-    update = measure_update(policy, mode, inputs, trajectory)
-    per_sample = sum(map(_count_bytes, trajectory.tensors().values())) // samples
-    return Measurement(samples, 0, per_sample, 0, 1.0, 1.0, {UPDATE: update}, tokens=ids.shape[1])
+    trajectory = recorded[0]
+    size = sum(tensor.nbytes for tensor in trajectory.tensors().values())
+    peaks = {UPDATE: measure_update(policy, mode, inputs, trajectory)}
+    return Measurement(peaks, size // samples, tokens=trajectory.ids.shape[1])
 
 
 class CountedMasks(TorchDispatchMode):
@@ -283,61 +297,27 @@ def _find_places(mask: Tensor) -> tuple[Tensor, ...]:
 
 
 @contextlib.contextmanager
-def _draw_without_weights(policy: Policy, mode: FakeTensorMode, drawn: list[Drawn] | None = None) -> Iterator[None]:
-    """Prepare for a call of the pipeline in which a language model draws zeros.
-
-    If `drawn` is given, append the drawn tokens to it and end the call.
-    """
+def _draw_without_weights(policy: Policy, mode: FakeTensorMode) -> Iterator[None]:
+    """Let a language model in the pipeline draw zeros: without weights it cannot draw any token."""
 
     def draw(call: dict[str, Any], seeds: Tensor) -> Drawn:
         shape = len(seeds), policy.family.token_count(call)
         with mode:
-            kept = torch.ones(*shape, policy.family.vocabulary(policy.pipe), dtype=torch.bool)
-        made = Drawn(
+            allowed = torch.ones(*shape, policy.family.vocabulary(policy.pipe), dtype=torch.bool)
+        return Drawn(
             ids=torch.zeros(shape, dtype=torch.int64),
             mask=torch.ones(shape, dtype=torch.bool),
-            kept=kept if policy.sampling.is_truncated else None,
+            kept=allowed if policy.sampling.is_truncated else None,
             log_probs=torch.zeros(shape),
         )
-        if drawn is None:
-            return made
-        drawn.append(made)
-        raise StepScored
 
-    forget_conversions(mode)
     with replace_attribute(policy, "draw_tokens", draw):
         yield
-
-
-def measure_renoised(guided: Measurement, unguided: Measurement, has_old_policy: bool) -> Measurement:
-    """Turn measurements of recorded steps into those of finished samples that are noised again."""
-    latent = _count_latent_bytes(guided)
-    return dataclasses.replace(
-        guided,
-        step_bytes=8 + (latent if has_old_policy else 0),
-        sample_bytes=guided.sample_bytes + latent,
-        peaks={**guided.peaks, UPDATE: unguided.peaks[UPDATE]},
-        update_evaluations=unguided.evaluations,
-    )
-
-
-def add_means(counted: Measurement) -> Measurement:
-    """Add the means of the recorded steps that a rollout keeps; each is as large as a latent."""
-    return dataclasses.replace(counted, step_bytes=counted.step_bytes + _count_latent_bytes(counted))
-
-
-def _count_latent_bytes(counted: Measurement) -> int:
-    indices = 12  # bytes per step of log-probability and index, in addition to the latents before and after it
-    return (counted.step_bytes - indices) // 2
 
 
 def count_trajectory_bytes(trajectory: Trajectory) -> tuple[int, int]:
     """Count the bytes per step and sample, and the bytes per sample outside its steps."""
     tensors = trajectory.tensors()
     by_step = [tensors.pop(name) for name in ("latents", "next_latents", "log_probs", "steps")]
-    per_step = sum(_count_bytes(tensor) for tensor in by_step) // trajectory.steps.numel()
-    return per_step, sum(_count_bytes(tensor) for tensor in tensors.values()) // len(trajectory)
-
-
-def _count_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    per_step = sum(tensor.nbytes for tensor in by_step) // trajectory.steps.numel()
+    return per_step, sum(tensor.nbytes for tensor in tensors.values()) // len(trajectory)

@@ -2,28 +2,28 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import PeftConfig
 from torch import Tensor, nn
 from transformers import Trainer
 from transformers.training_args import OptimizerNames
 
-from ..algorithms.base import Algorithm
-from ..algorithms.registry import load_algorithm
 from ..config.settings import DiffusionGRPOConfig
 from ..training.lazy_modules import list_text_encoders
 from ..training.memory import count_bytes
-from .batches import Batches
+from .batches import Batches, has_old_policy
 from .measure import DECODING, DENOISING, ENCODING, UPDATE, Measurement
 from .sharding import Sharding
+from .weightless import Parts
 
 LOADING = "loading"  # before anything is on the accelerator
 PREPARING = "preparing"  # prompts are encoded before the network is on the accelerator
 ALONE = (LOADING, PREPARING)  # phases without the other kinds
+NAMES = {ENCODING: "encoding prompts", DENOISING: "denoising", DECODING: "decoding", UPDATE: "activations"}
+LIVE_WEIGHTS = 10**9  # that ZeRO-3 keeps gathered, DeepSpeed's default of stage3_max_live_parameters
 OPTIMIZER_BLOCK = 256  # values that share a scale in the 8-bit states of bitsandbytes
 OPTIMIZER_SMALL = 4096  # bitsandbytes keeps 32-bit states for smaller tensors
 WEIGHT_BLOCK = 64  # values that share a scale in the 4-bit weights of bitsandbytes
@@ -36,7 +36,6 @@ class Memory:
     name: str
     accelerator: int = 0
     cpu: int = 0
-    basis: str = ""
     phase: str = ""
 
 
@@ -45,141 +44,112 @@ def add_up(memory: list[Memory]) -> Memory:
 
     The phase of the result is the one in which the accelerator holds the most bytes.
     """
-    phases = dict.fromkeys(["", *(item.phase for item in memory)])
-    sums: dict[str, list[int]] = {"accelerator": [], "cpu": []}
-    for where, found in sums.items():
-        for phase in phases:
-            there = [i for i in memory if i.phase == phase or (not i.phase and phase not in ALONE)]
-            found.append(sum(getattr(item, where) for item in there))
-    most = max(sums["accelerator"])
-    return Memory("most at a time", most, max(sums["cpu"]), phase=list(phases)[sums["accelerator"].index(most)])
-
-
-@dataclass
-class Parts:
-    """What a pipeline is made of, with fake tensors for weights."""
-
-    model: nn.Module
-    networks: dict[str, nn.Module]
-    others: dict[str, nn.Module] = field(default_factory=dict)
-    specs: dict[str, Any] = field(default_factory=dict)
-    moved: tuple[str, ...] = ()
-    decodes: tuple[str, ...] = ()
-
-    def weigh_others(self, names: Iterable[str]) -> int:
-        """Return the bytes of some of the other networks."""
-        return sum(weigh(self.others[name], self.specs.get(name)) for name in names)
-
-    @property
-    def trained(self) -> list[nn.Parameter]:
-        """The weights that are trained."""
-        return [p for p in self.model.parameters() if p.requires_grad]
-
-    @property
-    def frozen(self) -> int:
-        """Bytes of the frozen weights and the buffers of the trained networks."""
-        return sum(weigh(network, self.specs.get(name), is_frozen=True) for name, network in self.networks.items())
-
-    @property
-    def buffers(self) -> int:
-        """Bytes of the buffers of the trained networks, which each process has whole."""
-        return sum(count_bytes(network.buffers()) for network in self.networks.values())
+    totals = []
+    for phase in dict.fromkeys(["", *(item.phase for item in memory)]):
+        present = [i for i in memory if i.phase == phase or (not i.phase and phase not in ALONE)]
+        totals.append((sum(i.accelerator for i in present), sum(i.cpu for i in present), phase))
+    most = max(totals, key=lambda total: total[0])
+    return Memory("most at a time", most[0], max(total[1] for total in totals), most[2])
 
 
 def estimate_memory(
     parts: Parts,
     args: DiffusionGRPOConfig,
-    peft_config: PeftConfig | None,
+    is_full_training: bool,
     sharding: Sharding,
     counted: Measurement | None,
     batches: Batches,
 ) -> list[Memory]:
     """Estimate the bytes on one process, by kind."""
-    found = [*_list_state(parts, args, sharding), *_list_copies(parts, args, peft_config, sharding)]
-    found += _list_frozen(parts, args)
-    found.append(_plan_loading(parts, sharding))
+    copies_reference = args.needs_reference and is_full_training
+    released = list_text_encoders(parts.others) if _caches_prompts(args) else []
+    moved = [name for name in _list_moved(parts, args) if name not in released]
+    stay = [name for name in parts.others if name not in (*released, *moved)]
+    memory = _list_state(parts, args, sharding)
+    memory += _list_copies(parts, args, copies_reference, sharding)
+    memory.append(Memory("frozen parts", _weigh_others(parts, stay), _weigh_others(parts, moved)))
+    loaded = _weigh_others(parts, parts.others)
+    if not sharding.parameters:  # otherwise networks are read as they are sharded
+        loaded += _weigh_frozen(parts) + count_bytes(parts.trained)
+    memory.append(Memory("pipeline as it is loaded", 0, loaded, LOADING))
     if counted is None:
-        return found
-    trajectory = batches.samples_per_process * (counted.sample_bytes + batches.trained_steps * counted.step_bytes)
-    found.append(_place("trajectory", trajectory, args.offload_trajectories, "recorded by the rollout's own code"))
-    has_copy, is_divided = _has_reference(args, peft_config), _divides_reference(args, sharding)
-    is_gathered = has_copy and is_divided and sharding.name == "zero3"  # FSDP2 gathers the policy only
-    gathered = _weigh_gathered(parts, args, 2 if is_gathered else 1, sharding)
-    visits = has_copy and args.offload_ref_model and not is_divided
-    visiting = _weigh_weights(parts, args, False) + parts.buffers if visits else 0
-    return found + _list_phases(parts, args, counted, batches, gathered, visiting)
+        return memory
+    memory.append(_place("trajectory", _count_trajectory(args, counted, batches), args.offload_trajectories))
+    memory += _list_phases(parts, args, copies_reference, sharding, counted)
+    if moved and counted.tokens:  # the largest part that turns tokens into samples
+        memory.append(Memory(NAMES[DECODING], max(_weigh_others(parts, [name]) for name in moved), phase=DECODING))
+    elif released and (encoders := [name for name in moved if name not in parts.decodes]):
+        memory.append(Memory(NAMES[ENCODING], _weigh_others(parts, encoders), phase=ENCODING))
+    if args.cache_prompt_embeds == "memory":
+        memory.append(Memory("prompt embeddings", 0, counted.prompt_bytes * (batches["prompts"] or 0)))
+    return memory
 
 
-def _plan_loading(parts: Parts, sharding: Sharding) -> Memory:
-    """Return what a process holds in CPU memory while it loads; networks that are sharded stay in their files."""
-    loaded, basis = parts.weigh_others(parts.others), "networks are read as they are sharded"
-    if not sharding.parameters:
-        loaded += parts.frozen + count_bytes(parts.trained)
-        basis = "before it moves to the accelerator"
-    return Memory("pipeline as it is loaded", 0, loaded, basis, LOADING)
+def _place(name: str, count: int, is_on_cpu: bool) -> Memory:
+    return Memory(name, 0 if is_on_cpu else count, count if is_on_cpu else 0)
+
+
+def _caches_prompts(args: DiffusionGRPOConfig) -> bool:
+    return args.cache_prompt_embeds != "off"
+
+
+def _list_moved(parts: Parts, args: DiffusionGRPOConfig) -> list[str]:
+    return parts.moved if args.offload_frozen is not None else []
 
 
 def _list_state(parts: Parts, args: DiffusionGRPOConfig, sharding: Sharding) -> list[Memory]:
     """List weights, gradients and optimizer states, as they are divided among the processes."""
     trained = parts.trained
-    own, grads = count_bytes(trained), count_bytes(trained)
-    flat = [nn.Parameter(torch.empty(sum(p.numel() for p in trained), device="meta"))]  # which DeepSpeed makes of them
-    states = count_optimizer_bytes(flat if sharding.keeps_masters else trained, args)
-    whole, masters = _weigh_weights(parts, args, sharding.keeps_masters), 0
-    if sharding.keeps_masters:
-        masters = 4 * sum(p.numel() for p in trained)  # whatever the dtype of the weights
-        grads = masters // 2 if args.bf16 or args.fp16 else grads
-    engine, away, away_optimizer = sharding.basis, sharding.offload_parameters, sharding.offload_optimizer
-    weights = _place("parameters", sharding.share(whole, sharding.parameters), away, engine)
-    weights.accelerator += parts.buffers
-    found = [
+    size, count, buffers = count_bytes(trained), sum(p.numel() for p in trained), _weigh_buffers(parts)
+    gradients, states = size, 0
+    if sharding.is_deepspeed:  # which steps one float32 tensor of all trained weights
+        states, trained = 4 * count, [nn.Parameter(torch.empty(count, device="meta"))]
+        gradients = 2 * count if args.bf16 or args.fp16 else size
+    states += count_optimizer_bytes(trained, args)
+    whole = _weigh_networks(parts, args, sharding.is_deepspeed)
+    weights = _place("parameters", sharding.share(whole, sharding.parameters), sharding.offload_parameters)
+    weights.accelerator += buffers
+    if args.group_offload is not None:  # networks take turns
+        most = size + max(measure_groups(network, args) for network in parts.networks.values())
+        frozen = _weigh_pinned(parts) if args.group_offload_stream else _weigh_frozen(parts)
+        weights = Memory("parameters", min(most, whole + buffers), frozen)
+    memory = [
         weights,
-        _place("gradients", sharding.share(grads, sharding.gradients), away_optimizer, engine),
-        _place("optimizer", sharding.share(states + masters, sharding.optimizer), away_optimizer, engine),
+        _place("gradients", sharding.share(gradients, sharding.gradients), sharding.offload_optimizer),
+        _place("optimizer", sharding.share(states, sharding.optimizer), sharding.offload_optimizer),
     ]
-    if args.group_offload is not None:
-        groups = [measure_groups(network, args) for network in parts.networks.values()]
-        present = own + max(groups)  # experts take turns, and the groups of one leave before those of the next come
-        waiting = _weigh_pinned(parts) if args.group_offload_stream else parts.frozen
-        present = min(present, whole + parts.buffers)
-        found[0] = Memory("parameters", present, waiting, "the blocks that work, and what is trained")
-    if sharding.copies_gradients:
-        found.append(Memory("gradient buckets", grads, basis="DDP's copies for the all-reduce"))
-    if sharding.parameters and sharding.processes > 1:
-        found.append(_weigh_block(parts, args, sharding))
-    if sharding.bucket:
-        bucket = sharding.bucket * (2 if args.bf16 or args.fp16 else 4)
-        found.append(Memory("gradient bucket", bucket, basis="DeepSpeed's buffer, as large as its configuration says"))
-    quantised = [network for name, network in parts.networks.items() if name in parts.specs]
-    if quantised:
-        largest = max(map(_weigh_dense, quantised))
-        found.append(Memory("restored layer", largest, basis="the largest quantised layer, while it is used"))
-    return found
+    if sharding.name == "ddp":
+        memory.append(Memory("gradient buckets", gradients))  # copies for the all-reduce
+    if sharding.name == "fsdp2" and sharding.processes > 1:
+        memory.append(Memory("gathered block", max(map(measure_largest_unit, parts.networks.values()))))
+    if sharding.name == "zero3" and sharding.processes > 1:
+        gathered = min(whole, (2 if args.bf16 or args.fp16 else 4) * LIVE_WEIGHTS)
+        phase = UPDATE if args.ds3_gather_for_generation else ""  # rollouts gather the whole network
+        memory.append(Memory("gathered blocks", gathered, phase=phase))
+    if quantised := [network for name, network in parts.networks.items() if name in parts.specs]:
+        layers = [weight.nbytes for network in quantised for weight in list_linear_weights(network)]
+        memory.append(Memory("restored layer", max(layers, default=0)))  # while it is used
+    return memory
 
 
-def _weigh_block(parts: Parts, args: DiffusionGRPOConfig, sharding: Sharding) -> Memory:
-    """Return the weights that a process has whole at a time while the network works, if they are sharded."""
-    if sharding.name == "fsdp2":
-        unit = measure_largest_unit(parts.networks.values())
-        return Memory("gathered block", unit, basis="FSDP2's largest block, and what is in none")
-    size = 2 if args.bf16 or args.fp16 else 4  # bytes of a weight that DeepSpeed has cast
-    kept = size * (sharding.live_weights + count_largest_block(parts.model))
-    kept = min(_weigh_weights(parts, args, is_cast=True), kept)
-    phase = UPDATE if args.ds3_gather_for_generation else ""  # rollouts gather the whole network
-    basis = "the most that ZeRO-3 keeps gathered (stage3_max_live_parameters)"
-    return Memory("gathered blocks", kept, basis=basis, phase=phase)
-
-
-def _weigh_weights(parts: Parts, args: DiffusionGRPOConfig, is_cast: bool) -> int:
-    """Return the bytes of all weights of the networks, undivided and without buffers."""
-    if is_cast and (args.bf16 or args.fp16) and not parts.specs:
-        return sum(2 * p.numel() if p.is_floating_point() else p.nbytes for p in parts.model.parameters())
-    return count_bytes(parts.trained) + parts.frozen - parts.buffers
-
-
-def _has_reference(args: DiffusionGRPOConfig, peft_config: PeftConfig | None) -> bool:
-    """Return whether the run copies the networks as a reference."""
-    return args.needs_reference and peft_config is None
+def _list_copies(parts: Parts, args: DiffusionGRPOConfig, copies_reference: bool, sharding: Sharding) -> list[Memory]:
+    """List copies of the weights: the reference, the moving average, the old policy."""
+    memory, size = [], sharding.share(count_bytes(parts.trained), sharding.parameters)
+    if copies_reference:
+        is_divided, buffers = _divides_reference(args, sharding), _weigh_buffers(parts)
+        whole = _weigh_networks(parts, args, is_divided and sharding.is_deepspeed)  # else the engine does not see it
+        is_on_cpu = args.offload_ref_model or is_divided and sharding.offload_parameters
+        reference = _place("reference", sharding.share(whole, is_divided), is_on_cpu)
+        if args.offload_ref_model and not is_divided:
+            reference.cpu += buffers
+        else:
+            reference.accelerator += buffers
+        memory.append(reference)
+    if args.ema_decay is not None:
+        memory.append(Memory("moving average", size))
+    if has_old_policy(args):
+        memory.append(Memory("old policy", size))
+    return memory
 
 
 def _divides_reference(args: DiffusionGRPOConfig, sharding: Sharding) -> bool:
@@ -187,116 +157,76 @@ def _divides_reference(args: DiffusionGRPOConfig, sharding: Sharding) -> bool:
     return sharding.parameters and (sharding.name == "fsdp2" or not args.offload_ref_model)
 
 
-def _weigh_gathered(parts: Parts, args: DiffusionGRPOConfig, copies: int, sharding: Sharding) -> int:
+def _count_trajectory(args: DiffusionGRPOConfig, counted: Measurement, batches: Batches) -> int:
+    """Count the bytes of what a rollout keeps until its last update."""
+    per_sample, per_step = counted.sample_bytes, counted.step_bytes
+    latent = (per_step - 12) // 2  # a step has latents before and after it, a log-probability and an index
+    if args.is_renoised:  # only the finished latents
+        per_sample, per_step = per_sample + latent, 8 + (latent if has_old_policy(args) else 0)
+    elif args.anchor != "own" and args.recording.old == "mean" and not counted.tokens:
+        per_step += latent  # the mean of each step
+    return batches["samples_per_process"] * (per_sample + batches["trained_steps"] * per_step)
+
+
+def _list_phases(
+    parts: Parts, args: DiffusionGRPOConfig, copies_reference: bool, sharding: Sharding, counted: Measurement
+) -> list[Memory]:
+    """List temporary memory: one row for each phase that was measured."""
+    is_cached, moved = _caches_prompts(args), _list_moved(parts, args)
+    encoders = [name for name in (parts.others if is_cached else moved) if name not in parts.decodes]
+    decoders = [name for name in moved if name in parts.decodes]
+    gathered = _weigh_gathered(parts, args, copies_reference, sharding)
+    memory = []
+    for phase, count in counted.peaks.items():
+        if phase == UPDATE and copies_reference and args.offload_ref_model and not _divides_reference(args, sharding):
+            # for its pass, which has no gradient, the reference comes from CPU memory
+            without_gradient = (
+                counted.peaks.get(DENOISING, 0) * args.per_device_train_batch_size // args.rollout_call_size
+            )
+            count = max(count, _weigh_networks(parts, args, False) + _weigh_buffers(parts) + without_gradient)
+        elif phase == ENCODING and is_cached:
+            memory.append(Memory(NAMES[phase], count + _weigh_others(parts, encoders), phase=PREPARING))
+            continue
+        elif phase != UPDATE:
+            present = {ENCODING: encoders, DECODING: decoders}.get(phase, [])
+            count += gathered + _weigh_others(parts, present)
+        memory.append(Memory(NAMES[phase], count, phase=phase))
+    return memory
+
+
+def _weigh_gathered(parts: Parts, args: DiffusionGRPOConfig, copies_reference: bool, sharding: Sharding) -> int:
     """Return the bytes that a process holds besides its shard while samples are made and weights are gathered."""
     gathers = {"zero3": args.ds3_gather_for_generation, "fsdp2": args.fsdp_gather_for_generation}
     if sharding.processes == 1 or not gathers.get(sharding.name):
         return 0
-    whole = copies * _weigh_weights(parts, args, sharding.keeps_masters)
+    whole = _weigh_networks(parts, args, sharding.is_deepspeed)
+    if sharding.name == "zero3" and copies_reference and _divides_reference(args, sharding):
+        whole *= 2  # FSDP2 gathers the policy only
     return whole if sharding.offload_parameters else whole - sharding.share(whole, True)
 
 
-def _list_copies(
-    parts: Parts, args: DiffusionGRPOConfig, peft_config: PeftConfig | None, sharding: Sharding
-) -> list[Memory]:
-    """List copies of the weights: the reference, the moving average, the old policy."""
-    found = []
-    own = sharding.share(count_bytes(parts.trained), sharding.parameters)
-    if _has_reference(args, peft_config):
-        is_divided = _divides_reference(args, sharding)
-        is_away = args.offload_ref_model or is_divided and sharding.offload_parameters
-        whole = _weigh_weights(parts, args, is_divided and sharding.keeps_masters)  # else the engine does not see it
-        reference = _place("reference", sharding.share(whole, is_divided), is_away, "a copy of the network")
-        if args.offload_ref_model and not is_divided:
-            reference.cpu += parts.buffers
-        else:
-            reference.accelerator += parts.buffers
-        found.append(reference)
-    if args.ema_decay is not None:
-        found.append(Memory("moving average", own, basis=sharding.basis))
-    if has_old_policy(args):
-        found.append(Memory("old policy", own, basis=sharding.basis))
-    return found
+# Weights
 
 
-def _list_frozen(parts: Parts, args: DiffusionGRPOConfig) -> list[Memory]:
-    """List the frozen parts; those that are moved are on the accelerator only in their phase."""
-    released = list_text_encoders(parts.others) if _are_prompts_cached(args) else []
-    there = [name for name in parts.others if name not in released]
-    moved = [name for name in there if name in parts.moved and args.offload_frozen is not None]
-    stay = parts.weigh_others(name for name in there if name not in moved)
-    return [Memory("frozen parts", stay, parts.weigh_others(moved), "text encoders, VAE and the like")]
+def _weigh_networks(parts: Parts, args: DiffusionGRPOConfig, is_cast: bool) -> int:
+    """Return the bytes of the networks' weights, undivided and without buffers; `is_cast` if by DeepSpeed."""
+    if is_cast and (args.bf16 or args.fp16) and not parts.specs:
+        return sum(2 * p.numel() if p.is_floating_point() else p.nbytes for p in parts.model.parameters())
+    return count_bytes(parts.trained) + _weigh_frozen(parts) - _weigh_buffers(parts)
 
 
-def _list_phases(
-    parts: Parts, args: DiffusionGRPOConfig, counted: Measurement, batches: Batches, gathered: int, visiting: int
-) -> list[Memory]:
-    """List temporary memory: one row for each phase that was measured."""
-    moved = parts.moved if args.offload_frozen is not None else ()
-    cached, found = _are_prompts_cached(args), []
-    size = args.per_device_train_batch_size
-    without_gradient = counted.peaks.get(DENOISING, 0) * size // args.rollout_call_size
-    for phase, name, basis in (
-        (ENCODING, "encoding prompts", "the most at a time, for one call of a rollout"),
-        (DENOISING, "denoising", "the most at a time, for one call of a rollout"),
-        (DECODING, "decoding", "the most at a time, for one call of a rollout"),
-        (UPDATE, "activations", "the most at a time in one micro-batch's forward and backward pass"),
-    ):
-        if phase not in counted.peaks:
-            continue
-        count = counted.peaks[phase]
-        if phase == ENCODING:
-            encoders = parts.others if cached else moved
-            count += parts.weigh_others(n for n in encoders if n in parts.others and n not in parts.decodes)
-        if phase == DECODING:
-            count += parts.weigh_others(n for n in moved if n in parts.decodes)
-        if phase == ENCODING and cached:
-            found.append(Memory(name, count, 0, "text encoders at work, before the network is loaded", PREPARING))
-        elif phase == UPDATE and visiting and visiting + without_gradient > count:
-            count = visiting + without_gradient
-            found.append(Memory(name, count, 0, "the reference's pass, for which it comes from CPU memory", phase))
-        elif phase != UPDATE and gathered:
-            found.append(Memory(name, count + gathered, 0, basis + ", and the network, gathered whole", phase))
-        else:
-            found.append(Memory(name, count, 0, basis, phase))
-    released = list_text_encoders(parts.others) if cached else []
-    rest = [name for name in moved if name in parts.others and name not in released]
-    if counted.tokens and rest:
-        most = max(parts.weigh_others([name]) for name in rest)
-        found.append(Memory("decoding", most, 0, "the largest part that turns tokens into samples", DECODING))
-    elif cached and (encoders := [name for name in rest if name not in parts.decodes]):
-        basis = "parts that work in each rollout although prompts are cached"
-        found.append(Memory("encoding prompts", parts.weigh_others(encoders), 0, basis, ENCODING))
-    if args.cache_prompt_embeds == "memory":
-        prompts = counted.prompt_bytes * (batches.prompts or 0)
-        found.append(Memory("prompt embeddings", 0, prompts, "at most, of all prompts"))
-    return found
+def _weigh_frozen(parts: Parts) -> int:
+    """Return the bytes of the frozen weights and the buffers of the trained networks."""
+    return sum(weigh(network, parts.specs.get(name), is_frozen=True) for name, network in parts.networks.items())
 
 
-def _are_prompts_cached(args: DiffusionGRPOConfig) -> bool:
-    return args.cache_prompt_embeds != "off"
+def _weigh_buffers(parts: Parts) -> int:
+    """Return the bytes of the buffers of the trained networks, which each process has whole."""
+    return sum(count_bytes(network.buffers()) for network in parts.networks.values())
 
 
-def _place(name: str, count: int, is_on_cpu: bool, basis: str) -> Memory:
-    return Memory(name, 0 if is_on_cpu else count, count if is_on_cpu else 0, basis)
-
-
-def find_planned_algorithm(args: DiffusionGRPOConfig) -> Algorithm:
-    """Return the algorithm, with only those settings on which its memory depends."""
-    return load_algorithm(args.loss_type, args.loss_kwargs, anchor=args.anchor)
-
-
-def has_old_policy(args: DiffusionGRPOConfig) -> bool:
-    """Return whether the algorithm keeps an old policy."""
-    return args.is_renoised and find_planned_algorithm(args).old_decay is not None
-
-
-def keeps_means(args: DiffusionGRPOConfig) -> bool:
-    """Return whether a rollout keeps the mean of each trained step in addition to the latents."""
-    return args.anchor != "own" and args.recording.old == "mean"
-
-
-# Quantised weights
+def _weigh_others(parts: Parts, names: Iterable[str]) -> int:
+    return sum(weigh(parts.others[name], parts.specs.get(name)) for name in names)
 
 
 def weigh(network: nn.Module, spec: Any = None, is_frozen: bool = False) -> int:
@@ -313,11 +243,7 @@ def list_linear_weights(network: nn.Module) -> list[nn.Parameter]:
 
 
 def count_quantised_bytes(weight: Tensor, spec: Any) -> int:
-    """Return the bytes of a weight as a backend keeps it, with its scales.
-
-    Args:
-        weight: (out, in) weight of a linear layer.
-    """
+    """Return the bytes of a linear layer's (out, in) weight as a backend keeps it, with its scales."""
     backend, options = getattr(spec, "backend", ""), getattr(spec, "options", {})
     if backend == "bitsandbytes_4bit" or getattr(spec, "load_in_4bit", False):
         blocks = math.ceil(weight.numel() / WEIGHT_BLOCK)
@@ -326,11 +252,6 @@ def count_quantised_bytes(weight: Tensor, spec: Any) -> int:
         return math.ceil(weight.numel() / 2) + scales
     bits = {"int4": 4, "int2": 2}.get(options.get("weights_dtype"), 8)  # quanto
     return math.ceil(weight.numel() * bits / 8) + 4 * len(weight)  # a scale per row
-
-
-def _weigh_dense(network: nn.Module) -> int:
-    """Return the bytes of the largest linear layer, as it is restored for a multiplication."""
-    return max((weight.nbytes for weight in list_linear_weights(network)), default=0)
 
 
 # Blocks
@@ -344,63 +265,36 @@ def measure_groups(network: nn.Module, args: DiffusionGRPOConfig) -> int:
     is at least a whole block. If the next group is fetched early, it counts too. See diffusers'
     `apply_group_offloading`.
     """
-    is_ahead, per_group = args.group_offload_stream, args.group_offload_blocks
-    if args.group_offload == "leaf_level":
-        return _measure_layers(network, is_ahead, args.activation_checkpointing)
-    per_group = 1 if is_ahead else per_group
-    lists = [child for child in network.children() if isinstance(child, (nn.ModuleList, nn.Sequential))]
-    groups = [
-        sum(map(_count_frozen, blocks[start : start + per_group]))
-        for blocks in map(list, lists)
-        for start in range(0, len(blocks), per_group)
-    ]
-    outside = _count_frozen(network) - sum(map(_count_frozen, lists))
-    return outside + (2 if is_ahead else 1) * max(groups, default=0)
-
-
-def _measure_layers(network: nn.Module, is_ahead: bool, is_recomputed: bool) -> int:
-    """Return the bytes of the layers that are present at a time.
-
-    What is fetched early is the next layer in the order of definition, or the largest of the other blocks.
-    """
-    own = {module: _count_frozen(module, recurse=False) for module in network.modules()}
-    ordered = [module for module in own if own[module]]
-    found = [0]
-    for chain in _list_chains(network):
-        present = [module for module in chain if own[module]]
-        after = ordered.index(present[-1]) + 1 if present and is_ahead else len(ordered)
-        found.append(sum(own[module] for module in [*present, *ordered[after : after + 1]]))
-    if is_recomputed:
-        blocks = sorted(map(_count_frozen, _list_recomputed(network)))
-        found.append(sum(blocks[-2:] if is_ahead else blocks[-1:]))
-    return max(found)
-
-
-def _list_chains(module: nn.Module, around: tuple[nn.Module, ...] = ()) -> Iterator[tuple[nn.Module, ...]]:
-    """Yield each module without children, after the modules that it is a part of."""
-    chain, children = (*around, module), list(module.children())
-    if not children:
-        yield chain
-    for child in children:
-        yield from _list_chains(child, chain)
+    copies = 2 if args.group_offload_stream else 1
+    if args.group_offload == "block_level":
+        lists = [list(child) for child in network.children() if isinstance(child, (nn.ModuleList, nn.Sequential))]
+        size = args.group_offload_blocks
+        groups = [sum(map(_weigh_fixed, x[start : start + size])) for x in lists for start in range(0, len(x), size)]
+        outside = _weigh_fixed(network) - sum(_weigh_fixed(block) for blocks in lists for block in blocks)
+        return outside + copies * max(groups, default=0)
+    around = {"": 0}
+    sizes = {name: _weigh_fixed(module, recurse=False) for name, module in network.named_modules()}
+    for name, size in sizes.items():  # those of a module come after it
+        around[name] = around[name.rpartition(".")[0]] + size
+    next_layer = sorted(sizes.values())[-2] if args.group_offload_stream else 0
+    blocks = map(_weigh_fixed, _list_recomputed(network)) if args.activation_checkpointing else []
+    return max(max(around.values()) + next_layer, sum(sorted(blocks)[-copies:]))
 
 
 def _list_recomputed(network: nn.Module) -> list[nn.Module]:
-    """Return the blocks that gradient checkpointing recomputes.
+    """Return the blocks that gradient checkpointing recomputes: those in the lists of modules with diffusers' flag.
 
-    Modules of diffusers that recompute what is in their lists have a flag. Those in the list of another one are not
-    recomputed as a whole: they recompute their own blocks.
+    A block with a flag of its own is not recomputed as a whole: it recomputes its own blocks.
     """
     flag = "gradient_checkpointing"
-    return [
-        block
-        for module in network.modules()
-        if hasattr(module, flag)
-        for child in module.children()
-        if isinstance(child, nn.ModuleList)
-        for block in child
-        if not hasattr(block, flag)
-    ]
+    owners = [module for module in network.modules() if hasattr(module, flag)]
+    lists = [child for owner in owners for child in owner.children() if isinstance(child, nn.ModuleList)]
+    return [block for blocks in lists for block in blocks if not hasattr(block, flag)]
+
+
+def _weigh_fixed(module: nn.Module, recurse: bool = True) -> int:
+    frozen = [p for p in module.parameters(recurse) if not p.requires_grad]
+    return count_bytes([*frozen, *module.buffers(recurse)])
 
 
 def _weigh_pinned(parts: Parts) -> int:
@@ -408,41 +302,27 @@ def _weigh_pinned(parts: Parts) -> int:
 
     See `CachingHostAllocator` in https://github.com/pytorch/pytorch/issues/150517.
     """
-    networks = parts.networks.values()
-    sizes = [x.nbytes for network in networks for x in network.parameters() if not x.requires_grad]
-    sizes += [x.nbytes for network in networks for x in network.buffers()]
-    return sum(1 << (size - 1).bit_length() for size in sizes if size)
+    tensors = [x for network in parts.networks.values() for x in (*network.parameters(), *network.buffers())]
+    return sum(1 << (x.nbytes - 1).bit_length() for x in tensors if x.nbytes and not x.requires_grad)
 
 
-def _count_frozen(module: nn.Module, recurse: bool = True) -> int:
-    frozen = [p for p in module.parameters(recurse) if not p.requires_grad]
-    return count_bytes([*frozen, *module.buffers(recurse)])
-
-
-def count_largest_block(model: nn.Module) -> int:
-    """Return the number of weights of the largest repeated block of the network."""
-    lists = [block for part in model.modules() if isinstance(part, nn.ModuleList) for block in part]
-    return max((sum(p.numel() for p in block.parameters()) for block in lists), default=0)
-
-
-def measure_largest_unit(networks: Iterable[nn.Module]) -> int:
+def measure_largest_unit(network: nn.Module) -> int:
     """Return the bytes of the units that FSDP2 has gathered at a time: its largest block, and what is in no block.
 
     Units are the repeated blocks that a network names. What is in none of them stays gathered for the whole pass.
-    Networks take turns.
     """
-    most = 0
-    for network in networks:
-        named = set(getattr(network, "_repeated_blocks", None) or getattr(network, "_no_split_modules", None) or ())
-        owners: dict[nn.Parameter, str] = {}
-        for name, module in network.named_modules():  # inner units come after outer ones
-            if not name or type(module).__name__ in named:
-                owners |= dict.fromkeys(module.parameters(), name)
-        sizes: Counter[str] = Counter()
-        for parameter, name in owners.items():
-            sizes[name] += parameter.nbytes
-        most = max(most, sizes.pop("", 0) + max(sizes.values(), default=0))
-    return most
+    named = set(getattr(network, "_repeated_blocks", None) or getattr(network, "_no_split_modules", None) or ())
+    units = {name: module for name, module in network.named_modules() if not name or type(module).__name__ in named}
+    owners: dict[nn.Parameter, str] = {}
+    for name, module in units.items():  # inner units come after outer ones
+        owners |= dict.fromkeys(module.parameters(), name)
+    sizes: Counter[str] = Counter()
+    for parameter, name in owners.items():
+        sizes[name] += parameter.nbytes
+    return sizes.pop("", 0) + max(sizes.values(), default=0)
+
+
+# Optimizers
 
 
 def count_optimizer_bytes(trained: list[nn.Parameter], args: DiffusionGRPOConfig) -> int:

@@ -1,12 +1,10 @@
-"""Pipelines without weights, built from configuration files by the rules of training.
+"""Pipelines without weights, loaded from configuration files and prepared by the code of training.
 
 The pipeline is of diffusers' own class. Its networks hold fake tensors (torch's `FakeTensorMode`), which have a shape
 and a dtype but no memory.
 """
 
-import contextlib
-import json
-from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +12,49 @@ import diffusers
 import torch
 import transformers
 from diffusers import DiffusionPipeline
-from torch import Tensor, nn
+from peft import PeftConfig
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..config.settings import DiffusionGRPOConfig
-from ..training.decoding import set_decoding
-from ..training.model import choose_dtype, set_scheduler
-from ..training.model_checks import check_processors
-from ..training.modular_loading import is_modular, list_parts, read_modular
+from ..training.model import choose_dtype, load_pipeline, prepare_model
+from ..training.model_checks import check_processors, list_components, read_index
+from ..training.modular_loading import is_modular, read_modular
 
 WEIGHTS = ["*.safetensors", "*.bin", "*.msgpack", "*.h5", "*.ckpt", "*.pt", "*.onnx*", "*.gguf"]
+
+
+@dataclass
+class Parts:
+    """A pipeline without weights that is prepared for training, and what it is made of."""
+
+    pipe: DiffusionPipeline
+    mode: FakeTensorMode
+    model: nn.Module
+    networks: dict[str, nn.Module]
+    others: dict[str, nn.Module]
+    moved: list[str]  # others that `offload_frozen` moves
+    decodes: list[str]  # others that work after the network
+    specs: dict[str, Any] = field(default_factory=dict)  # how components are quantised
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """The weights that are trained."""
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+
+def prepare_parts(folder: Path, args: DiffusionGRPOConfig, peft_config: PeftConfig | None) -> Parts:
+    """Build a pipeline without weights and prepare it as for training."""
+    pipe, mode = build_weightless_pipeline(folder, args, peft_config is None)
+    with mode:
+        component, model = prepare_model(pipe, args, peft_config)
+    every = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
+    order = (pipe.model_cpu_offload_seq or "").split("->")
+    others = {name: part for name, part in every.items() if name not in component}
+    moved = [name for name in order if name in others and name not in pipe._exclude_from_cpu_offload]
+    last = max((order.index(name) for name in component if name in order), default=len(order))
+    decodes = [name for name in moved if order.index(name) > last]
+    return Parts(pipe, mode, model, {name: every[name] for name in component}, others, moved, decodes)
 
 
 def find_configuration(model: str) -> Path:
@@ -38,121 +69,49 @@ def find_configuration(model: str) -> Path:
 def build_weightless_pipeline(
     folder: Path, args: DiffusionGRPOConfig, is_full_training: bool
 ) -> tuple[DiffusionPipeline, FakeTensorMode]:
-    """Build the pipeline of a folder as `load_pipeline` does, but with fake tensors instead of weights.
-
-    How it decodes is set by [`decode_as_set`].
-    """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    dtype = choose_dtype(args, is_full_training)
-    if is_modular(folder, {}):
-        return set_scheduler(
-            _build_modular(folder, args.model_init_kwargs or {}, dtype, mode), args.scheduler_kwargs
-        ), mode
-    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
-    check_processors(index, args.model_init_kwargs or {})
-    parts: dict[str, Any] = {}
-    for name, entry in index.items():
-        if name.startswith("_"):
+    """Load the pipeline of a folder as training does, with networks of fake tensors."""
+    mode, kwargs = FakeTensorMode(allow_non_fake_inputs=True), args.model_init_kwargs or {}
+    # with a weak reference to a weight, torch would refuse to cast the network (LoRA, SDXL's VAE)
+    mode.fake_tensor_converter.set_tensor_memo = lambda meta, fake: None
+    index, dtype = read_index(str(folder), args), choose_dtype(args, is_full_training)
+    check_processors(index, kwargs)
+    modular = read_modular(folder, kwargs) if is_modular(folder, {}) else None
+    parts: dict[str, nn.Module] = {}
+    for name, (library, kind) in list_components(index).items():
+        spec = None if modular is None else modular.get_component_spec(name)
+        source = folder if spec is None else spec.pretrained_model_name_or_path  # each may come from another place
+        cls = _find_class(name, library, kind)
+        if source is None or kwargs.get(name, cls) is None or not issubclass(cls, nn.Module):
             continue
-        is_left_out = (args.model_init_kwargs or {}).get(name, entry) is None
-        if not isinstance(entry, list) or entry[0] is None or entry[1] is None or is_left_out:
-            parts[name] = None if isinstance(entry, list) else entry
-            continue
-        parts[name] = _build_part(folder / name, entry, _choose_own(dtype, name), mode)
-    pipe = getattr(diffusers, index["_class_name"])(**parts)
-    return set_scheduler(pipe, args.scheduler_kwargs), mode
+        place = folder / name if spec is None else find_configuration(source) / (spec.subfolder or "")
+        part_dtype = dtype.get(name, dtype.get("default", torch.float32)) if isinstance(dtype, dict) else dtype
+        with mode:
+            parts[name] = _build_network(cls, place, part_dtype)
+    return load_pipeline(str(folder), args, is_full_training, parts=parts), mode
 
 
-def _build_modular(folder: Path, given: dict[str, Any], dtype: Any, mode: FakeTensorMode) -> DiffusionPipeline:
-    """Build a modular pipeline, whose components may come from several places."""
-    pipe, parts = read_modular(folder, given), {}
-    for name, entry in list_parts(pipe).items():
-        spec = pipe.get_component_spec(name)
-        if spec.pretrained_model_name_or_path and given.get(name, entry) is not None:
-            place = find_configuration(spec.pretrained_model_name_or_path) / (spec.subfolder or "")
-            parts[name] = _build_part(place, entry, _choose_own(dtype, name), mode)
-    pipe.update_components(**parts)
-    return pipe
-
-
-def _choose_own(dtype: Any, name: str) -> torch.dtype | None:
-    return dtype.get(name, dtype.get("default", torch.float32)) if isinstance(dtype, dict) else dtype
-
-
-@contextlib.contextmanager
-def decode_as_set(pipe: DiffusionPipeline, args: DiffusionGRPOConfig) -> Iterator[None]:
-    """Apply the settings of decoding to a pipeline; undo this on leaving."""
-    parts = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
-    before = [dict(vars(part)) for part in parts]
-    try:
-        set_decoding(pipe, args.vae_slicing, args.vae_tiling, args.decode_batch_size)
-        yield
-    finally:
-        for part, values in zip(parts, before, strict=True):
-            vars(part).clear()
-            vars(part).update(values)
-
-
-def _build_part(folder: Path, entry: list[str], dtype: torch.dtype | None, mode: FakeTensorMode) -> Any:
-    library, name = entry
-    own_library = getattr(diffusers.pipelines, library, None)  # as for Stable Diffusion's safety checker
-    cls = getattr(diffusers, name, None) or getattr(transformers, name, None) or getattr(own_library, name, None)
+def _find_class(name: str, library: str, kind: str) -> type:
+    beside = getattr(diffusers.pipelines, library, None)  # as for Stable Diffusion's safety checker
+    cls = getattr(diffusers, kind, None) or getattr(transformers, kind, None) or getattr(beside, kind, None)
     if cls is None:
-        raise ValueError(f"{folder.name} is a {name} of {library}, which diffusers and transformers do not have.")
-    if not issubclass(cls, nn.Module):
-        return cls.from_pretrained(folder)
+        raise ValueError(f"{name} is a {kind} of {library}, which diffusers and transformers do not have.")
+    return cls
+
+
+def _build_network(cls: type[nn.Module], folder: Path, dtype: torch.dtype | None) -> nn.Module:
+    """Build a network in the dtype in which it is loaded; some layers stay in float32."""
     if issubclass(cls, transformers.PreTrainedModel):
         config = cls.config_class.from_pretrained(folder)
-        with mode:
-            part = cls(config)
-        own = dtype or getattr(config, "dtype", None)  # the default of transformers
-        kept = set(part._keep_in_fp32_modules_strict or ())
-        kept |= set(part._keep_in_fp32_modules or ()) if own == torch.float16 else set()
+        network = cls(config)
+        dtype = dtype or getattr(config, "dtype", None)  # the default of transformers
+        in_float32 = set(network._keep_in_fp32_modules_strict or ())
+        in_float32 |= set(network._keep_in_fp32_modules or ()) if dtype == torch.float16 else set()
     else:
-        with mode:
-            part = cls.from_config(cls.load_config(folder))
-        own, kept = dtype, set(part._keep_in_fp32_modules or ())
-    return _cast(part, own or torch.float32, kept).eval()
-
-
-def _cast(part: nn.Module, dtype: torch.dtype, kept: set[str]) -> nn.Module:
-    """Cast a part, except for what its class keeps in float32, and move it to the meta device."""
-
-    def cast(name: str, tensor: Tensor) -> Tensor:
-        is_kept = kept & set(name.split(".")) and dtype != torch.float32
-        to = tensor.dtype if not tensor.is_floating_point() else torch.float32 if is_kept else dtype
-        return torch.empty(tensor.shape, dtype=to, device="meta")
-
-    _replace(part, cast)
-    return part
-
-
-def move_to_cpu(pipe: DiffusionPipeline, mode: FakeTensorMode) -> None:
-    """Replace the weights of a prepared pipeline by fake tensors on the CPU, so that it can be called."""
-
-    def fake(name: str, tensor: Tensor) -> Tensor:
-        with mode:
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-
-    for part in pipe.components.values():
-        if isinstance(part, nn.Module):
-            _replace(part, fake)
-
-
-def forget_conversions(mode: FakeTensorMode) -> None:
-    """Drop the mode's weak references to its tensors: a pipeline that casts its VAE could not swap the weights."""
-    mode.fake_tensor_converter.tensor_memo.clear()
-
-
-def _replace(part: nn.Module, new: Callable[[str, Tensor], Tensor]) -> None:
-    """Replace each weight and buffer. Tied tensors stay tied."""
-    made: dict[int, tuple[Tensor, Tensor]] = {}
-    for prefix, module in part.named_modules():
-        own = {"recurse": False, "remove_duplicate": False}
-        for name, tensor in [*module.named_parameters(**own), *module.named_buffers(**own)]:
-            if id(tensor) not in made:
-                other = new(f"{prefix}.{name}", tensor)
-                if isinstance(tensor, nn.Parameter):
-                    other = nn.Parameter(other, requires_grad=tensor.requires_grad)
-                made[id(tensor)] = tensor, other
-            setattr(module, name, made[id(tensor)][1])
+        network = cls.from_config(cls.load_config(folder))
+        in_float32 = set(network._keep_in_fp32_modules or ())
+    for name, tensor in [*network.named_parameters(), *network.named_buffers()]:
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(
+                torch.float32 if in_float32 & set(name.split(".")) else dtype or torch.float32
+            )
+    return network.eval()

@@ -84,7 +84,7 @@ class TokenPolicy(Policy):
         def generate(**call: Any) -> Tensor:
             with self.access.forward_context():
                 drawn = self.draw_tokens(call, request.seeds)
-            made.append(self._record(call, drawn, request) if is_recorded else None)
+            made.append(self.record(call, drawn, request) if is_recorded else None)
             return torch.cat([call["input_ids"], drawn.ids], dim=1)
 
         with self._generating(generate, request.initial_seeds):
@@ -97,7 +97,7 @@ class TokenPolicy(Policy):
             )
         return samples, made[0] and made[0].to(request.device)
 
-    def _record(self, call: dict[str, Any], drawn: Drawn, request: RolloutRequest) -> TokenTrajectory:
+    def record(self, call: dict[str, Any], drawn: Drawn, request: RolloutRequest) -> TokenTrajectory:
         log_probs = self._score(call, drawn.ids, drawn.mask, drawn.kept, self.sampling.temperature)
         drift = (log_probs - drawn.log_probs).masked_fill(~drawn.mask, 0.0)
         support = drawn.ids.new_zeros((*drawn.ids.shape, 0), dtype=torch.uint8)

@@ -8,8 +8,8 @@ from planned_runs import write_run
 from tiny_runs import brightness  # noqa: F401  named by its dotted path below
 
 from diffusion_grpo.planning import fit as fitting
-from diffusion_grpo.planning.fit import count_usable, fit, write_words
-from diffusion_grpo.planning.plan import Built, plan
+from diffusion_grpo.planning.fit import Choice, count_usable, fit, write_words
+from diffusion_grpo.planning.plan import plan
 
 
 @pytest.fixture(scope="module")
@@ -20,70 +20,77 @@ def config(tmp_path_factory):
     return write_run(tmp_path_factory.mktemp("run"), "flux", **sizes)
 
 
+CACHE = {}  # of the plans of this one run
+
+
 def most(config, settings):
-    return plan(config, write_words(settings)).total.accelerator
+    return plan(config, write_words(settings), cache=CACHE).total.accelerator
+
+
+def search(config, usable, *words):
+    return fitting.Search(config, list(words), None, usable, CACHE)
 
 
 def test_the_cheapest_settings_that_fit_are_found_and_none_of_them_is_idle(config):
     file, before = Path(config), most(config, {})
     text = file.read_text()
     size = int(0.4 * before / (1 - fitting.RESERVE))
-    found = fit(config, [], size)
+    found = fit(config, [], size, cache=CACHE)
     assert found.fits and found.before.accelerator == before
     assert file.read_text() == text  # nothing is changed behind the user's back
     settings = yaml.safe_load(found.to_yaml())
     assert settings == found.settings
     assert {"per_device_train_batch_size", "gradient_accumulation_steps"} < settings.keys()
     file.with_name("pasted.yaml").write_text(yaml.safe_dump(yaml.safe_load(text) | settings))
-    pasted = plan(str(file.with_name("pasted.yaml")), [])
+    pasted = plan(str(file.with_name("pasted.yaml")), [], cache=CACHE)
     assert pasted.total.accelerator == found.after.accelerator <= count_usable(size)
-    batches = plan(config, []).batches
-    assert pasted.batches.samples_per_update == batches.samples_per_update
-    assert pasted.batches.updates_per_rollout == batches.updates_per_rollout
+    batches = plan(config, [], cache=CACHE).batches
+    assert pasted.batches["samples_per_update"] == batches["samples_per_update"]
+    assert pasted.batches["updates_per_rollout"] == batches["updates_per_rollout"]
     for choice in found.choices:
         rest = fitting.merge([other for other in found.choices if other is not choice])
         assert most(config, rest) == found.after.accelerator + choice.saved > count_usable(size)
 
 
 def test_a_run_that_fits_is_left_as_it_is(config):
-    found = fit(config, [], 2 * most(config, {}))
+    found = fit(config, [], 2 * most(config, {}), cache=CACHE)
     assert found.fits and not found.choices and found.to_yaml() == ""
 
 
 def test_what_cannot_fit_says_how_small_it_became(config, monkeypatch):
     kept = ("smaller micro-batches", "recorded steps on the CPU")
     monkeypatch.setattr(fitting, "STEPS", {name: fitting.STEPS[name] for name in kept})
-    found = fit(config, [], 1000)
+    found = fit(config, [], 1000, cache=CACHE)
     assert not found.fits and [choice.name for choice in found.choices] == list(kept)
     assert found.after.accelerator == most(config, found.settings) < found.before.accelerator
 
 
-@pytest.mark.slow
 def test_what_was_built_is_used_again(config):
     """Only what changes the passes of a micro-batch is measured anew."""
-    built = Built()
+    cache = {}
     for words in ([], ["--offload_frozen", "cpu"], ["--optim", "adamw_8bit"], ["--offload_trajectories", "true"]):
-        plan(config, words, None, built)
-    assert len(built.prepared) == len(built.measured) == 1
-    smaller = "--per_device_train_batch_size 2 --gradient_accumulation_steps 4 --steps_per_generation 4"
-    for words in (smaller.split(), ["--decode_batch_size", "1"], ["--vae_tiling", "true"]):
-        assert plan(config, words, None, built).memory == plan(config, words).memory
-    assert plan(config, [], None, built).memory == plan(config, []).memory  # settings of decoding were taken back
-    assert (len(built.prepared), len(built.measured)) == (1, 4)
-    plan(config, ["--gradient_checkpointing", "true"], None, built)
-    assert (len(built.prepared), len(built.measured)) == (2, 5)
+        plan(config, words, cache=cache)
+    assert len(cache) == 2  # the pipeline, and a measurement
+    smaller = "--per_device_train_batch_size 2 --gradient_accumulation_steps 4 --steps_per_generation 4".split()
+    assert plan(config, smaller, cache=cache).memory == plan(config, smaller).memory
+    assert len(cache) == 3
+    plan(config, ["--gradient_checkpointing", "true"], cache=cache)
+    assert len(cache) == 5
 
 
 def test_decoding_is_measured_only_where_it_takes_most(config, monkeypatch):
-    search, name = fitting.Search(config, [], None, 1000), "samples decoded one by one"
+    name = "samples decoded one by one"
     monkeypatch.setattr(fitting, "STEPS", {name: fitting.STEPS[name]})
-    before, counted, plan_settings = search.plan({}).total, [], search.plan
-    monkeypatch.setattr(search, "plan", lambda settings: counted.append(settings) or plan_settings(settings))
-    assert before.phase == "update" and not search.find(before.accelerator)
-    assert counted == [{}]  # and the same plan is not made twice
+    candidates, plan_settings, searched = [], fitting.Search.plan, search(config, 1000)
+
+    def count(self, settings):
+        candidates.append(settings)
+        return plan_settings(self, settings)
+
+    monkeypatch.setattr(fitting.Search, "plan", count)
+    assert not searched.find() and candidates == [{}]  # and the same plan is not made twice
     monkeypatch.setattr(fitting, "ONLY_DECODING", ())
-    assert not search.find(before.accelerator)
-    assert counted == [{}, {"decode_batch_size": 1}]
+    assert not searched.find() and candidates == [{}, {"decode_batch_size": 1}]
 
 
 def test_a_run_whose_memory_is_unknown_is_not_fitted():
@@ -93,14 +100,15 @@ def test_a_run_whose_memory_is_unknown_is_not_fitted():
         fit("examples/sd35_ocr.yaml", [], 2**30)
 
 
-def test_what_is_set_already_is_not_proposed_again(config):
-    search = fitting.Search(config, [], None, 0)
+@pytest.fixture
+def propose(config):
+    """Returns what a step proposes on top of some settings."""
+    return lambda name, settings: fitting.propose(name, search(config, 0).read(settings))
 
-    def propose(name, settings):
-        return fitting.STEPS[name][0](search.read(settings))
 
+def test_what_is_set_already_is_not_proposed_again(propose):
     assert propose("gradient checkpointing", {}) == {"gradient_checkpointing": True}
-    assert propose("gradient checkpointing", {"gradient_checkpointing": True}) is None
+    assert propose("gradient checkpointing", {"gradient_checkpointing": True}) == {}
     half = propose("smaller micro-batches", {})
     assert half == {
         "per_device_train_batch_size": 2,
@@ -108,39 +116,35 @@ def test_what_is_set_already_is_not_proposed_again(config):
         "steps_per_generation": 4,
     }
     assert propose("smaller micro-batches", half)["per_device_train_batch_size"] == 1
-    assert propose("smaller micro-batches", half | {"per_device_train_batch_size": 1}) is None
+    assert propose("smaller micro-batches", half | {"per_device_train_batch_size": 1}) == {}
     assert propose("smaller micro-batches", {"eval_on_start": True}) == half  # of a rollout's size
     own = {"per_device_eval_batch_size": 8}  # which are not planned
     assert propose("smaller micro-batches", own) == half | {"per_device_eval_batch_size": 2}
     assert propose("smaller micro-batches", {"per_device_eval_batch_size": 2}) == half
     odd = propose("smaller micro-batches", {"per_device_train_batch_size": 9, "num_generations": 3})
     assert odd["per_device_train_batch_size"] == 3
-    assert propose("smaller rollout calls", {}) is None  # as large as the micro-batches
+    assert propose("smaller rollout calls", {}) == {}  # as large as the micro-batches
     assert propose("smaller rollout calls", {"rollout_batch_size": 6}) == {"rollout_batch_size": 3}
-    assert propose("smaller rollout calls", {"rollout_batch_size": 1}) is None
+    assert propose("smaller rollout calls", {"rollout_batch_size": 1}) == {}
     swap = propose("block swap", {})
-    assert swap["group_offload"] == "block_level" and propose("block swap", swap) is None
+    assert swap["group_offload"] == "block_level" and propose("block swap", swap) == {}
 
 
 def test_settings_that_refuse_each_other_are_no_candidates(config):
-    assert fitting.Search(config, ["--use_peft", "false"], None, 0).count({"group_offload": "block_level"}) is None
+    swap = Choice("block swap", {"group_offload": "block_level"}, "")
+    assert search(config, 0, "--use_peft", "false").add_up([swap]) is None
 
 
-def test_quantised_weights_come_before_block_swap_and_not_with_it(config):
-    search = fitting.Search(config, [], None, 0)
-
-    def propose(name, settings):
-        return fitting.STEPS[name][0](search.read(settings))
-
+def test_quantised_weights_come_before_block_swap_and_not_with_it(config, propose):
     eight = propose("8-bit weights", {})
-    assert eight == {"load_in_8bit": True} and propose("8-bit weights", eight) is None
+    assert eight == {"load_in_8bit": True} and propose("8-bit weights", eight) == {}
     four = propose("4-bit weights", eight)
     assert four == {"load_in_4bit": True, "load_in_8bit": False}
-    assert propose("8-bit weights", eight | four) is None
+    assert propose("8-bit weights", eight | four) == {}
     swap = propose("block swap", eight | four)
     assert not swap["load_in_4bit"] and swap["group_offload"]
-    assert propose("4-bit weights", eight | four | swap) is None
-    assert search.count({"load_in_4bit": True}) < search.count({"load_in_8bit": True}) < search.count({})
+    assert propose("4-bit weights", eight | four | swap) == {}
+    assert most(config, {"load_in_4bit": True}) < most(config, {"load_in_8bit": True}) < most(config, {})
 
 
 @pytest.mark.slow
@@ -150,7 +154,7 @@ def test_what_a_later_choice_made_unnecessary_is_left_out(config, monkeypatch):
     half = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "steps_per_generation": 4}
     size = int(most(config, half) / (1 - fitting.RESERVE)) + 2
     assert most(config, half) <= count_usable(size) < most(config, {"offload_trajectories": True})
-    found = fit(config, [], size)
+    found = fit(config, [], size, cache=CACHE)
     assert found.fits and found.settings == half and [choice.name for choice in found.choices] == [names[1]]
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from planned_runs import write_run
 from tiny_runs import brightness  # noqa: F401  named by its dotted path below
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from diffusion_grpo.cli.train import build_trainer
 from diffusion_grpo.config.parse import parse_train_arguments
-from diffusion_grpo.planning.live_bytes import LiveBytes
-from diffusion_grpo.planning.measure import DECODING, DENOISING, PhaseWatch, list_weights
+from diffusion_grpo.planning.measure import DECODING, DENOISING, LiveBytes, PhaseWatch, list_pipeline_weights
 from diffusion_grpo.planning.plan import plan
 from diffusion_grpo.policy.rollout import replay, rollout
 
@@ -33,10 +33,10 @@ def real_peaks(config):
         rollout(policy, inputs(1), seeds=[0], num_inference_steps=4, is_complete=False)  # the prompt is kept
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)
-    known = [*list_weights(policy.pipe), *(p.grad for p in trained), *trajectory.tensors().values()]
+    known = [*list_pipeline_weights(policy.pipe), *(p.grad for p in trained), *trajectory.tensors().values()]
     with LiveBytes(known) as live:
         replay(policy, trajectory=trajectory, step=0, **calls).log_prob.mean().backward()
-    return watch, live.peak
+    return watch, max(live.peaks.values())
 
 
 ALONE = {"samples_per_latent": 1}
@@ -55,7 +55,11 @@ ALONE = {"samples_per_latent": 1}
         pytest.param("sdxl", {}, marks=pytest.mark.slow),
         pytest.param("wan", ALONE | {"gradient_checkpointing": True}, marks=pytest.mark.slow),
         pytest.param("qwen_image", ALONE, marks=pytest.mark.slow),
-        ("sd3", {"rollout_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 4}),
+        pytest.param(
+            "sd3",
+            {"rollout_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 4},
+            marks=pytest.mark.slow,
+        ),
         ("sd3", {"per_device_train_batch_size": 4, "num_generations": 4, "rollout_batch_size": 2}),
     ],
 )
@@ -82,3 +86,42 @@ def test_checkpointing_keeps_less(tmp_path):
     every = activations("--gradient_checkpointing", "true")
     half = activations("--gradient_checkpointing", "true", "--selective_checkpointing", "0.5")
     assert every < half < activations()
+
+
+def test_storages_count_once_and_as_long_as_something_holds_them():
+    weight = torch.zeros(1000)
+    with LiveBytes([weight]) as live:
+        made = weight + 1
+        view = made.view(10, 100)
+        doubled = view * 2
+        assert live.now == 8000
+        del made
+        assert live.now == 8000  # its view holds it
+        del view
+        assert live.now == 4000
+        weight.mul_(2)  # in place, where it was before
+        del doubled
+    assert live.now == 0 and dict(live.peaks) == {"": 8000}
+
+
+def test_what_autograd_keeps_counts_until_the_backward_pass():
+    weight = torch.ones(1000, requires_grad=True)
+    with LiveBytes([weight]) as live:
+        loss = (weight * 2).exp().sum()
+        assert live.now == 4000 + 4  # the result of exp, and the sum
+        loss.backward()
+        assert live.now == 4000 + 4  # the gradient instead
+        assert dict(live.peaks) == {"": 2 * 4000 + 8}
+
+
+def test_phases_have_a_peak_each_and_tensors_need_no_values():
+    with FakeTensorMode():
+        large = torch.empty(1_000_000)
+    with LiveBytes([large]) as live:
+        live.begin("first")
+        kept = large + 1
+        (kept + 1).sum()
+        live.begin("second")
+        del kept
+        (large[:10] * 1)
+    assert dict(live.peaks) == {"first": 8_000_004, "second": 4_000_000}

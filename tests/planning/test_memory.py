@@ -16,7 +16,6 @@ from diffusion_grpo.planning.measure import DECODING, ENCODING
 from diffusion_grpo.planning.memory import (
     Memory,
     add_up,
-    count_largest_block,
     count_optimizer_bytes,
     count_quantised_bytes,
     measure_largest_unit,
@@ -78,9 +77,8 @@ def test_units_of_fsdp_are_the_named_blocks_and_what_is_in_none():
             self.norms = nn.ModuleList(nn.LayerNorm(7) for _ in range(2))
 
     outside = 3 * 2 + 2 * 2 * 7
-    assert measure_largest_unit([Network(10), Network(20)]) == 4 * (20 * 5 + outside)
-    assert count_largest_block(Network(20)) == 2 * 20 * 5
-    assert measure_largest_unit([nn.Linear(3, 2, bias=False)]) == 4 * 6
+    assert measure_largest_unit(Network(20)) == 4 * (20 * 5 + outside)
+    assert measure_largest_unit(nn.Linear(3, 2, bias=False)) == 4 * 6
 
 
 def test_quantised_weights_have_scales():
@@ -120,7 +118,7 @@ DEEP = {"transformer_layers_per_block": [1, 8]}  # an attention of SDXL has up t
 @pytest.mark.parametrize(
     ("name", "level", "blocks", "stream", "changes", "is_recomputed"),
     [
-        ("sd3", "block_level", 1, False, None, False),
+        pytest.param("sd3", "block_level", 1, False, None, False, marks=pytest.mark.slow),
         pytest.param("sd3", "block_level", 2, False, None, True, marks=pytest.mark.slow),
         ("sd3", "block_level", 1, True, None, False),
         pytest.param("sd3", "leaf_level", 1, False, None, False, marks=pytest.mark.slow),
@@ -160,7 +158,7 @@ def test_swapped_blocks_take_what_the_largest_group_takes(
     network = trainer.model  # experts together
     trainer.train()
     own = sum(p.nbytes for p in network.parameters() if p.requires_grad)
-    excess = 1.1 if (name, stream) == ("sdxl", True) else 1.0
+    excess = 1.1 if stream and (name == "sdxl" or level == "leaf_level") else 1.0
     assert own + most[0] <= planned.accelerator <= excess * (own + most[0])
     waiting = [x.nbytes for x in (*network.parameters(), *network.buffers()) if not x.requires_grad]
     # torch rounds page-locked memory up to powers of two

@@ -31,16 +31,6 @@ def test_each_mode_divides_optimizer_gradients_and_parameters(launch, name, divi
     assert found.name == name and (found.optimizer, found.gradients, found.parameters) == divided
 
 
-def test_a_network_stays_in_its_file_where_its_weights_will_be_sharded():
-    modes = {"DEEPSPEED": {"deepspeed_config": {"zero_stage": 3}}, "FSDP": {}, "MULTI_GPU": {}}
-    found = {kind: Sharding.of({"distributed_type": kind, "num_processes": 2} | more) for kind, more in modes.items()}
-    assert {kind: sharding.loads_late for kind, sharding in found.items()} == {
-        "DEEPSPEED": True,
-        "FSDP": True,
-        "MULTI_GPU": False,
-    }
-
-
 def test_a_share_is_rounded_up_and_a_whole_stays_whole():
     found = Sharding.of({"distributed_type": "FSDP", "num_processes": 2})
     assert found.share(5, is_divided=True) == 3 and found.share(5, is_divided=False) == 5

@@ -15,13 +15,14 @@ from benchmarks.real_sizes import write_model
 from diffusion_grpo.planning.plan import plan
 
 
-def test_no_weights_are_needed(tmp_path, capsys):
+def test_no_weights_are_needed(tmp_path):
     config = write_run(tmp_path, "sd3")
     for file in (tmp_path / "model").rglob("*.safetensors"):
         file.unlink()
     assert [item.name for item in plan(config, []).memory][:3] == ["parameters", "gradients", "optimizer"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "network", "weights"),
     [
@@ -46,6 +47,7 @@ def test_folders_of_real_sizes_have_the_published_numbers_of_weights(name, netwo
     assert not list(folder.rglob("*.safetensors"))
 
 
+@pytest.mark.slow
 def test_glm_image_has_the_published_sizes(tmp_path):
     """7B and 9B, as its card says; the vision tower and the codebook are not in the 9B."""
     folder = write_model("GLM-Image", tmp_path)
