@@ -27,6 +27,7 @@ METHODS = {
 }
 # metrics of rollouts and updates that each evaluation repeats, as it has no groups and no updates itself
 ROLLOUTS = ("diversity", "frac_reward_zero_std", "clip_ratio/region_mean", "frac_advantage_clipped")
+LOG_OF_EVALUATIONS = "evaluations/trainer_state.json"  # the log of a run that is active
 WINDOW = 5  # number of updates at the start and at the end that are compared to find a collapse
 # of the diversity at the start; below it a group has collapsed. Runs of `make demo` left 0.70, 0.73 and 0.64: samples
 # that are all right are more alike than samples that are wrong in different ways
@@ -65,7 +66,9 @@ class Run:
     @property
     def datasets(self) -> list[str]:
         """Names of the evaluation's datasets, if there are several."""
-        return name_datasets(row for rows in self.samples.values() for row in rows)
+        names = {row.get("dataset"): None for rows in self.samples.values() for row in rows}  # in order
+        names = [name for name in names if name not in (None, UNNAMED)]
+        return names if len(names) > 1 else []
 
     @property
     def times(self) -> list[str]:
@@ -140,26 +143,22 @@ def read_run(run_dir: str | Path) -> Run:
     train = [entry for entry in history if entry.keys() & {"reward", "time/update"} and "eval_reward" not in entry]
     evaluations = list({entry["step"]: entry for entry in history if "eval_reward" in entry}.values())
     baselines = path / "baselines.json"
-    samples = read_samples(path)
-    if not history:  # running, with no log saved yet
-        names = [*info["reward_funcs"], *info["eval_reward_funcs"]]
-        evaluations = [summarise_table(step, rows, names) for step, rows in samples.items()]
     return Run(
         path=path,
         info=info,
         train=sorted({entry["step"]: entry for entry in train}.values(), key=lambda entry: entry["step"]),
         evaluations=sorted(evaluations, key=lambda entry: entry["step"]),
         baselines=json.loads(baselines.read_text(encoding="utf-8")) if baselines.is_file() else [],
-        samples=samples,
+        samples=read_samples(path),
         rollouts=read_rollouts(path),
         seconds=measure_seconds(history),
-        updates=max((entry["step"] for entry in [*history, *evaluations]), default=0),
+        updates=max((entry["step"] for entry in history), default=0),
     )
 
 
 def read_log_history(path: Path) -> list[dict[str, float]]:
-    """Return the longest log: that of the finished run, or of its newest checkpoint."""
-    states = [path / "trainer_state.json", *path.glob("checkpoint-*/trainer_state.json")]
+    """Return the longest log: that of the finished run, of its newest checkpoint, or of its last evaluation."""
+    states = [path / "trainer_state.json", *path.glob("checkpoint-*/trainer_state.json"), path / LOG_OF_EVALUATIONS]
     histories = [json.loads(state.read_text(encoding="utf-8"))["log_history"] for state in states if state.is_file()]
     return max(histories, key=lambda history: max((entry["step"] for entry in history), default=-1), default=[])
 
@@ -186,25 +185,6 @@ def _read_tables(files: Iterable[Path]) -> dict[int, list[list[dict[str, Any]]]]
     for file in sorted(files, key=lambda file: (len(file.stem), file.stem)):
         tables[int(file.stem.split("-")[1])].append(pyarrow.parquet.read_table(file).to_pylist())
     return tables
-
-
-def name_datasets(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """Return the names of the datasets that samples of evaluations belong to; none if there is only one."""
-    names = [name for name in dict.fromkeys(row.get("dataset") for row in rows) if name not in (None, UNNAMED)]
-    return names if len(names) > 1 else []
-
-
-def summarise_table(step: int, rows: list[dict[str, Any]], names: list[str]) -> dict[str, float]:
-    """Compute the log entry of an evaluation from its table of samples."""
-    entry: dict[str, float] = {"step": step}
-    parts = {"eval": rows}
-    parts |= {f"eval_{name}": [row for row in rows if row["dataset"] == name] for name in name_datasets(rows)}
-    for prefix, part in parts.items():
-        for name in ["reward", *names]:
-            measured = measure_mean([row.get(name) for row in part], [row.get("prompt") for row in part])
-            values = zip(name_metrics(name, prefix), measured or (None, None), strict=True)
-            entry |= {key: value for key, value in values if value is not None}
-    return entry
 
 
 # Numbers

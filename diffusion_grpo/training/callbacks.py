@@ -18,7 +18,7 @@ from transformers.trainer_utils import IntervalStrategy
 from ..data.held_out import describe_prompts
 from ..distributed.sharded_weights import TrainedWeights
 from ..report.gallery import EVALUATIONS, choose_evenly
-from ..report.run_folder import find_collapse
+from ..report.run_folder import LOG_OF_EVALUATIONS, find_collapse
 from .checkpoints import set_later_aside
 from .trackers import draw_grid, log_files, log_image
 
@@ -40,7 +40,10 @@ class ResumeCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         state.compute_steps(args, state.max_steps)  # transformers takes the intervals from the checkpoint
-        if not args.should_save or state.global_step == 0:
+        if not args.should_save:
+            return
+        Path(args.output_dir, LOG_OF_EVALUATIONS).unlink(missing_ok=True)  # of updates that the run has gone back on
+        if state.global_step == 0:
             return
         aside = set_later_aside(Path(args.output_dir), state.global_step)
         if aside is not None:
@@ -127,6 +130,7 @@ class SampleGridCallback(TrainerCallback):
         last = state.log_history[-1] if state.log_history else {}
         if state.is_world_process_zero and "eval_reward" in last:  # those of another dataset are not logged
             run, step = Path(args.output_dir), state.global_step
+            state.save_to_json(str(run / LOG_OF_EVALUATIONS))
             prompts = {}
             for table in (run / "evaluations").glob(f"step-{step:06d}*.parquet"):  # one per process
                 columns = pyarrow.parquet.read_table(table, columns=["image", "prompt"]).to_pydict()

@@ -21,7 +21,6 @@ from diffusion_grpo.report.run_folder import (
     read_log_history,
     read_run,
     read_samples,
-    summarise_table,
 )
 
 pytestmark = pytest.mark.plots
@@ -83,14 +82,10 @@ def test_an_entry_of_more_updates_counts_more(tmp_path):
     assert summary["seconds"] == pytest.approx(19.0) and times["total"] == pytest.approx(19 / 10)
 
 
-def test_a_run_that_has_saved_nothing_yet_is_read_from_its_tables(tmp_path):
+def test_an_active_run_is_read_from_its_last_evaluation(tmp_path):
     run = make_run(tmp_path / "run", stop=0.8)
-    (run / "trainer_state.json").unlink()
-    summary = write_summary(run)
-    assert summary["updates"] == 20
-    assert summary["reward_before"] == pytest.approx(0.4) and summary["reward_after"] == pytest.approx(0.8)
-    assert summary["rewards"]["text"]["after"] == pytest.approx(0.81)
-    assert "0.400 → 0.800" in write_report(run).read_text()
+    (run / "trainer_state.json").rename(run / "evaluations" / "trainer_state.json")
+    assert write_summary(run)["updates"] == 20 and "0.400 → 0.800" in write_report(run).read_text()
 
 
 def test_a_run_in_progress_is_read_from_its_newest_checkpoint(tmp_path):
@@ -130,24 +125,6 @@ def test_the_longest_log_counts_and_the_wall_time_is_that_of_all_parts(tmp_path)
     history[-1]["train_runtime"] = 3.0  # counted from the last resume
     assert measure_seconds(history) == pytest.approx(4 * 6.0)
     assert measure_seconds([{"step": 1, "eval_runtime": 2.0}]) == 2.0
-
-
-def test_what_an_evaluation_logs_follows_from_its_table():
-    rewards = [(1.0, 0.5), (2.0, math.nan), (3.0, None)]
-    rows = [{"prompt": f"{text}", "reward": reward, "text": text} for reward, text in rewards]
-    entry = summarise_table(7, rows, ["text", "gone"])
-    assert entry == {
-        "step": 7,
-        "eval_reward": 2.0,
-        "eval_reward_std_error": pytest.approx(1 / math.sqrt(3)),
-        "eval_rewards/text/mean": 0.5,
-    }
-    rewards = (("a", 0.2), ("b", 0.6), ("b", 1))
-    rows = [{"dataset": name, "prompt": str(reward), "reward": reward} for name, reward in rewards]
-    entry = summarise_table(3, rows, [])
-    assert entry["eval_reward"] == pytest.approx(0.6)
-    assert (entry["eval_a_reward"], entry["eval_b_reward"]) == pytest.approx((0.2, 0.8))
-    assert not any(key.startswith("eval_b") for key in summarise_table(3, rows[1:], []))  # the only dataset
 
 
 @pytest.mark.parametrize("loss", ALGORITHMS)

@@ -10,6 +10,7 @@ from transformers import TrainerCallback, TrainerState
 
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.distributed.sharded_weights import TrainedWeights
+from diffusion_grpo.report.run_folder import read_log_history
 from diffusion_grpo.training.callbacks import SampleGridCallback, SyncRefModelCallback
 
 VIDEO = {"name": "wan", "rewards": first_frame_brightness, "num_inference_steps": 3, "fps": 8.0}
@@ -74,8 +75,10 @@ def show_evaluation(folder, step, handler):
         (folder / "evaluations" / name).mkdir(parents=True, exist_ok=True)
         for number in range(2):
             Image.new("RGB", (64, 64), color).save(folder / "evaluations" / name / f"{number:04d}.png")
-    state = TrainerState(log_history=[{"eval_reward": 0.5}], global_step=step, is_world_process_zero=True)
+    state = TrainerState(log_history=[{"eval_reward": 0.5, "step": step}], global_step=step)
+    state.is_world_process_zero = True
     SampleGridCallback(handler).on_evaluate(DiffusionGRPOConfig(str(folder), use_cpu=True), state, None)
+    assert read_log_history(folder) == state.log_history  # by which an active run is reported
 
 
 def test_a_grid_stays_small_and_trackers_get_its_newest_row(tmp_path, monkeypatch):
