@@ -25,7 +25,6 @@ from ..rewards.call import Batch, Scoring
 from ..rewards.contract import is_marked
 from ..rewards.executor import Executor, RolloutScoring, collect_values, waits_for_all
 from .order import RolloutOrder
-from .runtime import Runtime
 
 MOST_IN_A_ROW = 10  # one rollout without a reward may be bad luck with its prompts; many in a row are a mistake
 SIDE = 32  # side of a thumbnail in pixels: shows composition and colour, not grain
@@ -45,7 +44,6 @@ class RewardScorer:
         self,
         rewards: list[Reward],
         *,
-        runtime: Runtime,
         executor: Executor,
         fps: float,
         sampling_rate: int | None,
@@ -53,7 +51,6 @@ class RewardScorer:
         failures: Path,
     ):
         self.rewards, self._executor, self._state, self._failures = rewards, executor, state, failures
-        self._backend = runtime.backend
         self._fps, self._sampling_rate = fps, sampling_rate
 
     # Rollouts
@@ -113,13 +110,6 @@ class RewardScorer:
         self._executor.score([scoring for *_, scoring in parts])
         values = functools.partial(collect_values, parts, (len(samples), len(funcs)))
         return self._values(values, log_metric, extra, len(samples))
-
-    def gather_at(self, values: Tensor, positions: list[int], total: int) -> Tensor:
-        """Return all processes' (positions, ...) values by position, float32 on the CPU; a collective."""
-        every = torch.zeros(total, *values.shape[1:])
-        every[positions] = values.float()
-        accelerator = self._backend.accelerator
-        return accelerator.reduce(every.to(accelerator.device), "sum").cpu()
 
     # Both
 

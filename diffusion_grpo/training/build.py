@@ -86,7 +86,6 @@ def build(
     backend, rate = runtime.backend, find_sampling_rate(policy.pipe)
     scorer = RewardScorer(
         rewards.trained,
-        runtime=runtime,
         executor=Executor(args.overlap_rewards, lambda: policy.draws_globally, lambda: backend.passes_together),
         fps=inputs.fps,
         sampling_rate=rate,

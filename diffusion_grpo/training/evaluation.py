@@ -358,10 +358,10 @@ class Evaluator:
 
     def _gather(self, local: Tensor, positions: list[int], total: int) -> Tensor:
         """Gather `local` (positions, ...) from all processes and return (total, ...) in the order of the samples."""
-        if self._backend.groups.processes == 1:
-            return local
-        is_counted = self._backend.groups.is_first  # count each position once
-        return self._scorer.gather_at(local if is_counted else local[:0], positions if is_counted else [], total)
+        every, accelerator = torch.zeros(total, *local.shape[1:]), self._backend.accelerator
+        if self._backend.groups.is_first:  # count each position once
+            every[positions] = local
+        return accelerator.reduce(every.to(accelerator.device), "sum").cpu()
 
     def _combine(self, rewards: Tensor) -> Tensor:
         """Return (samples,) combined trained rewards of a dataset; NaN where no reward scored the sample.
