@@ -7,6 +7,7 @@ import fractions
 import io
 import itertools
 import wave
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -71,32 +72,34 @@ def as_sound(sample: Any) -> np.ndarray:
 def write_sample(
     sample: Any, stem: str | Path, fps: float, sampling_rate: int | None = None
 ) -> tuple[Path | None, Path]:
-    """Write one sample to files. Each is written under a temporary name first, so that no file is ever incomplete.
+    """Write one sample to files.
 
     An image becomes a PNG. A video becomes an MP4, with its sound if it has any, and a PNG of its middle frame, since
     the first one may be the image that it was made from. A waveform becomes a WAV and a PNG that plots it. Anything
     else (embeddings) becomes an NPY.
     """
-    stem = Path(stem)
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    [sample] = as_images([sample])
+    stem, [sample] = Path(stem), as_images([sample])
+
+    def write(ending: str, save: Callable[[Path], Any]) -> Path:
+        return write_whole(stem.with_name(f"{stem.name}{ending}"), save)
+
     if isinstance(sample, Image.Image):
-        image = _write_whole(stem, ".png", lambda path: sample.save(path))
+        image = write(".png", sample.save)
         return image, image
     if isinstance(sample, list) and sample and isinstance(sample[0], Image.Image):
-        file = _write_whole(stem, ".mp4", lambda path: write_video(sample, path, fps))
-        return _write_whole(stem, ".png", lambda path: sample[len(sample) // 2].save(path)), file
+        file = write(".mp4", lambda path: write_video(sample, path, fps))
+        return write(".png", sample[len(sample) // 2].save), file
     if sampling_rate is not None and getattr(sample, "ndim", 0) in (1, 2):
         sound = as_sound(sample)
-        file = _write_whole(stem, ".wav", lambda path: write_sound(sound, path, sampling_rate))
-        return _write_whole(stem, ".png", lambda path: draw_sound(sound).save(path)), file
+        file = write(".wav", lambda path: write_sound(sound, path, sampling_rate))
+        return write(".png", draw_sound(sound).save), file
     values = sample.detach().float().cpu().numpy() if isinstance(sample, torch.Tensor) else np.asarray(sample)
-    return None, _write_whole(stem, ".npy", lambda path: np.save(path, values))
+    return None, write(".npy", lambda path: np.save(path, values))
 
 
-def _write_whole(stem: Path, ending: str, write: Any) -> Path:
-    """Write under a temporary name, then rename."""
-    path = stem.with_name(f"{stem.name}{ending}")
+def write_whole(path: Path, write: Callable[[Path], Any]) -> Path:
+    """Write a file under a temporary name and rename it into place, so that no file is ever incomplete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f"tmp-{path.name}")
     write(aside)
     aside.replace(path)

@@ -12,6 +12,7 @@ from typing import Any
 import PIL.Image
 
 from ..media.files import compress_sound, shrink_video
+from ..media.samples import frame_positions
 from .run_folder import Run, format_updates, key_of
 
 SHOWN = 24  # evaluation prompts shown
@@ -79,8 +80,7 @@ def show_rollouts(run: Run) -> list[dict[str, Any]]:
 
 def choose_evenly(steps: list[int], most: int) -> list[int]:
     """Choose evenly spaced steps, including the first and the last."""
-    count = min(most, len(steps))
-    return [steps[round(index * (len(steps) - 1) / max(1, count - 1))] for index in range(count)]
+    return [steps[place] for place in frame_positions(most, len(steps))]
 
 
 def _change(pair: dict[str, Any]) -> float:

@@ -19,6 +19,7 @@ from peft import PeftConfig
 from .. import __version__
 from ..config.arguments import LAUNCH_VARIABLE
 from ..config.settings import DiffusionGRPOConfig, describe, find_launched_precision
+from ..media.files import write_whole
 from ..policy.base import split_component
 from ..policy.sde import SDES, sdes_of
 from ..weights.public_names import public_model_name, strip_folders, strip_secrets
@@ -250,8 +251,5 @@ def read_launch(values: Mapping[str, Any], world_size: int) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON to a temporary file and rename it into place."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"tmp-{path.name}")
-    aside.write_text(json.dumps(content, indent=2), encoding="utf-8")
-    os.replace(aside, path)
+    """Write JSON."""
+    write_whole(path, lambda aside: aside.write_text(json.dumps(content, indent=2), encoding="utf-8"))

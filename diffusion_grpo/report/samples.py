@@ -1,6 +1,5 @@
 """Write tables and files of samples into a run's folder."""
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 from ..config.settings import DiffusionGRPOConfig
 from ..data.inputs import PipelineInputs
 from ..distributed.context_parallel import ContextGroups
-from ..media.files import write_sample
+from ..media.files import write_sample, write_whole
 from ..media.samples import convert_image
 
 INPUT_WIDEST, INPUT_GAP = 512, 4  # pixels: of a copy of an image that samples were made from, and between two
@@ -97,11 +96,8 @@ class SampleWriter:
 
 
 def write_table(path: Path, columns: dict[str, list[Any]]) -> None:
-    """Write a parquet table to a temporary file and rename it into place."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"tmp-{path.name}")
-    pyarrow.parquet.write_table(pyarrow.table(columns), aside)
-    os.replace(aside, path)
+    """Write a parquet table."""
+    write_whole(path, lambda aside: pyarrow.parquet.write_table(pyarrow.table(columns), aside))
 
 
 def write_files(
