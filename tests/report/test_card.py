@@ -124,6 +124,9 @@ def test_what_others_named_stands_for_itself_in_the_card(tmp_path):
     folder = tmp_path / 'run "x"'
     folder.mkdir()
     write_model_card(folder, RUN, [], updates=3, details=CardDetails(model_name="my <b>run</b>\n# and more"))
+    for model in ("../away", "a b/c", "x/y: z"):  # no repositories
+        write_model_card(tmp_path, RUN | {"model": model}, [], updates=3)
+        assert "base_model" not in ModelCard.load(tmp_path / "README.md").data.to_dict()
     text = (folder / "README.md").read_text()
     card = ModelCard.load(folder / "README.md")
     assert card.data.to_dict().get("base_model") is None and card.data.library_name == "diffusers"
@@ -136,12 +139,6 @@ def test_what_others_named_stands_for_itself_in_the_card(tmp_path):
     assert 'pipe.load_lora_weights("run \\"x\\"")' in lines
     code = text.split("```python\n")[1].split("\n```")[0]
     compile(code, "card", "exec")
-
-
-@pytest.mark.parametrize("model", ["../away", "a b/c", "x/y: z"])
-def test_a_base_model_that_is_no_repository_is_not_linked(tmp_path, model):
-    write_model_card(tmp_path, RUN | {"model": model}, [], updates=3)
-    assert "base_model" not in ModelCard.load(tmp_path / "README.md").data.to_dict()
 
 
 DETAILED = RUN | {"model": "a/b", "pipeline_tag": "text-to-image", "settings": {}}
@@ -164,10 +161,7 @@ def test_what_is_given_stands_in_the_header_and_the_text(tmp_path):
     assert data["pipeline_tag"] == "image-to-image" and data["library_name"] == "diffusers"
     assert "# My \\*model\\*" in card.content
     assert "The prompts are from [me/prompts](https://huggingface.co/datasets/me/prompts)." in card.content
-
-
-def test_without_details_the_run_speaks(tmp_path):
-    card = write(tmp_path)
+    card = write(tmp_path)  # without details the run speaks
     data = card.data.to_dict()
     assert {name: data[name] for name in OTHER} == OTHER and data["base_model"] == "a/b"
     assert not {"datasets", "language"} & data.keys() and "The prompts are from" not in card.content
@@ -182,12 +176,6 @@ def test_datasets_without_a_page_on_the_hub_stand_in_the_text_alone(tmp_path):
     assert card.data.datasets == ["me/a", "me/b"]
     links = "[me/a](https://huggingface.co/datasets/me/a), [me/b](https://huggingface.co/datasets/me/b)"
     assert f"The prompts are from Signs ({links})." in card.content
-
-
-def test_what_was_given_before_stays():
-    details = CardDetails().add(tags="anime", license="mit").add(license="apache-2.0", model_name="x")
-    assert details == CardDetails(model_name="x", tags="anime", license="apache-2.0")
-    assert details.add() == details
 
 
 def card_of(run):
@@ -249,32 +237,20 @@ def test_images_of_an_earlier_card_are_removed_and_other_files_stay(tmp_path):
         write_card_samples(run)
         assert all((run.path / "images" / name).read_text() == "mine" for name in others)
     assert {path.name for path in (run.path / "images").glob("[0-9]-*.png")} == {"0-before.png", "0-after.png"}
+    assert write_card_samples(read_run(make_run(tmp_path / "none", updates=5))) == []
 
 
-def test_without_kept_samples_there_are_none(tmp_path):
-    assert write_card_samples(read_run(make_run(tmp_path / "run", updates=5))) == []
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+def test_special_characters_are_escaped_and_a_span_of_code_has_more_backquotes_than_its_text():
+    for text, expected in (
         ("a|b <i>", "a\\|b \\<i\\>"),
         ("# no title", "\\# no title"),
         ("snake_case stays, _this_ does not", "snake_case stays, \\_this\\_ does not"),
         ("two\nlines\tand\x00more", "two lines and more"),
         ("[a](b) `c` $d$ &amp; !", "\\[a\\](b) \\`c\\` \\$d\\$ \\&amp; \\!"),
-    ],
-)
-def test_special_characters_are_escaped(text, expected):
-    assert escape(text) == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("a b", "`a b`"), ("a`b", "``a`b``"), ("`a``", "``` `a`` ```"), ("", "`  `"), ("a\nb", "`a b`")],
-)
-def test_a_span_of_code_has_more_backquotes_than_its_text(text, expected):
-    assert code(text) == expected
+    ):
+        assert escape(text) == expected
+    for text, expected in (("a b", "`a b`"), ("a`b", "``a`b``"), ("`a``", "``` `a`` ```"), ("", "`  `")):
+        assert code(text) == expected
 
 
 FILES = [
