@@ -104,10 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def save_command_at_start(trainer: "DiffusionGRPOTrainer", values: dict[str, Any]) -> None:
-    """Have the run write its settings to its folder when it starts, so that the model card can name the command.
-
-    Until then the folder may hold another run, for which the start is refused.
-    """
+    """Have the run write `train.yaml` when it starts; until then, its folder may hold another run."""
     from ..config.arguments import LaunchArguments
     from ..config.settings import find_launched_precision
     from ..report.record import read_launch, save_settings

@@ -99,12 +99,7 @@ def as_tensor(samples: list) -> Tensor:
 def copy_value(value: Any) -> Any:
     """Copy `value` so that writing to the copy leaves the original unchanged.
 
-    Lists, tuples and mappings are copied with their contents, a video with its sound. Other objects are deep-copied;
-    objects that cannot be copied, such as open files, are returned as they are.
-
-    Example:
-        >>> copy_value(["a", {"count": 2}])
-        ['a', {'count': 2}]
+    Objects that cannot be copied, such as open files, are returned as they are.
     """
     if isinstance(value, Image.Image):
         return _copy_image(value)

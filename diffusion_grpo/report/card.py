@@ -231,12 +231,7 @@ def _copy_image(run: Run, name: str | None, stem: str) -> str | None:
 
 
 def escape(text: str) -> str:
-    r"""Escape arbitrary text so that one line of Markdown shows it literally.
-
-    Example:
-        >>> escape("a|b <i>")
-        'a\\|b \\<i\\>'
-    """
+    """Escape arbitrary text so that one line of Markdown shows it literally."""
     return SPECIAL.sub(r"\\\g<0>", _one_line(text))
 
 

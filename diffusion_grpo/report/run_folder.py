@@ -194,12 +194,6 @@ def measure_mean(values: Iterable[float | None], prompts: Iterable[Hashable]) ->
     """Return the mean of samples and its standard error, which counts the samples of a prompt as one observation.
 
     Samples of a prompt share its difficulty, so they are not independent evidence of the mean over other prompts.
-
-    Examples:
-        >>> measure_mean([0.0, 0.0, 1.0, 1.0], ["cat", "cat", "dog", "dog"])
-        (0.5, 0.5)
-        >>> measure_mean([1.0, 2.0], ["cat", "cat"])
-        (1.5, None)
     """
     groups: dict[Hashable, list[float]] = defaultdict(list)
     for value, prompt in zip(values, prompts, strict=True):
@@ -220,11 +214,7 @@ def count_updates(entries: list[dict[str, float]]) -> list[int]:
 
 
 def measure_speed(entries: list[dict[str, float]]) -> float | None:
-    """Return the samples per second of a run: the samples of all its rollouts, divided by the time of their updates.
-
-    All rollouts have the same size and number of updates, so each logged speed is weighted by the number of updates
-    since the one before.
-    """
+    """Return the samples per second of a run: those of all rollouts, divided by the time of their updates."""
     known = [entry for entry in entries if "samples_per_second" in entry]
     speeds = [entry["samples_per_second"] for entry in known]
     return statistics.harmonic_mean(speeds, weights=count_updates(known)) if speeds else None

@@ -109,10 +109,7 @@ def count_prompts_at_once(settings: SampleSettings) -> int:
 
 
 def load_pipeline_to_sample(settings: SampleSettings) -> "DiffusionPipeline":
-    """Load the pipeline with its LoRA or trained weights, and place it as [`place`] does.
-
-    With the settings of a run, and unless `settings.dtype` is set, the pipeline is loaded as training does.
-    """
+    """Load the pipeline and its LoRA or trained weights; with the settings of a run as training does."""
     train = settings.train
     device = choose_device(settings.device or (None if train is None else str(train.device)))
     check_packages(settings.model, train or settings)
@@ -158,11 +155,9 @@ def write_samples(
     eval_rewards: list[Reward],
     settings: SampleSettings,
 ) -> dict[str, tuple[float, float | None]]:
-    """Generate and score `num_generations` samples per row, and write their files and `samples.parquet`.
+    """Generate and score the samples of all rows, and write their files and the table; return the mean scores.
 
-    Sample i has the seed `settings.seed + i`, so its result does not depend on batches or interruptions. The files are
-    named `0000.png` (`.mp4`, `.wav`) and so on. The table is written after each batch, and samples that it lists are
-    not made again.
+    Sample i has the seed `settings.seed + i`, so its result does not depend on batches or interruptions.
     """
     folder, count, total = settings.output_dir, settings.num_generations, len(dataset) * settings.num_generations
     table = pyarrow.parquet.read_table(folder / TABLE).to_pylist() if _count_made(settings) else []

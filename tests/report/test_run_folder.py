@@ -173,3 +173,4 @@ def test_more_samples_per_prompt_do_not_hide_how_prompts_differ():
 
 def test_without_values_there_is_no_mean():
     assert measure_mean([math.nan, None], "ab") is None and measure_mean([], []) is None
+    assert measure_mean([1.0, 2.0], ["cat", "cat"]) == (1.5, None)
