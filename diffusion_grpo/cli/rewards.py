@@ -62,8 +62,6 @@ def run_serve(arguments: argparse.Namespace) -> int:
     token = os.environ.get(arguments.token_env) if arguments.token_env else None
     if arguments.token_env and not token:
         raise ValueError(f"--token_env names {arguments.token_env}, but no such environment variable is set.")
-    if arguments.max_waiting < 1 or arguments.max_megabytes < 1:
-        raise ValueError("--max_waiting and --max_megabytes must be at least 1.")
     if not 0 <= arguments.port <= 65535:
         raise ValueError(f"--port must lie between 0 and 65535, got {arguments.port}.")
     try:
