@@ -123,7 +123,7 @@ class DistributedBackend:
         if self._reduces_every_pass if in_update else self.passes_together:
             count = torch.tensor([len(passes)], device=self.accelerator.device)
             missing = int(self.accelerator.gather(count).max()) - len(passes)
-        return [(one, True) for one in passes] + [(passes[-1], False)] * missing
+        return [(one, True) for one in passes] + [(one, False) for one in passes[-1:]] * missing  # there may be none
 
     # Updates
 
