@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
-from diffusers import DiffusionPipeline, ModularPipeline, SchedulerMixin
+from diffusers import DiffusionPipeline, ModelMixin, ModularPipeline, SchedulerMixin
 from torch import Tensor, nn
 
 from ..media.files import extract_samples
@@ -63,6 +63,9 @@ class DenoisingPolicy(Policy):
         others = {k: v for k, v in parts if isinstance(v, SchedulerMixin) and k != "scheduler"}
         self.others = {k: stochastic_scheduler(v, sde_type, log_prob_type) for k, v in others.items()}
         super().__init__(pipe, component, access, sampling)
+        for part in pipe.components.values():  # Z-Image's ControlNet reads this where gradients flow, but lacks it
+            if isinstance(part, ModelMixin) and not hasattr(part, "gradient_checkpointing"):
+                part.gradient_checkpointing = False
 
     def adjust_call(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         if self.others:  # one latent is written over before the step of the other is scored

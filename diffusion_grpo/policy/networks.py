@@ -75,6 +75,8 @@ class NetworkGates:
     def _gate(self, driver: Driver, number: int, network: nn.Module, real: Callable, run: Callable) -> Callable:
         """Build a forward that is skipped if its result is known; `run` is the forward with its hooks."""
 
+        caches: list[Any] = []
+
         @functools.wraps(network.forward)  # modular pipelines look up which arguments the network takes
         def gate(*args, **kwargs):
             kwargs, must_run = self._adjust_call(kwargs)
@@ -89,7 +91,10 @@ class NetworkGates:
                 tuple(x for x in leaves if isinstance(x, (str, bool))),
             )
             call = functools.partial(self._run, number, run, tensors, args, kwargs)
-            if not (driver.needs_network or must_run):
+            # a call fills the key-value cache that it is the first to get
+            fresh = [x for x in leaves if "Cache" in type(x).__name__ and not any(x is cache for cache in caches)]
+            caches.extend(fresh)
+            if not (driver.needs_network or must_run or fresh):
                 if key not in self._blank_outputs:
                     with torch.no_grad():
                         shapes_only = self._access.shapes_only

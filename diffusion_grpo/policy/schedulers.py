@@ -71,6 +71,8 @@ _REFUSED = {  # part of a scheduler's name -> why it cannot be scored
     "FlowMap": "is a flow-map sampler: its network predicts the jump between two given times, not a velocity",
     "Amused": "draws discrete tokens, which have no Gaussian density",
     "VQDiffusion": "draws discrete tokens, which have no Gaussian density",
+    "BlockRefinement": "draws discrete tokens, which have no Gaussian density",
+    "Discrete": "draws discrete tokens, which have no Gaussian density",
     "Helios": "belongs to a rollout over chunks that build on each other, whose steps cannot be replayed one by one",
     "RePaint": "jumps back and forth in time and draws its own noise on the way",
 }

@@ -134,6 +134,16 @@ def test_other_guiders_are_replayed(guider):
     assert report.trains and report.max_ratio_error == 0.0, report.reason
 
 
+def test_a_call_guides_also_where_the_guider_itself_makes_one_pass():
+    scores = []
+    for scale in (1.0, 5.0):
+        pipe, inputs = tiny_pipelines.build("modular_wan")
+        pipe.update_components(guider=ClassifierFreeGuidance(scale))
+        call = inputs | {"guidance_scale": 5.0}
+        scores.append(rollout(DenoisingPolicy(pipe), call, seeds=[3, 4], num_inference_steps=3)[1].log_probs)
+    assert torch.equal(*scores)
+
+
 def test_a_guider_with_a_memory_is_refused():
     pipe, inputs = tiny_pipelines.build("modular_wan")
     pipe.update_components(guider=AdaptiveProjectedGuidance(4.0, adaptive_projected_guidance_momentum=-0.5))
