@@ -18,12 +18,19 @@ from diffusers.models.controlnets import controlnet_cosmos
 from diffusers.models.transformers import transformer_cosmos
 from diffusers.pipelines.kolors import ChatGLMModel, ChatGLMTokenizer
 from diffusers.pipelines.kolors.text_encoder import ChatGLMConfig
+from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
 from diffusers.pipelines.omnigen import pipeline_omnigen, processor_omnigen
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
+from diffusers.pipelines.qwenimage import (
+    pipeline_qwenimage_edit,
+    pipeline_qwenimage_edit_inpaint,
+    pipeline_qwenimage_edit_plus,
+    pipeline_qwenimage_layered,
+)
 from tiny_pipelines import glm
 from tiny_pipelines.basic import clip_tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
+from torch.nn.attention import flex_attention
 
 BYTES = sorted(ByteLevel.alphabet())
 ASCII = [chr(code) for code in range(33, 127)]
@@ -50,7 +57,13 @@ KANDINSKY_WORDS = (
     "that can be used together with to system user red square"
 ).split()
 # they bring every image to a million pixels, whose encoding takes minutes here
-MEGAPIXEL_EDITORS = (pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus)
+MEGAPIXEL_EDITORS = (
+    pipeline_longcat_image_edit,
+    pipeline_qwenimage_edit,
+    pipeline_qwenimage_edit_inpaint,
+    pipeline_qwenimage_edit_plus,
+    pipeline_qwenimage_layered,
+)
 PLAIN_CHAT = (
     "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
     "{% for part in message.content %}{{ '[IMG]' if part.type in ('image', 'image_url') else part.text }}{% endfor %}"
@@ -360,6 +373,20 @@ def stand_in(cls: type, name: str, **kwargs: Any) -> Any:
     raise LookupError(f"no stand-in for {cls.__name__}.from_pretrained({name!r})")
 
 
+def dense_attention(query, key, value, block_mask=None, scale=None, **kwargs):
+    """Flex attention, whose backward pass needs a GPU, with its block mask written out."""
+    if block_mask is None:
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scale)
+    lengths = query.shape[2], key.shape[2]
+    blocks = block_mask.to_dense().bool()
+    for axis, size in zip((-2, -1), block_mask.BLOCK_SIZE, strict=True):
+        blocks = blocks.repeat_interleave(size, dim=axis)
+    mask = blocks[..., : lengths[0], : lengths[1]]
+    mask = mask & flex_attention.create_mask(block_mask.mask_mod, 1, 1, *lengths, device=query.device)
+    mask = mask | ~mask.any(-1, keepdim=True)  # rows of padding
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+
+
 @contextlib.contextmanager
 def offline() -> Iterator[None]:
     """Every `from_pretrained` of a Hub id inside gives a stand-in; folders are loaded as usual."""
@@ -390,9 +417,11 @@ def offline() -> Iterator[None]:
     editors = [(module, module.calculate_dimensions) for module in MEGAPIXEL_EDITORS]
     for module, calculate in editors:
         module.calculate_dimensions = lambda area, ratio, _calculate=calculate: _calculate(min(area, 64 * 64), ratio)
+    flex, flex_attention.flex_attention = flex_attention.flex_attention, dense_attention
     try:
         yield
     finally:
+        flex_attention.flex_attention = flex
         for module, calculate in editors:
             module.calculate_dimensions = calculate
         for owner, original in saved:

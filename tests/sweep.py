@@ -1,11 +1,11 @@
-"""Which pipelines of diffusers train? Asks `check_pipeline` about every class in diffusers' own test suite.
+"""Which pipelines of diffusers train? Asks `check_pipeline` about every class that diffusers exports.
 
     make sweep ARGS="--diffusers PATH"      # PATH: a checkout of huggingface/diffusers
 
 In: a checkout of diffusers, of which only `tests/` is used: its tiny components and inputs. Out: a table, class by
-class, and docs/supported_pipelines.md. A modular class is examined around the components of the classic classes of the
-same model, or around those of tests/tiny_pipelines. Each class runs in a worker process under a time limit; a worker
-that hangs or dies is replaced, and the sweep goes on.
+class, and docs/supported_pipelines.md. Classes without components there, such as modular ones, are built in
+sweep_builders.py. Each class runs in a worker process under a time limit; a worker that hangs or dies is replaced, and
+the sweep goes on. After a change, `--rows FILE --resume --only CLASS` examines some classes and keeps the other rows.
 """
 
 import argparse
@@ -34,27 +34,28 @@ import torch
 from diffusers import DiffusionPipeline
 from diffusers.modular_pipelines.modular_pipeline import MODULAR_PIPELINE_MAPPING
 from diffusers.pipelines.auto_pipeline import _get_model
+from diffusers.pipelines.pipeline_utils import DeprecatedPipelineMixin
+from diffusers.utils.import_utils import DummyObject
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(Path(__file__).parent))
 
 import tiny_pipelines  # noqa: E402
 from stand_ins import offline  # noqa: E402
+from sweep_builders import BUILDERS, as_modular, build, build_ours, load_case  # noqa: E402
 
 from diffusion_grpo import check_pipeline  # noqa: E402
-from diffusion_grpo.policy.modular import as_pipeline  # noqa: E402
 
 PAGE = ROOT / "docs" / "supported_pipelines.md"
 WHERE = "--diffusers must name a checkout of diffusers' sources: git clone https://github.com/huggingface/diffusers"
-MODULAR_TITLE = "## Modular pipelines"
-TINY = "tiny_pipelines"  # in place of a module of diffusers' tests
+TINY, OURS = "tiny_pipelines", "sweep_builders"  # in place of a module of diffusers' tests
 SKIPPED = re.compile("Slow|Nightly|Integration|Dummies")
-SET_BY_CHECK = ("generator", "num_inference_steps", "output_type", "return_dict")
 
 
 def modular_cases() -> list[tuple[str, str]]:
-    """(module, name) of the tiny pipelines of models that have no classic form."""
-    return [(TINY, name) for name in tiny_pipelines.MODULAR if not name.startswith("modular_")]
+    """(module, name) of the tiny pipelines of models that have no classic form, and of our modular ones."""
+    tiny = [(TINY, name) for name in tiny_pipelines.MODULAR if not name.startswith("modular_")]
+    return tiny + [(OURS, name) for name in BUILDERS if name.endswith("ModularPipeline")]
 
 
 def cases(checkout: Path) -> list[tuple[str, str]]:
@@ -78,58 +79,6 @@ def _defined(node: ast.ClassDef) -> set[str]:
     return names | {target.id for target in targets if isinstance(target, ast.Name)}
 
 
-def load_case(module: str, name: str) -> type | None:
-    """The test class, if it is one that builds a pipeline from components."""
-    cls = getattr(importlib.import_module(module), name)
-    wanted = ("pipeline_class", "get_dummy_components", "get_dummy_inputs")
-    if not all(hasattr(cls, attribute) for attribute in wanted) or isinstance(cls.pipeline_class, property):
-        return None
-    return cls
-
-
-def build(cls: type) -> tuple[DiffusionPipeline, dict[str, Any]]:
-    """The pipeline of a test class and the inputs of a call, with random numbers where weights are all zero."""
-    try:
-        case = cls()
-    except TypeError:
-        case = cls("run")
-    for setup in ("setUp", "setup_method"):
-        if setup in cls.__dict__:
-            with contextlib.suppress(Exception):
-                getattr(case, setup)()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        pipe = cls.pipeline_class(**case.get_dummy_components())
-        parameters = inspect.signature(case.get_dummy_inputs).parameters
-        inputs = case.get_dummy_inputs(*(["cpu"] if "device" in parameters else []))
-        for component in pipe.components.values():
-            if isinstance(component, torch.nn.Module):
-                fill_blanks(component)
-                shorten_head(component)
-    pipe.set_progress_bar_config(disable=True)
-    inputs = {key: value for key, value in inputs.items() if key not in SET_BY_CHECK}
-    if "intermediate_timesteps" in inspect.signature(type(pipe).__call__).parameters:
-        inputs["intermediate_timesteps"] = None  # Sana-Sprint's default allows for two steps only
-    return pipe, inputs
-
-
-@torch.no_grad()
-def fill_blanks(module: torch.nn.Module) -> None:
-    """Random numbers for zeros, which would hide errors, and for what `torch.empty` left uninitialised."""
-    for parameter in module.parameters():
-        if parameter.is_floating_point() and not (parameter.any() and parameter.isfinite().all()):
-            noise = torch.randn_like(parameter)
-            # a negative bias before a last ReLU (a depth estimator's) would leave one and the same value everywhere
-            parameter.copy_(0.1 * noise.abs() if parameter.ndim < 2 else noise * parameter[0].numel() ** -0.5)
-
-
-def shorten_head(module: torch.nn.Module) -> None:
-    """Logits over a vocabulary cost seconds, and a pipeline that conditions on hidden states never reads them."""
-    head = getattr(module, "lm_head", None)
-    if isinstance(head, torch.nn.Linear) and head.out_features > 10_000:
-        module.lm_head = torch.nn.Linear(head.in_features, 8, bias=head.bias is not None)
-
-
 def modular_class(pipeline: type[DiffusionPipeline], config: dict[str, Any]) -> type | None:
     """The modular class of the same model: as diffusers chooses it, or by its name; None where there is none."""
     choose = MODULAR_PIPELINE_MAPPING.get(_get_model(pipeline.__name__))
@@ -137,37 +86,28 @@ def modular_class(pipeline: type[DiffusionPipeline], config: dict[str, Any]) -> 
     return getattr(diffusers, name, None)
 
 
-def as_modular(pipe: DiffusionPipeline, inputs: dict[str, Any]) -> tuple[DiffusionPipeline, dict[str, Any]]:
-    """The modular pipeline of the same model around the same components."""
-    modular = modular_class(type(pipe), dict(pipe.config))()
-    if hasattr(modular, "disable_safety_checker"):
-        modular.disable_safety_checker()
-    parts = {k: v for k, v in pipe.components.items() if k in modular.component_names and v is not None}
-    modular.update_components(**parts, **{k: v for k, v in pipe.config.items() if k in modular._config_specs})
-    parameters = inspect.signature(type(as_pipeline(modular)).__call__).parameters
-    scale = inputs.get("true_cfg_scale", inputs.get("guidance_scale"))
-    inputs = {"guidance_scale": scale, "negative_prompt": "", **inputs} if scale else inputs
-    return modular, {name: value for name, value in inputs.items() if name in parameters}
-
-
 def examine(module: str, name: str, is_modular: bool, verbose: bool) -> dict[str, Any] | None:
     """One row of the table, or None where the class builds no pipeline."""
-    if module == TINY:
-        row, make = {"case": name, "pipeline": name}, functools.partial(tiny_pipelines.build, name)
+    row, start = {"case": [module, name, is_modular], "pipeline": name}, time.perf_counter()
+    wraps = is_modular and module != TINY and not name.endswith("ModularPipeline")
+    if module in (TINY, OURS):
+        make = functools.partial(tiny_pipelines.build if module == TINY else build_ours, name)
+        pipeline = getattr(diffusers, name, None)
     elif (cls := load_case(module, name)) is not None:
-        row = {"case": f"{module.removeprefix('tests.pipelines.')}.{name}", "pipeline": cls.pipeline_class.__name__}
-        make = functools.partial(build, cls)
-        if is_modular and modular_class(cls.pipeline_class, {}) is None:
-            return None
+        make, pipeline = functools.partial(build, cls), cls.pipeline_class
     else:
         return None
-    start = time.perf_counter()
+    if wraps and modular_class(pipeline, {}) is None:
+        return None
     try:
         with offline():
             pipe, inputs = make()
-            if is_modular and module != TINY:
-                pipe, inputs = as_modular(pipe, inputs)
-            row["pipeline"] = type(pipe).__name__
+            if wraps:
+                pipe, inputs = as_modular(
+                    modular_class(type(pipe), dict(pipe.config)).__name__, lambda: (pipe, inputs)
+                )
+            # the tests of some classes derive one of their own
+            row["pipeline"] = next(cls.__name__ for cls in type(pipe).__mro__ if hasattr(diffusers, cls.__name__))
     except Exception as error:
         trace = traceback.format_exc() if verbose else None
         return row | {"not_built": f"{type(error).__name__}: {error}"[:300], "trace": trace}
@@ -180,7 +120,7 @@ def examine(module: str, name: str, is_modular: bool, verbose: bool) -> dict[str
         last = traceback.extract_tb(error.__traceback__)[-1]
         reason = f"ESCAPED {type(error).__name__}: {error}"[:300] + f" [{Path(last.filename).name}:{last.lineno}]"
         return row | {"trains": False, "reason": reason, "trace": trace}
-    return row | vars(report) | {"seconds": time.perf_counter() - start}
+    return row | vars(report) | {"pipeline": row["pipeline"], "seconds": time.perf_counter() - start}
 
 
 def work(connection, verbose: bool) -> None:
@@ -192,7 +132,7 @@ def work(connection, verbose: bool) -> None:
             try:
                 row = examine(*case, verbose)
             except BaseException as error:
-                row = {"case": ".".join(case[:2]), "not_built": f"{type(error).__name__}: {error}"[:300]}
+                row = {"case": list(case), "not_built": f"{type(error).__name__}: {error}"[:300]}
         connection.send(row)
 
 
@@ -220,7 +160,7 @@ class Worker:
         self.process.kill()
         self.process.join()
         self.process = None
-        return {"case": ".".join(case[:2]), "not_built": problem}
+        return {"case": list(case), "not_built": problem}
 
 
 def prepare(checkout: Path) -> None:
@@ -237,7 +177,7 @@ def line(row: dict[str, Any]) -> str:
     numbers = f"{row.get('steps', 0)} {row.get('max_ratio_error', float('nan')):8.1e} {row.get('grad_norm', 0):8.1e}"
     reason = row.get("reason") or row.get("not_built") or ""
     names = f"{row.get('scheduler', ''):32} {str(row.get('policy') or ''):26}"
-    return f"{row.get('pipeline', row['case']):48} {names} {numbers} {verdict:9} {reason}"
+    return f"{row.get('pipeline', row['case'][1]):48} {names} {numbers} {verdict:9} {reason}"
 
 
 def best_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -245,67 +185,70 @@ def best_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     rank = lambda row: (bool(row.get("trains")), "not_built" not in row)  # noqa: E731
     best: dict[str, dict[str, Any]] = {}
     for row in rows:
-        name = row.get("pipeline", row["case"])
+        name = row.setdefault("pipeline", row["case"][1])
         if name not in best or rank(row) > rank(best[name]):
             best[name] = row
     return [best[name] for name in sorted(best)]
 
 
-def modular_section(rows: list[dict[str, Any]]) -> str:
-    """The part of docs/supported_pipelines.md on modular pipelines, in which every class of diffusers has a row."""
-    by_name = {row.get("pipeline", row["case"]): row for row in rows}
-    kinds = [name for name in dir(diffusers) if name.endswith("ModularPipeline") and name != "ModularPipeline"]
-    lines = []
-    for kind in kinds:
-        row = by_name.get(kind, {"not_built": "no tiny components"})
-        is_missing = "not_built" in row or has_inner_error(row)
-        verdict = "trains" if row.get("trains") else "not examined" if is_missing else "refused"
-        why = _cell(row.get("reason") or row.get("not_built")).removeprefix(kind).strip()
-        lines.append(f"| {kind} | {verdict} | {row.get('scheduler', '') if row.get('trains') else why} |")
-    trained = sum(" | trains | " in line for line in lines)
-    return (
-        f"{MODULAR_TITLE}\n\n**{trained} of {len(kinds)}** modular classes train with tiny components of the classic "
-        "classes of the same model, or of their own; see [modular pipelines](models/modular.md).\n\n"
-        "| class | | scheduler, or reason |\n|---|---|---|\n" + "\n".join(lines) + "\n"
-    )
+def exported(is_modular: bool) -> list[str]:
+    """The names of all pipeline classes that diffusers exports, classic or modular."""
+    names = [name for name in dir(diffusers) if "Pipeline" in name and not re.search("(Output|Blocks|Config)$", name)]
+    return [name for name in names if ("ModularPipeline" in name) == is_modular]
+
+
+def why_not_counted(name: str) -> str | None:
+    """Why an exported class has a row only if it trains; None if it always has one."""
+    if re.fullmatch("(Diffusion|Modular)Pipeline|AutoPipelineFor.*", name):
+        return "a base class, or one that chooses another class"
+    if "Onnx" in name:
+        return "runs in ONNX Runtime, without gradients"
+    cls = getattr(diffusers, name)
+    if isinstance(cls, DummyObject) or "deprecated" in cls.__module__ or issubclass(cls, DeprecatedPipelineMixin):
+        return "deprecated by diffusers"
+    if "Modular" not in name and not any("scheduler" in key for key in inspect.signature(cls.__init__).parameters):
+        return "has no denoising loop"
+    return None
+
+
+def table_line(row: dict[str, Any]) -> str:
+    """A class's line in docs/supported_pipelines.md."""
+    if row.get("trains"):
+        error, norm = row["max_ratio_error"], row["grad_norm"]
+        return f"| {row['pipeline']} | trains | {row['scheduler']} | {f'{error:.0e}' if error else 0} | {norm:.1e} |"
+    is_missing = "not_built" in row or has_inner_error(row)
+    why = _cell(row.get("reason") or row.get("not_built")).removeprefix(row["pipeline"]).strip()
+    return f"| {row['pipeline']} | {'not examined' if is_missing else 'refused'} | {why} | | |"
 
 
 def page(rows: list[dict[str, Any]]) -> str:
-    """docs/supported_pipelines.md, without the part on modular pipelines."""
-    missing = [row for row in rows if "not_built" in row or has_inner_error(row)]
-    built = [row for row in rows if row not in missing]
-    trained = [row for row in built if row["trains"]]
-    refused = [row for row in built if not row["trains"]]
+    """docs/supported_pipelines.md, in which every exported class has its place."""
+    by_name = {row["pipeline"]: row for row in best_rows(rows)}
+    tables, left_out = {}, defaultdict(list)
+    for is_modular in (False, True):
+        lines = tables[is_modular] = []
+        for name in exported(is_modular):
+            if (why := why_not_counted(name)) and not by_name.get(name, {}).get("trains"):
+                left_out[why].append(name)
+            else:
+                lines.append(table_line(by_name.get(name, {"pipeline": name, "not_built": "no tiny components"})))
+    counts = {key: (sum(" | trains | " in line for line in lines), len(lines)) for key, lines in tables.items()}
+    errors = [row["max_ratio_error"] for row in by_name.values() if row.get("trains")]
+    head = "| class | | scheduler, or reason | ratio error | gradient |\n|---|---|---|---|---|\n"
     parts = [
         "# Supported pipelines",
-        f"What `check_pipeline` says about each pipeline class that has tiny components in diffusers' own test suite, "
-        f"with diffusers {diffusers.__version__} in float32 on a CPU: **{len(trained)} of {len(rows)} train**, "
-        f"{len(refused)} are refused, {len(missing)} could not be examined. The first ratio is 1 within "
-        f"{max((row['max_ratio_error'] for row in trained), default=0):.0e}. `diffusion-grpo check MODEL` examines a "
-        "model of yours. Written by `make sweep`; do not edit.",
-        "| scheduler | pipelines that train |\n|---|---|",
+        f"What `check_pipeline` says about each pipeline class of diffusers {diffusers.__version__} with a denoising "
+        f"loop, around tiny random components in float32 on a CPU: **{counts[False][0]} of {counts[False][1]} classic "
+        f"and {counts[True][0]} of {counts[True][1]} [modular](models/modular.md) classes train**. The first ratio is "
+        f"1 within {max(errors, default=0):.0e}; the last column is the gradient's norm. `diffusion-grpo check MODEL` "
+        "examines a model of yours. Written by `make sweep`; do not edit.",
+        head + "\n".join(tables[False]),
+        "## Modular pipelines",
+        head + "\n".join(tables[True]),
+        "## Not counted",
+        "| why | classes |\n|---|---|\n"
+        + "\n".join(f"| {why} | {', '.join(names)} |" for why, names in left_out.items()),
     ]
-    by_scheduler = defaultdict(list)
-    for row in trained:
-        by_scheduler[row["scheduler"]].append(row["pipeline"])
-    parts[-1] += "".join(
-        f"\n| {scheduler} | {', '.join(by_scheduler[scheduler])} |" for scheduler in sorted(by_scheduler)
-    )
-    by_reason = defaultdict(list)
-    for row in refused:
-        by_reason[_cell(row["reason"]).removeprefix(row["pipeline"]).strip()].append(row["pipeline"])
-    parts += ["## Refused", "| pipelines | reason |\n|---|---|"]
-    parts[-1] += "".join(f"\n| {', '.join(names)} | {reason} |" for reason, names in by_reason.items())
-    if missing:
-        parts += [
-            "## Not examined",
-            "Their test components could not be built or called here.",
-            "| pipeline | why |\n|---|---|"
-            + "".join(
-                f"\n| {row.get('pipeline', row['case'])} | {_cell(row.get('not_built') or row['reason'])} |"
-                for row in missing
-            ),
-        ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -333,15 +276,15 @@ def main() -> None:
     if args.diffusers is None or not (args.diffusers / "tests" / "pipelines").is_dir():
         sys.exit(WHERE)
     prepare(args.diffusers.resolve())
-    classic = cases(args.diffusers.resolve())
+    classic = [*cases(args.diffusers.resolve()), *((OURS, name) for name in BUILDERS if "Modular" not in name)]
     every = [(*case, False) for case in ([] if args.modular else classic)]
     every += [(*case, True) for case in (*classic, *modular_cases())]
     wanted = [case for case in every if re.search(args.only, ".".join(case[:2]))]
     worker, rows = Worker(args.trace), []
     if args.resume and args.rows.exists():
-        rows = [row for row in map(json.loads, args.rows.read_text().splitlines()) if row.get("trains")]
-        done = {row["case"] for row in rows}
-        wanted = [case for case in wanted if ".".join(case[:2]).removeprefix("tests.pipelines.") not in done]
+        saved = {tuple(row["case"]): row for row in map(json.loads, args.rows.read_text().splitlines())}
+        wanted = [case for case in wanted if not saved.get(case, {}).get("trains")]
+        rows = [row for case, row in saved.items() if case not in wanted]
     for case in wanted:
         row = worker.examine(case, args.limit)
         if row is None:
@@ -355,12 +298,8 @@ def main() -> None:
     best = best_rows(rows)
     trained, missing = sum(bool(row.get("trains")) for row in best), sum("not_built" in row for row in best)
     print(f"{trained} train, {len(best) - trained - missing} refused, {missing} not built, of {len(best)} classes")
-    if not args.only and not args.no_page:
-        is_modular = lambda row: "ModularPipeline" in row.get("pipeline", "")  # noqa: E731
-        first, _, _ = PAGE.read_text().partition(MODULAR_TITLE)
-        if not args.modular:
-            first = page([row for row in best if not is_modular(row)])
-        PAGE.write_text(first.rstrip() + "\n\n" + modular_section([row for row in best if is_modular(row)]))
+    if not args.no_page and (args.resume or not (args.only or args.modular)):
+        PAGE.write_text(page(rows))
 
 
 if __name__ == "__main__":

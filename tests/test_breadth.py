@@ -1,12 +1,16 @@
 """Every kind of pipeline trains: the ratio is 1 within 1e-5, and two real training steps change the network."""
 
+import re
+
 import numpy as np
 import pytest
+import sweep
 import tiny_pipelines
 import torch
 from datasets import Dataset
 from peft import LoraConfig
 from PIL import Image
+from sweep_builders import build_ours
 from tiny_runs import LORA, SETTINGS
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, check_pipeline
@@ -19,6 +23,7 @@ NAMES += [name for name in tiny_pipelines.MODULAR if not name.startswith("modula
 SPACED = ["flux", "flux2", "flux_controlnet", "flux_img2img", "flux_inpaint", "flux_kontext", "hunyuan_video"]
 SPACED += ["hunyuan_video_image", "ltx2", "qwen_image", "qwen_image_edit", "sd3"]
 SPACED += ["sd3_controlnet", "sd3_img2img", "sd3_pag", "z_image"]
+SWEPT = ["AnimaModularPipeline", "Ideogram4Pipeline", "QwenImage21Pipeline", "TextToVideoSDPipeline"]
 FEW = {"num_generations": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
 
 
@@ -39,6 +44,19 @@ def test_it_replays_and_trains(name, tmp_path):
     report = check_pipeline(pipe, inputs, num_inference_steps=4)
     assert report.trains and report.max_ratio_error <= 1e-5 and report.steps >= 2, report
     train(pipe, inputs, tmp_path, report.steps)
+
+
+@pytest.mark.parametrize("name", SWEPT)
+def test_classes_that_only_the_sweep_builds_replay(name):
+    pipe, inputs = build_ours(name)
+    report = check_pipeline(pipe, inputs, num_inference_steps=4)
+    assert report.trains and report.max_ratio_error <= 1e-5 and report.steps == 3, report
+
+
+def test_every_class_that_diffusers_exports_is_on_the_page():
+    text = sweep.PAGE.read_text()
+    names = {*sweep.exported(is_modular=False), *sweep.exported(is_modular=True)}
+    assert not names - set(re.findall(r"\w+", text))
 
 
 def train(pipe, inputs, folder, steps):
