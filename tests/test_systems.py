@@ -152,9 +152,13 @@ def at_root(monkeypatch):
         else:
             monkeypatch.setitem(REWARDS, name, functools.wraps(real)(lambda images, **columns: brightness(images)))
     monkeypatch.setattr(HPSv3, "__call__", lambda self, images, **columns: brightness(images))
-    for name in ("lpips", "aesthetic", "clip_score"):
+    for name in ("lpips", "aesthetic", "clip_score", "pickscore"):
         monkeypatch.setattr(REWARDS[name], "__call__", lambda self, images, **columns: brightness(images))
-    for reward in (*(REWARDS[name] for name in ("geneval", "lpips", "aesthetic", "clip_score")), HPSv3, VideoAlign):
+    for reward in (
+        *(REWARDS[name] for name in ("geneval", "lpips", "aesthetic", "clip_score", "pickscore")),
+        HPSv3,
+        VideoAlign,
+    ):
         monkeypatch.setattr(reward, "check_needs", lambda self, **options: None)  # their weights are not here
     monkeypatch.setattr(GlmImageProcessor, "_get_target_shape", staticmethod(glm.choose_target_shape))
     monkeypatch.setattr(VideoAlign, "__call__", lambda self, videos, **columns: brightness(videos))

@@ -76,7 +76,7 @@ def as_pipeline(pipe: Any) -> Any:
     namespace = _describe(type(pipe), list(parameters.values()), encoders)
     sounds = [name for name in SOUND_FIELDS if name in samples[1:]]
     namespace |= {"sample_outputs": [samples[0], *sounds], "guidance_scales": scales}
-    namespace |= {"model_cpu_offload_seq": _order_parts(pipe, leaves)}
+    namespace |= {"model_cpu_offload_seq": _order_parts(leaves)}
     pipe.__class__ = type(type(pipe).__name__, (_Adapted, type(pipe), DiffusionPipeline), namespace)
     if pipe._pretrained_model_name_or_path is not None:
         pipe.register_to_config(_name_or_path=str(pipe._pretrained_model_name_or_path))
@@ -250,11 +250,13 @@ def _name_scale(guider: str, inputs: set[str]) -> str:
     return name if name not in inputs else name.replace("guidance_scale", "true_cfg_scale")
 
 
-def _order_parts(pipe: Any, leaves: list[Any]) -> str:
-    """Return the networks in the order of their last use, in the form of `model_cpu_offload_seq`."""
-    used = itertools.chain.from_iterable(leaf.component_names for leaf in leaves)
-    order = dict.fromkeys(reversed([name for name in used if isinstance(pipe.components.get(name), nn.Module)]))
-    return "->".join(reversed(order))
+def _order_parts(leaves: list[Any]) -> str:
+    """Return the names of the networks in the order of their last use, in the form of `model_cpu_offload_seq`."""
+    used = itertools.chain.from_iterable(leaf.expected_components for leaf in leaves)  # they may be loaded later
+    networks = [
+        each.name for each in used if isinstance(each.type_hint, type) and issubclass(each.type_hint, nn.Module)
+    ]
+    return "->".join(reversed(dict.fromkeys(reversed(networks))))
 
 
 def _copy(guider: BaseGuidance) -> BaseGuidance:

@@ -88,13 +88,6 @@ def flux3(kind: type[ModularPipeline] = Flux3ModularPipeline) -> Case:
     return pipe, inputs | ({} if "guider" not in pipe.components else {"guidance_scale": 3.5})
 
 
-class TypeIds:
-    """What MiniMax-H3 asks of its processor for a prompt without images: that all tokens are text."""
-
-    def create_mm_token_type_ids(self, token_ids: list[list[int]]) -> list[list[int]]:
-        return [[0] * len(ids) for ids in token_ids]
-
-
 def minimax_h3() -> Case:
     """MiniMax-H3: video and sound in one sequence, two schedules, no guidance, no axis of the batch."""
     vocabulary = language.qwen3_tokenizer()
@@ -102,7 +95,7 @@ def minimax_h3() -> Case:
     pipe.update_components(
         text_encoder=qwen3_vl(vocabulary, layers=51),
         tokenizer=vocabulary,
-        processor=TypeIds(),
+        processor=LlavaProcessor(CLIPImageProcessor(), vocabulary),  # as above
         scheduler=MiniMaxH3Scheduler(),
         audio_scheduler=MiniMaxH3Scheduler(shift=3.0),
         transformer=MiniMaxH3Transformer3DModel(
