@@ -12,6 +12,7 @@ from gpu_device import LEFT_OUT
 TESTS = Path(__file__).parent
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_it_needs_a_gpu():
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}

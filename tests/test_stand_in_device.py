@@ -31,6 +31,7 @@ def run(*words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_the_weights_of_the_cpu(tmp_path):
     run(str(TESTS / "stand_in_run.py"), str(tmp_path))
     trainer = trainer_for(tmp_path / "cpu")
