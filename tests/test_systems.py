@@ -60,11 +60,10 @@ SETTINGS = {setting.name for setting in DiffusionGRPOConfig.__dataclass_fields__
 WHOLE = ("24gb/flux", "flux3", "glm_image_ar", "sd15", "sd35_ocr", "stable_audio", "wan22_a14b")
 REDUCED = [name for name in STAND_INS if name not in WHOLE]
 SIZES = ("max_area", "audio_end_in_s")  # among the pipeline's own arguments
+STEPS = 4
 SMALL = {
     "gradient_accumulation_steps": 1,
     "steps_per_generation": 2,  # two updates per rollout: the resume falls within one
-    "num_inference_steps": 4,
-    "eval_num_inference_steps": 4,
     "max_steps": 2,
     "save_steps": 1,
     "eval_steps": 1,
@@ -89,6 +88,7 @@ def small(values, inputs):
     changed["num_generations"] = 4 if "best_of_n" in values else min(2, values["num_generations"])
     for side in ("train", "eval"):  # one sample per call stays one
         changed[f"per_device_{side}_batch_size"] = min(2, values["per_device_train_batch_size"])
+    changed["num_inference_steps"] = changed["eval_num_inference_steps"] = min(STEPS, values["num_inference_steps"])
     if "best_of_n" in values:
         changed["best_of_n"] = 2
     if "rollout_batch_size" in values:
@@ -96,7 +96,7 @@ def small(values, inputs):
     if values.get("train_component") == "vision_language_encoder":
         changed["learning_rate"] = 0.02  # smaller steps change no token
     if "sigmas" in values:
-        changed["sigmas"] = values["sigmas"][: SMALL["num_inference_steps"]]
+        changed["sigmas"] = values["sigmas"][:STEPS]
     if "trained_steps" in values:
         changed["trained_steps"] = [0, 2]
     if "ema_decay" in values:
