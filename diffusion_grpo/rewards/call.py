@@ -6,7 +6,6 @@ A user's reward is the least tested code of a run, so its answer is checked here
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import inspect
 import itertools
@@ -16,7 +15,7 @@ import numbers
 import os
 import threading
 import warnings
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import Future
 from functools import cache, cached_property
 from pathlib import Path
@@ -76,8 +75,7 @@ def score(
     videos is called with frames of them, and its value is the mean over a video's frames (`Reward.frames`). A function
     marked `groupwise` is called once per group, one marked `takes_tensors` gets a tensor, one marked `takes_latents`
     the latents under that name. Each function gets its own copies of samples and columns, so that writing to them
-    affects neither another function nor the caller. Functions run without gradients, and torch's settings are restored
-    after each call.
+    affects neither another function nor the caller. Functions run without gradients.
 
     Args:
         reward_funcs: functions that return one `float | None` per sample.
@@ -108,6 +106,7 @@ def score(
         >>> score([brightness], images=images, prompts=["a", "b"]).tolist()  # one black, one white
         [[0.0], [1.0]]
     """
+    rewards = [func if isinstance(func, Reward) else Reward(func, reward_name(func)) for func in reward_funcs]
     batch = Batch(
         images=images,
         videos=videos,
@@ -118,20 +117,26 @@ def score(
         fps=fps,
         sampling_rate=sampling_rate,
         trainer_state=trainer_state,
+        taken=[reward.name for reward in rewards],
     )
-    scoring = Scoring(reward_funcs, batch)
-    scoring.taken |= {reward.name for reward in scoring.rewards}
-    score_here([scoring])
-    values, extras = scoring.values(failure_dir, log_metric)
+    scoring = Scoring(rewards, batch)
+    scoring.run()
+    try:
+        scoring.wait()
+    finally:
+        scoring.cancel()  # in case it was interrupted
+    values, extras = collect_values([scoring], (len(batch.samples), len(rewards)), failure_dir, log_metric)
     for name, column in extras.items() if log_extra else ():
         log_extra(name, column)
-    warn_of_unscored(values)
     return values
 
 
 @dataclasses.dataclass(kw_only=True)
 class Batch:
-    """The samples of one scoring, with their prompts and columns; each list has one value per sample."""
+    """The samples of one scoring, with their prompts and columns; each list has one value per sample.
+
+    `indices` are the samples' places in the whole that is scored, `taken` the names that logged columns may not have.
+    """
 
     images: dataclasses.InitVar[list | None] = None
     videos: dataclasses.InitVar[list | None] = None
@@ -143,6 +148,7 @@ class Batch:
     fps: float | None = None
     sampling_rate: int | None = None
     trainer_state: object | None = None
+    taken: Collection[str] = ()
     kind: str = dataclasses.field(init=False)
     samples: list = dataclasses.field(init=False)
 
@@ -158,29 +164,14 @@ class Batch:
         if not self.groups:
             self.groups = self.indices if self.prompts is None else [*map(self.prompts.index, self.prompts)]
 
-    @property
-    def shared(self) -> dict[str, Any]:
-        """Keyword arguments that are the same for every sample."""
-        values = {"trainer_state": self.trainer_state} | ({"fps": self.fps} if self.kind == "videos" else {})
-        return values if self.sampling_rate is None else values | {"sampling_rate": self.sampling_rate}
-
     @cached_property
     def tensor(self) -> Tensor:
-        try:
-            return as_tensor(self.samples)
-        except ValueError as error:
-            raise RewardError(str(error)) from error
+        return as_tensor(self.samples)
 
     @cached_property
     def stacked_latents(self) -> Tensor:
         if self.latents is None:
-            raise RewardError("A reward asks for latents, which only a training run has; name one that takes images.")
-        shapes = {tuple(latent.shape) for latent in self.latents}
-        if len(shapes) != 1:
-            raise RewardError(
-                f"A reward asks for one tensor of all latents, but these have several shapes: "
-                f"{', '.join(map(str, sorted(shapes)))}; give height and width, or use a reward that takes images."
-            )
+            raise RewardError("asks for latents, which only a training run has; name one that takes images")
         return torch.stack(self.latents)
 
     def drop_tensors(self) -> None:
@@ -190,7 +181,7 @@ class Batch:
 
     @property
     def blocks(self) -> list[list[int]]:
-        """The indices of the samples in each group."""
+        """The rows of the samples in each group."""
         return [[row for row, own in enumerate(self.groups) if own == group] for group in dict.fromkeys(self.groups)]
 
 
@@ -198,42 +189,55 @@ class Batch:
 class Call:
     """One call of a function: the row of the sample behind each item, the answer, and logged values.
 
-    `items` are kept until the call is made; `taken` are names that logged columns may not have.
+    `frames` are the places of the items in their videos, if the items are single frames.
     """
 
     reward: Reward
     batch: Batch
     rows: list[int]
-    items: Any
-    kind: str
+    frames: list[int] | None = None
     answer: Any = None
     metrics: list[tuple[str, float]] = dataclasses.field(default_factory=list)
     extras: dict[str, list] = dataclasses.field(default_factory=dict)
-    taken: frozenset[str] = frozenset(TAKEN)
 
     def make(self) -> None:
         """Call the function; the answer becomes what it returned, an awaitable, or the exception it raised."""
-        parameters = self.reward.parameters
         try:
-            if "videos" in parameters and "images" not in parameters and self.kind == "images":
-                raise RewardError("asks for videos, but the samples are images")
-            with torch.no_grad(), preserve_settings():
-                self.answer = self.reward(**self._keywords(parameters))
+            with torch.no_grad():
+                self.answer = self.reward(**self._keywords(self.reward.parameters))
         except Exception as error:
             self.answer = error
-        self.items = None  # otherwise its tensors would be kept until the rollout ends
 
     def _keywords(self, parameters: dict[str, inspect.Parameter]) -> dict[str, Any]:
         """Return the keyword arguments, with copies of the samples and of the columns that the function takes."""
+        batch, fixed = self.batch, self.reward.fixed
+        kind, items = self._copy_items(parameters)
+        if "videos" in parameters and "images" not in parameters and kind == "images":
+            raise RewardError("asks for videos, but the samples are images")
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-        columns, prompts, fixed = self.batch.columns, self.batch.prompts, self.reward.fixed
-        names = [name for name in columns if name not in fixed and (takes_all or name in parameters)]
-        items = copy_value(self.items)
-        keywords = {name: [copy_value(columns[name][row]) for row in self.rows] for name in names}
-        keywords |= {} if prompts is None else {"prompts": [prompts[row] for row in self.rows]}
-        keywords |= {"completions": items, self.kind: items}
-        keywords |= {"log_extra": self.log_extra, "log_metric": self.log_metric, **self.batch.shared}
+        names = [name for name in batch.columns if name not in fixed and (takes_all or name in parameters)]
+        keywords = {name: [copy_value(batch.columns[name][row]) for row in self.rows] for name in names}
+        keywords |= {"completions": items, kind: items, "trainer_state": batch.trainer_state}
+        keywords |= {"log_extra": self.log_extra, "log_metric": self.log_metric}
+        if batch.prompts is not None:
+            keywords["prompts"] = [batch.prompts[row] for row in self.rows]
+        if batch.kind == "videos":
+            keywords["fps"] = batch.fps
+        if batch.sampling_rate is not None:
+            keywords["sampling_rate"] = batch.sampling_rate
         return keywords if takes_all else {name: value for name, value in keywords.items() if name in parameters}
+
+    def _copy_items(self, parameters: dict[str, inspect.Parameter]) -> tuple[str, Any]:
+        """Return the keyword for the samples, and copies of them in the form that the function takes."""
+        batch, function = self.batch, self.reward.function
+        if is_marked(function, "takes_latents"):
+            return "latents", batch.stacked_latents[self.rows]
+        if is_marked(function, "takes_tensors"):  # images and videos have the same form
+            return "videos" if "videos" in parameters else "images", batch.tensor[self.rows]
+        if self.frames is None:
+            return batch.kind, copy_value([batch.samples[row] for row in self.rows])
+        frames = zip(self.rows, self.frames, strict=True)
+        return "images", [copy_value(batch.samples[row][place]) for row, place in frames]
 
     async def wait(self) -> None:
         """Replace an awaitable by its result, or by its exception, which could end the event loop itself."""
@@ -252,7 +256,7 @@ class Call:
 
     def log_extra(self, name: str, values: list) -> None:
         """Record a column that the function logs, one value per item."""
-        if name in self.taken or name.startswith("advantage/"):
+        if name in TAKEN or name in self.batch.taken or name.startswith("advantage/"):
             raise ValueError(f"log_extra({name!r}) has the name of another column of the table of samples; change it.")
         if len(values) != len(self.rows):
             raise ValueError(f"log_extra({name!r}) got {len(values)} values for {len(self.rows)} samples.")
@@ -306,65 +310,83 @@ class Call:
 
 
 class Scoring:
-    """The calls that score some samples: `answer` makes them, `wait` awaits them, `values` checks and reads them.
+    """The calls by which rewards score a batch: `run` makes them, `wait` waits for the answers.
 
-    There are three steps because the first two may happen in other threads, at the same time as those of other
-    samples. What functions log is kept until `values`, and is then reported in the order of the functions.
+    `run` may happen in another thread. What functions return and log is kept for `collect_values`. `numbers` are the
+    rewards' columns in the table of values.
     """
 
-    def __init__(self, reward_funcs: list[Callable | Reward], batch: Batch):
-        self.batch = batch
-        self.rewards = [func if isinstance(func, Reward) else Reward(func, reward_name(func)) for func in reward_funcs]
+    def __init__(self, rewards: list[Reward], batch: Batch, numbers: list[int] | None = None):
+        self.rewards, self.batch = rewards, batch
+        self.numbers = list(range(len(rewards))) if numbers is None else numbers
         self.calls: list[list[Call]] = []
-        self.taken = frozenset(TAKEN)
+        self._called: Future = Future()
+        self._awaited: Future | None = None
         # each thread has its own current device, initially device 0
-        self.device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+        self._device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
-    def answer(self) -> None:
-        """Call all functions, one after the other; what they raise is kept for `values`."""
-        self._use_device()
-        with torch.no_grad():
+    def run(self) -> None:
+        """Call all functions, one after the other, and let the event loop await the async ones."""
+        if not self._called.set_running_or_notify_cancel():
+            return
+        try:
+            self._use_device()
             self.calls = [_make_calls(reward, self.batch) for reward in self.rewards]
             for call in itertools.chain(*self.calls):
-                call.taken = self.taken
                 call.make()
-        self.batch.drop_tensors()
+            self.batch.drop_tensors()
+            if any(inspect.isawaitable(call.answer) for call in itertools.chain(*self.calls)):
+                self._awaited = run_in_loop(self._await_answers())
+            self._called.set_result(None)
+        except BaseException as error:  # a reward that calls sys.exit must end the run, not just its thread
+            self._called.set_exception(error)
 
-    @property
-    def awaited(self) -> list[str]:
-        """Names of the async functions that have not answered."""
-        waiting = [call for call in itertools.chain(*self.calls) if inspect.isawaitable(call.answer)]
-        return list(dict.fromkeys(call.reward.name for call in waiting))
+    def wait(self) -> None:
+        """Wait until all functions have answered; raise what ends the process."""
+        self._called.result()
+        if self._awaited is not None:
+            self._awaited.result()
 
-    async def wait(self) -> None:
-        """Await all awaitables among the answers together, and replace them by their results."""
+    def cancel(self) -> None:
+        """Drop the calls if they have not begun, or the wait for async functions."""
+        if not self._called.cancel() and self._awaited is not None:
+            self._awaited.cancel()
+
+    async def _await_answers(self) -> None:
         self._use_device()
         torch.set_grad_enabled(False)  # in the event loop's thread; a context would be left in another order
-        with preserve_settings():
-            calls = [call for call in itertools.chain(*self.calls) if inspect.isawaitable(call.answer)]
-            await asyncio.gather(*(call.wait() for call in calls))
+        calls = [call for call in itertools.chain(*self.calls) if inspect.isawaitable(call.answer)]
+        await asyncio.gather(*(call.wait() for call in calls))
 
     def _use_device(self) -> None:
-        if self.device is not None:
-            torch.accelerator.set_device_index(self.device)
+        if self._device is not None:
+            torch.accelerator.set_device_index(self._device)
 
-    def values(
-        self, failure_dir: Path | None = None, log_metric: Callable | None = None
-    ) -> tuple[Tensor, dict[str, list]]:
-        """Return the rewards, `(samples, functions)` float32, and the columns that functions logged; see `score`."""
-        count = len(self.batch.samples)
-        values = torch.empty(count, len(self.rewards), dtype=torch.float32)
-        for position, calls in enumerate(self.calls):
-            values[:, position] = torch.tensor(_read_values(calls, count, failure_dir), dtype=torch.float32)
-        extras: dict[str, list] = {}
-        for call in itertools.chain(*self.calls):
+
+def collect_values(
+    scorings: list[Scoring], shape: tuple[int, int], failure_dir: Path | None, log_metric: Callable | None
+) -> tuple[Tensor, dict[str, list]]:
+    """Check all answers; return the rewards, `(samples, functions)` float32, and the columns that functions logged."""
+    values, extras = torch.full(shape, math.nan, dtype=torch.float32), {}
+    for scoring in scorings:
+        indices = scoring.batch.indices
+        for number, calls in zip(scoring.numbers, scoring.calls, strict=True):
+            values[indices, number] = torch.tensor(_read_values(calls, len(indices), failure_dir), dtype=torch.float32)
+        for call in itertools.chain(*scoring.calls):
             for name, value in call.metrics if log_metric else ():
                 log_metric(name, value)
             for name, column in call.extras.items():
-                whole = extras.setdefault(name, [None] * count)
-                for row, value in zip(call.rows, column):
-                    whole[row] = value
-        return values, extras
+                whole = extras.setdefault(name, [None] * len(values))
+                for row, value in zip(call.rows, column, strict=True):
+                    whole[indices[row]] = value
+    if values.shape[1] and values.isnan().all(dim=1).any():
+        _warn_unscored()
+    return values, extras
+
+
+@cache
+def _warn_unscored() -> None:
+    warnings.warn("Some samples got None from every reward function; they do not contribute.", stacklevel=4)
 
 
 def run_in_loop(coroutine: Coroutine[Any, Any, Any]) -> Future:
@@ -377,47 +399,20 @@ def run_in_loop(coroutine: Coroutine[Any, Any, Any]) -> Future:
     return asyncio.run_coroutine_threadsafe(coroutine, _loop[1])
 
 
-def score_here(scorings: list[Scoring]) -> None:
-    """Call the functions of all scorings in this thread, then await the async ones of all together."""
-    for scoring in scorings:
-        scoring.answer()
-    futures = [run_in_loop(scoring.wait()) for scoring in scorings if scoring.awaited]
-    try:
-        for future in futures:
-            future.result()
-    finally:
-        for future in futures:
-            future.cancel()  # in case it was interrupted
-
-
-def _tensor_name(reward: Reward) -> str:
-    """Return the keyword for the tensor: images and videos have the same form, so the function's signature decides."""
-    return "videos" if "videos" in reward.parameters else "images"
-
-
 def _make_calls(reward: Reward, batch: Batch) -> list[Call]:
-    """Return the calls that a reward needs for a batch: one, or one per group (and per frame of videos)."""
+    """Return the calls that a reward needs for a batch: one, or one per group, which compares frame with frame."""
     is_groupwise = is_marked(reward.function, "is_groupwise")
+    blocks = batch.blocks if is_groupwise else [list(range(len(batch.samples)))]
+    if batch.kind != "videos" or not reward.reads_frames:
+        return [Call(reward, batch, rows) for rows in blocks]
     calls = []
-    for rows in batch.blocks if is_groupwise else [list(range(len(batch.samples)))]:
-        is_whole = len(rows) == len(batch.samples)
-        if is_marked(reward.function, "takes_latents"):
-            latents = batch.stacked_latents
-            calls.append(Call(reward, batch, rows, latents if is_whole else latents[rows], "latents"))
-        elif is_marked(reward.function, "takes_tensors"):
-            calls.append(
-                Call(reward, batch, rows, batch.tensor if is_whole else batch.tensor[rows], _tensor_name(reward))
-            )
-        elif batch.kind == "videos" and reward.reads_frames:
-            places = [(row, frame_positions(reward.frames, len(batch.samples[row]))) for row in rows]
-            turns = range(min(len(own) for _, own in places)) if is_groupwise else [slice(None)]
-            for turn in turns:
-                chosen = [(row, place) for row, own in places for place in np.atleast_1d(own[turn])]
-                items = [batch.samples[row][place] for row, place in chosen]
-                calls.append(Call(reward, batch, [row for row, _ in chosen], items, "images"))
+    for rows in blocks:
+        places = [frame_positions(reward.frames, len(batch.samples[row])) for row in rows]
+        if is_groupwise:
+            calls += [Call(reward, batch, rows, list(turn)) for turn in zip(*places)]
         else:
-            items = batch.samples if is_whole else [batch.samples[row] for row in rows]
-            calls.append(Call(reward, batch, rows, items, batch.kind))
+            repeated = [row for row, own in zip(rows, places) for _ in own]
+            calls.append(Call(reward, batch, repeated, list(itertools.chain(*places))))
     return calls
 
 
@@ -429,42 +424,3 @@ def _read_values(calls: list[Call], count: int, folder: Path | None) -> list[flo
             if not math.isnan(value):
                 values[row].append(value)
     return [calls[0].reward.value(sum(own) / len(own)) if own else math.nan for own in values]
-
-
-def _read_matmul_precision() -> str | None:
-    """Return torch's precision of float32 products; None if it was set by its newer names, as `tf32: true` does."""
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:  # torch refuses to mix its two interfaces
-        return None
-
-
-SETTINGS = (  # functions that read and write each process-wide setting of torch
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.get_num_threads, torch.set_num_threads),
-    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
-    (_read_matmul_precision, torch.set_float32_matmul_precision),
-)
-
-
-@contextlib.contextmanager
-def preserve_settings() -> Iterator[None]:
-    """Restore torch's process-wide settings after the context, whatever a reward has changed."""
-    before = [read() for read, _ in SETTINGS]
-    try:
-        yield
-    finally:
-        for value, (read, write) in zip(before, SETTINGS, strict=True):
-            if value is not None and read() != value:
-                write(value)
-
-
-def warn_of_unscored(values: Tensor) -> None:
-    """Warn, once per process, if `(samples, functions)` rewards have a sample that no function scored."""
-    if values.shape[1] and values.isnan().all(dim=1).any():
-        _warn_unscored()
-
-
-@cache
-def _warn_unscored() -> None:
-    warnings.warn("Some samples got None from every reward function; they do not contribute.", stacklevel=4)

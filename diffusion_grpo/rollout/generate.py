@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable
 
 import torch
@@ -17,7 +16,7 @@ from ..policy.base import Policy
 from ..policy.token_process import TokenTrajectory
 from ..policy.trajectory import CleanSamples, Prefix, RolloutRequest, Trajectory
 from ..report.samples import SampleWriter
-from ..rewards.executor import RolloutScoring
+from ..rewards.executor import GroupScoring
 from .buffer import RolloutBuffer, Samples
 from .estimator import AdvantageEstimator, Estimate
 from .order import RolloutOrder, invert
@@ -69,22 +68,19 @@ class RolloutGenerator:
         `rows_at` reads the dataset rows of the samples at some positions.
         """
         positions = order.own()
-        extra: dict[str, list] = {}
         with self._monitor.barrier_after("reads its rows"), self._metrics.time("time/rollout"):
             # a process that fails here reaches no collective
             rows = rows_at(positions.tolist())
-            scoring = self._scorer.begin_rollout(order, rows)
+            groups = (positions // order.sizes.num_generations).tolist()
+            scoring = self._scorer.open(self._scorer.rewards, rows, groups)
         self._progress.begin("rollout", len(rows), copies=self._backend.groups.count)
         with self._monitor.barrier_after("rolls out"), scoring:
-            start = time.perf_counter()
-            with self._passes.show_sampler():
+            with self._metrics.time("time/rollout"), self._passes.show_sampler():
                 samples, trajectories, *observed = self._passes.run(self._roll_out, rows, order, step, scoring)
             self._note_trajectories(trajectories)
-            self._metrics.add("time/rollout", time.perf_counter() - start - scoring.waited)
-            self._progress.begin("rewards", scoring.count)
-            start = time.perf_counter()
-            local = self._scorer.finish_rollout(scoring, self._metrics.add, extra, self._progress.advance)
-            self._metrics.add("time/reward", time.perf_counter() - start + scoring.waited)
+            self._progress.begin("rewards", len(rows))
+            with self._metrics.time("time/reward"):
+                local, extra = scoring.finish(self._metrics.add, self._progress.advance)
         with self._metrics.time("time/rollout"):
             divergences, states = (gather_by_position(self._backend, part, order) for part in observed)
             rewards = gather_by_position(self._backend, local, order)
@@ -114,7 +110,7 @@ class RolloutGenerator:
             refuse_single(self.inputs, rows, self._args.loss_type)
 
     def _roll_out(
-        self, rows: Rows, order: RolloutOrder, step: int, scoring: RolloutScoring
+        self, rows: Rows, order: RolloutOrder, step: int, scoring: GroupScoring
     ) -> tuple[list, Samples, Tensor | None, Tensor | None]:
         """Do the part of a rollout that calls the network."""
         self.learn_inputs(rows)
@@ -129,7 +125,7 @@ class RolloutGenerator:
         return scoring.samples, trajectories, divergences, states
 
     @torch.no_grad()
-    def _sample(self, rows: Rows, order: RolloutOrder, step: int, scoring: RolloutScoring) -> Samples:
+    def _sample(self, rows: Rows, order: RolloutOrder, step: int, scoring: GroupScoring) -> Samples:
         """Sample `rows` call by call, hand the samples to the scoring, and return their trajectories."""
         self._policy.prompts.clear()
         plan = self._plan.draw(order.generation, order.own())

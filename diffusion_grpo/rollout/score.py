@@ -4,9 +4,8 @@ Rollouts are scored while the next samples are made, evaluations after some prom
 keywords in both.
 """
 
-import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,9 @@ from ..data.prompts import get_prompts
 from ..distributed.backend import DistributedBackend
 from ..media.samples import as_images, copy_value, frame_positions
 from ..rewards import Reward, RewardError
-from ..rewards.call import Batch, Scoring
+from ..rewards.call import Batch
 from ..rewards.contract import is_marked
-from ..rewards.executor import Executor, RolloutScoring, collect_values, waits_for_all
+from ..rewards.executor import Executor, GroupScoring
 from .order import RolloutOrder
 
 MOST_IN_A_ROW = 10  # one rollout without a reward may be bad luck with its prompts; many in a row are a mistake
@@ -38,11 +37,12 @@ def takes_only_latents(reward: Reward) -> bool:
 
 
 class RewardScorer:
-    """Caller of the rewards."""
+    """Caller of the rewards; `names` are those of all rewards of the run, which no logged column may have."""
 
     def __init__(
         self,
         rewards: list[Reward],
+        names: list[str],
         *,
         executor: Executor,
         fps: float,
@@ -50,108 +50,50 @@ class RewardScorer:
         state: Callable[[], TrainerState],
         failures: Path,
     ):
-        self.rewards, self._executor, self._state, self._failures = rewards, executor, state, failures
-        self._fps, self._sampling_rate = fps, sampling_rate
+        self.rewards, self._names, self._executor = rewards, names, executor
+        self._fps, self._sampling_rate, self._state, self._failures = fps, sampling_rate, state, failures
 
-    # Rollouts
+    def open(self, rewards: list[Reward], rows: Rows, groups: list[int]) -> GroupScoring:
+        """Return the object that takes the samples of `rows` as they are made."""
+        columns = [name for name in rows[0] if name != "prompt"]
 
-    def begin_rollout(self, order: RolloutOrder, rows: Rows) -> RolloutScoring:
-        """Return the object that takes the samples of a rollout as they are made."""
-        groups = (order.own() // order.sizes.num_generations).tolist()
-
-        def begin(
-            funcs: list[Reward], indices: list[int], samples: list[Any] | None, latents: list[Tensor] | None
-        ) -> Scoring:
+        def make_batch(indices: list[int], samples: list[Any] | None, latents: list[Tensor] | None) -> Batch:
             chosen = [rows[index] for index in indices]
-            return self._scoring(funcs, samples, chosen, [groups[index] for index in indices], latents, indices)
+            kinds = {} if samples is None else {"videos" if isinstance(samples[0], list) else "images": samples}
+            return Batch(
+                **kinds,
+                latents=latents,
+                prompts=get_prompts(chosen),
+                columns={name: [row[name] for row in chosen] for name in columns},
+                groups=[groups[index] for index in indices],
+                indices=indices,
+                fps=self._fps,
+                sampling_rate=self._sampling_rate,
+                trainer_state=self._state(),
+                taken=self._names,
+            )
 
-        return RolloutScoring(self.rewards, groups, begin, self._executor)
-
-    def finish_rollout(
-        self,
-        scoring: RolloutScoring,
-        log_metric: Callable[[str, float], None],
-        extra: dict[str, list],
-        watch: Callable[[int], None],
-    ) -> Tensor:
-        """Wait for the rewards of this process's samples, (samples, functions), with NaN for None."""
-        scoring.wait(watch)
-        return self._values(scoring.result, log_metric, extra, scoring.count)
-
-    # Evaluations
+        return GroupScoring(rewards, groups, make_batch, self._executor, self._failures)
 
     def score(
         self,
-        funcs: list[Reward],
+        rewards: list[Reward],
         samples: list,
         rows: Rows,
         groups: list[int],
         batch_size: int,
         log_metric: Callable[[str, float], None],
-        extra: dict[str, list],
         latents: list[Tensor] | None = None,
-        first: int = 0,
-    ) -> Tensor:
-        """Score samples; return (samples, functions) float32 rewards, with NaN for None.
+    ) -> tuple[Tensor, dict[str, list]]:
+        """Score samples that are made; return the same as `GroupScoring.finish`.
 
         As in a rollout, a reward gets some groups at a time, unless it compares all samples or moves its network.
         """
-        whole = [number for number, reward in enumerate(funcs) if waits_for_all(reward)]
-        split = [number for number in range(len(funcs)) if number not in whole]
-        chosen = [(split, indices) for indices in batch_groups(groups, batch_size) if split]
-        chosen += [(whole, list(range(len(samples))))] if whole else []
-        parts = []
-        for numbers, indices in chosen:
-            own = ([part[index] for index in indices] for part in (samples, rows, groups))
-            some = None if latents is None else [latents[index] for index in indices]
-            places = [first + index for index in indices]
-            scoring = self._scoring([funcs[number] for number in numbers], *own, some, places)
-            parts.append((indices, numbers, scoring))
-        self._executor.score([scoring for *_, scoring in parts])
-        values = functools.partial(collect_values, parts, (len(samples), len(funcs)))
-        return self._values(values, log_metric, extra, len(samples))
-
-    # Both
-
-    def _scoring(
-        self,
-        funcs: list[Reward],
-        samples: list | None,
-        rows: Rows,
-        groups: list[int],
-        latents: list[Tensor] | None,
-        indices: list[int] | None = None,
-    ) -> Scoring:
-        kinds = {} if samples is None else {"videos" if isinstance(samples[0], list) else "images": samples}
-        batch = Batch(
-            **kinds,
-            latents=latents,
-            prompts=get_prompts(rows),
-            columns={name: [row[name] for row in rows] for name in rows[0] if name != "prompt"},
-            groups=groups,
-            fps=self._fps,
-            sampling_rate=self._sampling_rate,
-            trainer_state=self._state(),
-            indices=indices,
-        )
-        return Scoring(funcs, batch)
-
-    def _values(self, values: Callable, log_metric: Callable, extra: dict[str, list], count: int) -> Tensor:
-        return values(
-            self._failures,
-            log_metric,
-            lambda name, column: extra.update({name: check_extra_column(name, column, count)}),
-        )
-
-
-def check_extra_column(name: str, values: Sequence[Any], count: int) -> list[Any]:
-    """Return the values that a reward passed to `log_extra` as a list, one per sample."""
-    values = values.tolist() if hasattr(values, "tolist") else list(values)
-    if len(values) != count:
-        raise ValueError(
-            f"log_extra({name!r}, ...) got {len(values)} values for {count} samples; give one per sample."
-        )
-    return values
+        with self.open(rewards, rows, groups) as scoring:
+            for indices in batch_groups(groups, batch_size):
+                chosen = None if latents is None else [latents[index] for index in indices]
+                scoring.add(indices, [samples[index] for index in indices], chosen)
+            return scoring.finish(log_metric)
 
 
 def gather_by_position(backend: DistributedBackend, local: Tensor | None, order: RolloutOrder) -> Tensor | None:

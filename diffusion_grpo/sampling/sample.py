@@ -33,7 +33,6 @@ from ..report.run_folder import measure_mean
 from ..report.samples import write_files, write_table
 from ..rewards import Reward, reward_weights, score
 from ..rewards.contract import is_marked
-from ..rollout.score import check_extra_column
 from ..rollout.steps import make_sampling_plan
 from ..training.model import choose_device, load_pipeline, load_plain_pipeline, make_block_swap, plan_quantization
 from ..training.model_checks import check_packages, pipeline_class
@@ -296,7 +295,7 @@ def _score(
         groups=groups,
         fps=sampler.inputs.fps,
         sampling_rate=sampler.sampling_rate,
-        log_extra=lambda name, column: extra.update({name: check_extra_column(name, column, len(rows))}),
+        log_extra=extra.__setitem__,
         failure_dir=sampler.settings.output_dir / "failures",
     )
     return extra | {reward.name: column for reward, column in zip(rewards, values.T.tolist(), strict=True)}

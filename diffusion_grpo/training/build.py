@@ -86,7 +86,8 @@ def build(
     backend, rate = runtime.backend, find_sampling_rate(policy.pipe)
     scorer = RewardScorer(
         rewards.trained,
-        executor=Executor(args.overlap_rewards, lambda: policy.draws_globally, lambda: backend.passes_together),
+        [reward.name for reward in rewards.all],
+        executor=Executor(args.overlap_rewards, lambda: policy.draws_globally),
         fps=inputs.fps,
         sampling_rate=rate,
         state=state,

@@ -29,7 +29,7 @@ from ..policy.rollout import rollout
 from ..policy.trajectory import sample_seed
 from ..report.run_folder import measure_mean, summarise_rollouts
 from ..report.samples import write_files, write_inputs, write_table
-from ..rewards import Reward, RewardError
+from ..rewards import Reward
 from ..rewards.executor import waits_for_all
 from ..rollout.generate import RolloutGenerator
 from ..rollout.loader import RolloutLoader
@@ -306,23 +306,16 @@ class Evaluator:
         if not rows:
             return
         samples, latents = samples[: len(rows)], latents and latents[: len(rows)]
-        share.kind, extra = share.kind or kind_of(samples), {}
-        rewards = self._scorer.score(
+        share.kind = share.kind or kind_of(samples)
+        rewards, extra = self._scorer.score(
             self._rewards + self._load_watched(share.kind),
             samples,
             rows,
             [position // count for position in share.positions[first : first + len(rows)]],
             self._scored_at_once,
             log_metric,
-            extra,
             latents,
-            first=first,
         )
-        for reward in self._rewards:
-            if reward.name in extra:
-                raise RewardError(
-                    f"log_extra({reward.name!r}) has the name of a reward, a column of the table; change it."
-                )
         points = {}
         if count > 1 and share.kind is not None:
             points["diversity"] = make_thumbnails(samples).float()

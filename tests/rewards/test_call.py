@@ -162,16 +162,6 @@ def test_async_groups_are_awaited_together_without_gradients() -> None:
     assert score([first], images=FOUR, prompts=FOUR_PROMPTS, groups=[0, 0, 0, 1]).tolist() == [[3], [3], [3], [1]]
 
 
-def test_a_precision_that_was_set_by_its_newer_name_is_left_alone(monkeypatch) -> None:
-    """`tf32: true` sets it so, and torch then refuses to read it by its older name."""
-    monkeypatch.setattr(torch.backends, "fp32_precision", "tf32")
-    with pytest.raises(RuntimeError):
-        torch.get_float32_matmul_precision()
-    rewards = score([lambda images: [1.0] * len(images)], images=THREE, prompts=THREE_PROMPTS)
-    assert rewards.tolist() == [[1.0]] * 3
-    assert torch.backends.fp32_precision == "tf32"
-
-
 def test_tensors_are_in_range() -> None:
     seen = []
 

@@ -1,6 +1,7 @@
 """Rewards beside the rollout: the same results as after it, whoever is ready first, and what may not be overlapped."""
 
 import asyncio
+import contextlib
 import multiprocessing
 import random
 import sqlite3
@@ -18,31 +19,44 @@ from tiny_runs import brightness, logged, trained_weights, trainer_for
 
 from diffusion_grpo.media.samples import as_tensor
 from diffusion_grpo.rewards import RemoteReward, RewardError, batchwise, groupwise, load_rewards, takes_tensors
-from diffusion_grpo.rewards.call import Batch, Scoring, run_in_loop
-from diffusion_grpo.rewards.executor import Executor, RolloutScoring
+from diffusion_grpo.rewards.call import Batch, run_in_loop
+from diffusion_grpo.rewards.executor import Executor, GroupScoring
 
 IMAGES = [Image.new("RGB", (8, 8), (shade, shade, shade)) for shade in range(0, 240, 20)]
 GROUPS = [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
 CALLS = [[0, 1, 2, 3], [4, 6, 5, 7], [8, 9, 11, 10]]  # of the pipeline; they cut groups and change the order
 
 
-def rollout(rewards, is_wanted, folder=None, between=lambda: None, executor=None):
-    """Values, metrics and columns of a rollout of three calls."""
-    rewards, metrics, columns = load_rewards(rewards), [], {}
-    executor = executor or Executor(is_wanted, lambda: False)
-    executor.is_tried = executor.is_tried or is_wanted
+def make_executor(overlaps=True, is_tried=True):
+    """An executor that has seen a first scoring, or none."""
+    executor = Executor(overlaps, lambda: False)
+    with executor.watch_generator() if is_tried else contextlib.nullcontext():
+        return executor
 
-    def begin(funcs, places, samples, latents):
+
+def open_rollout(rewards, executor, folder=None):
+    def make_batch(places, samples, latents):
         rows = {"prompts": [f"prompt {GROUPS[place]}" for place in places], "columns": {"place": places}}
         groups = [GROUPS[place] for place in places]
-        return Scoring(funcs, Batch(images=samples, **rows, groups=groups, indices=places))
+        taken = [reward.name for reward in rewards]
+        return Batch(images=samples, **rows, groups=groups, indices=places, taken=taken)
 
-    with RolloutScoring(rewards, GROUPS, begin, executor) as scoring:
-        for places in CALLS:
-            scoring.add(places, [IMAGES[place] for place in places], None)
-            between()
-        scoring.wait()
-        values = scoring.result(folder, lambda *entry: metrics.append(entry), columns.__setitem__)
+    rewards = load_rewards(rewards)
+    return GroupScoring(rewards, GROUPS, make_batch, executor, folder)
+
+
+def add_samples(scoring, between=lambda: None):
+    for places in CALLS:
+        scoring.add(places, [IMAGES[place] for place in places], None)
+        between()
+
+
+def rollout(rewards, overlaps, folder=None, between=lambda: None, executor=None):
+    """Values, metrics and columns of a rollout of three calls."""
+    metrics = []
+    with open_rollout(rewards, executor or make_executor(overlaps), folder) as scoring:
+        add_samples(scoring, between)
+        values, columns = scoring.finish(lambda *entry: metrics.append(entry))
     return values, metrics, columns
 
 
@@ -132,26 +146,18 @@ def test_failures_are_those_without_overlap(tmp_path) -> None:
     assert "'late' returned 2 values, expected 3" in errors[0] and sorted(files[0]) == ["late-3.json", "late-3.png"]
 
 
-def test_the_first_samples_wait_for_a_rollout_that_others_would_wait_in() -> None:
-    seen, executor = [], Executor(True, lambda: False, waits_for_rollout=lambda: True)
+def test_the_first_samples_are_scored_when_all_are_made() -> None:
+    seen, executor = [], make_executor(is_tried=False)
 
     def noted(images, place):
         seen.append((threading.current_thread().name, place))
         return [float(p) for p in place]
 
-    def begin(funcs, places, samples, latents):
-        rows = {"prompts": [""] * len(places), "columns": {"place": places}}
-        groups = [GROUPS[place] for place in places]
-        return Scoring(funcs, Batch(images=samples, **rows, groups=groups, indices=places))
-
     for turn in range(2):
-        with RolloutScoring(load_rewards(noted), GROUPS, begin, executor) as scoring:
-            for places in CALLS:
-                scoring.add(places, [IMAGES[place] for place in places], None)
-            assert turn == 1 or not seen and not executor.is_tried
-            scoring.wait()
-            assert scoring.result(None, print, print)[:, 0].tolist() == list(range(12)) and scoring.waited == 0.0
-    assert executor.is_tried and executor.is_possible
+        with open_rollout(noted, executor) as scoring:
+            add_samples(scoring)
+            assert bool(turn) == executor.may_overlap and (turn or not seen)
+            assert scoring.finish(print)[0][:, 0].tolist() == list(range(12))
     assert [place for _, place in seen[: len(seen) // 2]] == [place for _, place in seen[len(seen) // 2 :]]
     assert {name for name, _ in seen} == {"rewards"}
 
@@ -204,22 +210,12 @@ def test_tensors_made_for_rewards_do_not_outlive_their_calls(is_wanted, monkeypa
     @groupwise
     @takes_tensors
     def grouped(images):
-        assert made[-1]() is not None  # of all groups of these samples
         return images.mean((1, 2, 3, 4))
 
-    rewards, executor = load_rewards([plain, waiting, grouped]), Executor(is_wanted, lambda: False)
-    executor.is_tried = True
-
-    def begin(funcs, places, samples, latents):
-        return Scoring(funcs, Batch(images=samples, prompts=[str(GROUPS[place]) for place in places]))
-
-    with RolloutScoring(rewards, GROUPS, begin, executor) as scoring:
-        for places in CALLS:
-            scoring.add(places, [IMAGES[place] for place in places], None)
-        scoring.wait()
-        assert len(made) == len(scoring.parts) == 3 and all(tensor() is None for tensor in made)
-        assert all(call.items is None for _, _, part in scoring.parts for own in part.calls for call in own)
-        values = scoring.result(None, print, print)
+    with open_rollout([plain, waiting, grouped], make_executor(is_wanted)) as scoring:
+        add_samples(scoring)
+        values, _ = scoring.finish(print)
+        assert len(made) == len(scoring.scorings) == 3 and all(tensor() is None for tensor in made)
     assert torch.equal(values[:, 0], values[:, 1]) and torch.equal(values[:, 0], values[:, 2])
     assert values[:, 0].tolist() == pytest.approx([image.getpixel((0, 0))[0] / 255 for image in IMAGES])
 
@@ -238,30 +234,23 @@ def test_what_draws_random_numbers_is_not_overlapped(caplog) -> None:
         return torch.rand(len(images)).tolist()
 
     found = []
-    for is_wanted in (True, False):
-        executor = Executor(is_wanted, lambda: False)
-        executor.is_tried = False
+    for overlaps in (True, False):
+        executor = make_executor(overlaps, is_tried=False)
         torch.manual_seed(0)
         values = []
         for _ in range(2):
             with torch.random.fork_rng():  # as around a call of the pipeline
                 torch.manual_seed(1)
-            rewards = load_rewards(drawing)
-
-            def begin(funcs, places, samples, latents):
-                return Scoring(funcs, Batch(images=samples, prompts=[""] * len(places), indices=places))
-
-            with RolloutScoring(rewards, GROUPS, begin, executor) as scoring:
-                for places in CALLS:
-                    scoring.add(places, [IMAGES[place] for place in places], None)
-                scoring.wait()
-                values.append(scoring.result(None, print, print))
-            assert not scoring.done  # nothing was scored during the rollout
+            with open_rollout(drawing, executor) as scoring:
+                add_samples(scoring)
+                assert len(scoring.waiting) == 3  # nothing was scored during the rollout
+                values.append(scoring.finish(print)[0])
         found.append(torch.stack(values))
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
     assert "a reward draws from torch's global generator" in caplog.text
     pipeline = Executor(True, lambda: True)
-    assert not pipeline.is_possible and "the pipeline draws" in pipeline.reason
+    rollout([shade], True, executor=pipeline)
+    assert not pipeline.may_overlap and "the pipeline draws" in caplog.text
 
 
 def test_a_network_that_makes_room_for_the_rollout_is_not_overlapped() -> None:
@@ -276,7 +265,7 @@ def test_a_network_that_makes_room_for_the_rollout_is_not_overlapped() -> None:
 
 
 def test_a_run_is_the_same_with_and_without_overlap_and_whatever_rewards_do(tmp_path, monkeypatch) -> None:
-    """Weights, tables and metrics; also beside rewards that draw numbers and change torch's settings."""
+    """Weights, tables and metrics; also beside rewards that draw numbers and enable gradients."""
 
     @groupwise
     async def ranked(images, log_metric):
@@ -287,17 +276,16 @@ def test_a_run_is_the_same_with_and_without_overlap_and_whatever_rewards_do(tmp_
     def careless(images):
         torch.manual_seed(len(images))
         torch.rand(3), np.random.rand(), random.random()
-        torch.set_default_dtype(torch.float64)
         torch.set_grad_enabled(True)
         return [torch.zeros(()) for _ in images]
 
     made = []
 
-    def make_executor(*args):
+    def note_executor(*args):
         made.append(Executor(*args))
         return made[-1]
 
-    monkeypatch.setattr("diffusion_grpo.training.build.Executor", make_executor)
+    monkeypatch.setattr("diffusion_grpo.training.build.Executor", note_executor)
     runs = {}
     for name, rewards, overlap_rewards in (
         ("beside", {brightness: 1, ranked: 0.1}, True),
@@ -308,8 +296,7 @@ def test_a_run_is_the_same_with_and_without_overlap_and_whatever_rewards_do(tmp_
             tmp_path / name, rewards=rewards, overlap_rewards=overlap_rewards, num_generations=2, num_inference_steps=3
         )
         trainer.train()
-        assert made[-1].is_possible == (name == "beside")
-        assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
+        assert made[-1].may_overlap == (name == "beside") and torch.is_grad_enabled()
         columns = [
             pyarrow.parquet.read_table(path) for path in sorted((tmp_path / name / "samples").glob("*.parquet"))
         ]
@@ -346,8 +333,7 @@ def test_ordinary_rewards_keep_their_thread_in_rollouts_and_evaluations(tmp_path
 
 def test_a_failed_rollout_leaves_the_thread_to_the_next_one():
     """What is queued or awaited is dropped, and the next rollout does not wait for it."""
-    executor, begun, let_go, later = Executor(True, lambda: False), threading.Event(), threading.Event(), []
-    executor.is_tried = True
+    executor, begun, let_go, later = make_executor(), threading.Event(), threading.Event(), []
 
     def slow_reward(images, place):
         begun.set()
@@ -355,12 +341,8 @@ def test_a_failed_rollout_leaves_the_thread_to_the_next_one():
         later.append(place)
         return [0.0] * len(images)
 
-    def begin(funcs, places, samples, latents):
-        return Scoring(funcs, Batch(images=samples, prompts=[""] * len(places), columns={"place": places}))
-
-    with pytest.raises(KeyboardInterrupt), RolloutScoring(load_rewards(slow_reward), GROUPS, begin, executor) as one:
-        for places in CALLS:
-            one.add(places, [IMAGES[place] for place in places], None)
+    with pytest.raises(KeyboardInterrupt), open_rollout(slow_reward, executor) as scoring:
+        add_samples(scoring)
         assert begun.wait(10)
         raise KeyboardInterrupt
     let_go.set()
@@ -368,17 +350,10 @@ def test_a_failed_rollout_leaves_the_thread_to_the_next_one():
     assert len(later) == 1  # the one that had begun
 
 
-def test_samples_count_as_unscored_only_if_no_reward_scored_them(monkeypatch) -> None:
+def test_samples_count_as_unscored_only_if_no_reward_scored_them(recwarn) -> None:
     """Rewards that wait for the rollout are in another part."""
-
-    def absent(images):
-        return [None] * len(images)
-
-    seen = []
-    monkeypatch.setattr("diffusion_grpo.rewards.executor.warn_of_unscored", seen.append)
-    rollout([absent, share], is_wanted=True)
-    [values] = seen
-    assert values[:, 0].isnan().all() and not values[:, 1].isnan().any()
+    values, *_ = rollout([lambda images: [None] * len(images), share], True)
+    assert values[:, 0].isnan().all() and not values[:, 1].isnan().any() and not recwarn.list
 
 
 async def find_place() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:

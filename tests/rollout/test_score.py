@@ -9,7 +9,7 @@ from diffusion_grpo.config.batch_sizes import BatchSizes
 from diffusion_grpo.distributed.backend import DistributedBackend
 from diffusion_grpo.distributed.context_parallel import ContextGroups
 from diffusion_grpo.rollout.order import RolloutOrder
-from diffusion_grpo.rollout.score import check_extra_column, gather_by_position
+from diffusion_grpo.rollout.score import gather_by_position
 
 SIZES = {"num_generations": 4, "best_of_n": None, "micro_batch": 2, "num_iterations": 1}
 
@@ -46,9 +46,3 @@ def test_processes_share_a_rollout_without_overlap():
         shares = [order.own().tolist() for order in orders(processes)]
         assert sorted(sum(shares, [])) == list(range(32)) and {len(share) for share in shares} == {32 // processes}
         assert orders(processes)[0].by_process().tolist() == sum(shares, [])
-
-
-def test_a_column_of_a_reward_has_one_value_per_sample():
-    assert check_extra_column("mood", (1, 2), 2) == [1, 2]
-    with pytest.raises(ValueError, match="mood"):
-        check_extra_column("mood", [1, 2], 3)
