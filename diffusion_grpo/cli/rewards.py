@@ -43,9 +43,10 @@ def run_list(arguments: argparse.Namespace) -> int:
     from ..rewards.loading import CATALOGUE
 
     width = max(map(len, CATALOGUE))
-    for name, (measures, values, needs) in CATALOGUE.items():
-        parts = [measures, f"[{values}]" if values else "", f"needs {needs}" if needs else ""]
-        print(f"{name:<{width}}  {'; '.join(part for part in parts if part)}")
+    for name, (reward, measures, values, needs) in CATALOGUE.items():
+        model = getattr(reward, "model", "")
+        needed = [need for need in (needs, model if "/" in model else "") if need]
+        print(f"{name:<{width}}  {measures}; [{values}]{'; needs ' * bool(needed)}{', '.join(needed)}")
     return 0
 
 

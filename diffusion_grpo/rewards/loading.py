@@ -1,6 +1,6 @@
 """Read `reward_funcs`, from YAML or Python, into `Reward`s; the built-in ones by name, and what they need.
 
-To add a built-in reward, write its function or class and add a line to `REWARDS` and one to `CATALOGUE`.
+To add a built-in reward, write its function or class and add an entry to `CATALOGUE`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from ..config.names import RENAMED_REWARDS, suggest
-from .contract import OPTIONS, TAKEN, VARIADIC, Reward, is_number, reward_name, settable_parameters
+from . import pixels
+from .contract import OPTIONS, TAKEN, Reward, is_number, reward_name, settable_parameters
 from .geneval import GenEval
 from .models.aesthetic import Aesthetic, NsfwFilter
 from .models.clip import ClipScore, ClipSimilarity, DinoSimilarity, PickScore
@@ -24,57 +25,15 @@ from .models.hpsv3 import HPSv3
 from .models.imagereward import ImageReward
 from .models.videoalign import VideoAlign
 from .ocr import INSTALL, ModelText, tesseract, text
-from .pixels import (
-    brightness,
-    color,
-    colorfulness,
-    flicker,
-    jpeg_compressibility,
-    jpeg_incompressibility,
-    motion,
-    sharpness,
-    smoothness,
-)
 from .server.remote import RemoteReward
 from .server.vlm_judge import UnifiedReward, VlmJudge
 from .similarity import LPIPS, psnr, ssim
 
-REWARDS: dict[str, Callable] = {
-    "text": text,
-    "text_by_model": ModelText,
-    "color": color,
-    "tesseract": tesseract,
-    "brightness": brightness,
-    "jpeg_compressibility": jpeg_compressibility,
-    "jpeg_incompressibility": jpeg_incompressibility,
-    "sharpness": sharpness,
-    "colorfulness": colorfulness,
-    "ssim": ssim,
-    "psnr": psnr,
-    "flicker": flicker,
-    "smoothness": smoothness,
-    "motion": motion,
-    "clip_score": ClipScore,
-    "pickscore": PickScore,
-    "hpsv2": HPSv2,
-    "imagereward": ImageReward,
-    "aesthetic": Aesthetic,
-    "lpips": LPIPS,
-    "dino_similarity": DinoSimilarity,
-    "clip_similarity": ClipSimilarity,
-    "nsfw_filter": NsfwFilter,
-    "geneval": GenEval,
-    "hpsv3": HPSv3,
-    "videoalign": VideoAlign,
-    "vlm_judge": VlmJudge,
-    "unified_reward": UnifiedReward,
-    "remote": RemoteReward,
-}
-
 
 class Entry(NamedTuple):
-    """One built-in reward."""
+    """One built-in reward; `needs` leaves out the default model of its class."""
 
+    reward: Callable
     measures: str
     values: str
     needs: str = ""
@@ -83,40 +42,47 @@ class Entry(NamedTuple):
 TARGET = "a column with images"
 
 CATALOGUE: dict[str, Entry] = {
-    "text": Entry("the quoted text can be read in the image (rapidocr, PaddleOCR)", "0 to 1", INSTALL),
-    "text_by_model": Entry("as text, read by a model of transformers", "0 to 1", "microsoft/trocr-base-printed"),
-    "color": Entry("the writing has the colour that the prompt names", "0 to 1"),
-    "tesseract": Entry("as text, read by Tesseract; meant for evaluation only", "0 to 1", INSTALL),
-    "brightness": Entry("mean luma", "0 to 1"),
-    "jpeg_compressibility": Entry("1 - bytes as a JPEG / bytes uncompressed", "0 to 1"),
-    "jpeg_incompressibility": Entry("bytes as a JPEG / bytes uncompressed", "above 0"),
-    "sharpness": Entry("variance of the Laplacian of the luma", "0 to 16"),
-    "colorfulness": Entry("Hasler and Suesstrunk's measure", "0 up"),
-    "ssim": Entry("structural similarity to another image", "-1 to 1", TARGET),
-    "psnr": Entry("peak signal-to-noise ratio to another image, in dB", "0 to 100", TARGET),
-    "flicker": Entry("videos: 1 - mean change from frame to frame", "0 to 1"),
-    "smoothness": Entry("videos: 1 - mean distance of a frame to the mean of its neighbours", "0 to 1"),
-    "motion": Entry("videos: mean displacement of blocks, percent of the longer side", "0 to 9"),
-    "clip_score": Entry("100 max(cos, 0) of image and prompt by CLIP", "0 to 100", "openai/clip-vit-large-patch14"),
-    "pickscore": Entry("preferred by users of Pick-a-Pic", "about 15 to 25", "yuvalkirstain/PickScore_v1"),
-    "hpsv2": Entry("preferred by people, Human Preference Score v2.1", "-1 to 1, about 0.2 to 0.35", "xswu/HPSv2"),
-    "imagereward": Entry("preferred by people, mean 0, std 1", "about -2 to 2", "THUDM/ImageReward"),
-    "aesthetic": Entry("LAION's aesthetic score", "about 1 to 10", "trl-lib/ddpo-aesthetic-predictor"),
-    "lpips": Entry("1 - LPIPS distance to another image", "up to 1", f"{TARGET}; AlexNet or VGG-16"),
-    "dino_similarity": Entry("cosine to another image by DINO", "-1 to 1", f"{TARGET}; facebook/dino-vits16"),
-    "clip_similarity": Entry("cosine to another image by CLIP", "-1 to 1", f"{TARGET}; openai/clip-vit-large-patch14"),
-    "nsfw_filter": Entry("1 - probability that it is not safe to show", "0 to 1", "Falconsai/nsfw_image_detection"),
-    "geneval": Entry("objects, counts, colours and positions are as asked", "0 to 1", "a detector, GenEval's columns"),
-    "hpsv3": Entry("preferred by people, Human Preference Score v3", "about 0 to 15", "MizzenAI/HPSv3, 16 GB"),
-    "videoalign": Entry(
-        "videos: how well they look, move, fit the prompt, or all", "about -3 to 3", "KwaiVGI/VideoReward"
+    "text": Entry(text, "the quoted text can be read in the image (rapidocr, PaddleOCR)", "0 to 1", INSTALL),
+    "text_by_model": Entry(ModelText, "as text, read by a model of transformers", "0 to 1"),
+    "color": Entry(pixels.color, "the writing has the colour that the prompt names", "0 to 1"),
+    "tesseract": Entry(tesseract, "as text, read by Tesseract; meant for evaluation only", "0 to 1", INSTALL),
+    "brightness": Entry(pixels.brightness, "mean luma", "0 to 1"),
+    "jpeg_compressibility": Entry(pixels.jpeg_compressibility, "1 - bytes as a JPEG / bytes uncompressed", "0 to 1"),
+    "jpeg_incompressibility": Entry(pixels.jpeg_incompressibility, "bytes as a JPEG / bytes uncompressed", "above 0"),
+    "sharpness": Entry(pixels.sharpness, "variance of the Laplacian of the luma", "0 to 16"),
+    "colorfulness": Entry(pixels.colorfulness, "Hasler and Suesstrunk's measure", "0 up"),
+    "ssim": Entry(ssim, "structural similarity to another image", "-1 to 1", TARGET),
+    "psnr": Entry(psnr, "peak signal-to-noise ratio to another image, in dB", "0 to 100", TARGET),
+    "flicker": Entry(pixels.flicker, "videos: 1 - mean change from frame to frame", "0 to 1"),
+    "smoothness": Entry(
+        pixels.smoothness, "videos: 1 - mean distance of a frame to the mean of its neighbours", "0 to 1"
     ),
-    "vlm_judge": Entry("what a vision-language model answers to a question", "as asked", "a server with such a model"),
+    "motion": Entry(pixels.motion, "videos: mean displacement of blocks, percent of the longer side", "0 to 9"),
+    "clip_score": Entry(ClipScore, "100 max(cos, 0) of image and prompt by CLIP", "0 to 100"),
+    "pickscore": Entry(PickScore, "preferred by users of Pick-a-Pic", "about 15 to 25"),
+    "hpsv2": Entry(HPSv2, "preferred by people, Human Preference Score v2.1", "-1 to 1, about 0.2 to 0.35"),
+    "imagereward": Entry(ImageReward, "preferred by people, mean 0, std 1", "about -2 to 2"),
+    "aesthetic": Entry(Aesthetic, "LAION's aesthetic score", "about 1 to 10"),
+    "lpips": Entry(LPIPS, "1 - LPIPS distance to another image", "up to 1", f"{TARGET}; AlexNet or VGG-16"),
+    "dino_similarity": Entry(DinoSimilarity, "cosine to another image by DINO", "-1 to 1", TARGET),
+    "clip_similarity": Entry(ClipSimilarity, "cosine to another image by CLIP", "-1 to 1", TARGET),
+    "nsfw_filter": Entry(NsfwFilter, "1 - probability that it is not safe to show", "0 to 1"),
+    "geneval": Entry(
+        GenEval, "objects, counts, colours and positions are as asked", "0 to 1", "a detector, GenEval's columns"
+    ),
+    "hpsv3": Entry(HPSv3, "preferred by people, Human Preference Score v3", "about 0 to 15", "16 GB of memory"),
+    "videoalign": Entry(VideoAlign, "videos: how well they look, move, fit the prompt, or all", "about -3 to 3"),
+    "vlm_judge": Entry(
+        VlmJudge, "what a vision-language model answers to a question", "as asked", "a server with such a model"
+    ),
     "unified_reward": Entry(
-        "UnifiedReward's score", "1 to 5, videos 1 to 10", "a server with CodeGoat24/UnifiedReward-qwen-7b"
+        UnifiedReward, "UnifiedReward's score", "1 to 5, videos 1 to 10", "a server with its model"
     ),
-    "remote": Entry("what a reward server answers", "as the reward there", "a running `diffusion-grpo rewards serve`"),
+    "remote": Entry(
+        RemoteReward, "what a reward server answers", "as the reward there", "`diffusion-grpo rewards serve`"
+    ),
 }
+REWARDS: dict[str, Callable] = {name: entry.reward for name, entry in CATALOGUE.items()}
 
 
 def get_reward(reward: str | Callable) -> Callable:
@@ -230,19 +196,16 @@ def _load(reward: Any, options: dict[str, Any]) -> Reward:
         _check_type(name, function, key, value)
     kept = {"name": name, **{key: value for key, value in options.items() if key in OPTIONS}}
     if isinstance(function, type):
-        _check_required(name, function, arguments)
+        try:
+            inspect.signature(function).bind(**arguments)
+        except TypeError as error:
+            raise ValueError(f"The reward {name!r} is {error}.") from error
         made = Reward(function(**arguments), made_with=arguments, **kept)
     else:
         made = Reward(function, arguments=arguments, **kept)
     if "frames" in kept and not made.reads_frames:
         raise ValueError(f"The reward {name!r} has frames={made.frames!r}, but gets whole videos; leave frames out.")
     return made
-
-
-def _check_required(name: str, cls: type, arguments: dict[str, Any]) -> None:
-    for key, parameter in inspect.signature(cls).parameters.items():
-        if parameter.default is parameter.empty and parameter.kind not in VARIADIC and key not in arguments:
-            raise ValueError(f"The reward {name!r} needs the argument {key!r}; write `{name}: {{{key}: ...}}`.")
 
 
 def _check_type(name: str, function: Callable, key: str, value: Any) -> None:

@@ -48,7 +48,8 @@ def _check_reader(
     scene: bool = False, engine: Engine = "rapidocr", engine_kwargs: dict | None = None, **options
 ) -> None:
     """Load the reader now, so that problems show before the first samples are made."""
-    _check_engine(engine, engine_kwargs)
+    if engine_kwargs and engine != "paddleocr":
+        raise ValueError(f"engine_kwargs are arguments of PaddleOCR, but the engine is {engine}; leave them out.")
     if engine == "paddleocr":
         _check_paddle(engine_kwargs or {})
     elif scene:
@@ -75,8 +76,7 @@ def text(
 
     For videos, single frames are read (`Reward.frames`).
     """
-    _check_engine(engine, engine_kwargs)
-    wanted = columns[target_column] if target_column else [find_quoted(prompt) for prompt in prompts]
+    wanted = find_wanted(prompts, target_column, columns)
     if engine == "paddleocr":
         readings = read_with_paddle(images, engine_kwargs)
     else:
@@ -100,6 +100,11 @@ def score_spelling(
     targets = [None if text is None else plain(text) for text in wanted]
     pairs = zip(readings, targets, strict=True)
     return [MATCHES[match](plain(reading), target) if target else None for reading, target in pairs]
+
+
+def find_wanted(prompts: list[str], target_column: str | None, columns: dict[str, list]) -> list[Any]:
+    """Return the text that each image should show: that of a column, or the one that the prompt quotes."""
+    return columns[target_column] if target_column else [find_quoted(prompt) for prompt in prompts]
 
 
 def find_quoted(prompt: str) -> str | None:
@@ -169,14 +174,8 @@ def read_with_paddle(images: list[Image.Image], options: dict[str, Any] | None =
     return readings
 
 
-def _check_engine(engine: Engine, options: dict[str, Any] | None) -> None:
-    if options and engine != "paddleocr":
-        raise ValueError(f"engine_kwargs are arguments of PaddleOCR, but the engine is {engine}; leave them out.")
-
-
 def _check_paddle(options: dict[str, Any]) -> None:
     """Raise ImportError or FileNotFoundError if anything is missing, without the slow loading of PaddleOCR itself."""
-
     check_package("paddleocr", PADDLE)
     if "engine" not in options:  # with PaddleOCR's setting `engine`, other packages run the networks
         check_package("paddle", PADDLE)
@@ -202,9 +201,9 @@ def _paddle_models(options: dict[str, Any]) -> dict[str, str]:
 @cache
 def load_paddle(options: str) -> Any:
     """Build PaddleOCR with these arguments (JSON); turning and unwarping pages is off unless they enable it."""
-    given = json.loads(options)
-    _check_paddle(given)
     import paddleocr
+
+    given = json.loads(options)
 
     off = ("use_doc_orientation_classify", "use_doc_unwarping", "use_textline_orientation")
     language = {} if any("_model_" in key for key in given) else {"lang": "en"}  # named models have their own
@@ -278,8 +277,7 @@ class ModelText(ModelReward):
 
     def __call__(self, images: list[Image.Image], prompts: list[str], **columns) -> list[float | None]:
         """Return one score in [0, 1] per image; None if its prompt quotes no text or its column is empty."""
-        column = self.target_column
-        wanted = columns[column] if column else [find_quoted(prompt) for prompt in prompts]
+        wanted = find_wanted(prompts, self.target_column, columns)
         readings = self.in_batches(self.read, images)
         return score_spelling(readings, wanted, self.match, self.ignore_case, self.ignore_spaces)
 
@@ -324,7 +322,7 @@ def tesseract(
     **columns,
 ) -> list[float | None]:
     """Score how well Tesseract's reading of one line agrees with the wanted text; see `text`."""
-    wanted = columns[target_column] if target_column else [find_quoted(prompt) for prompt in prompts]
+    wanted = find_wanted(prompts, target_column, columns)
     return score_spelling(read_with_tesseract(images), wanted, match, ignore_case, ignore_spaces)
 
 

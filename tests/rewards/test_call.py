@@ -82,21 +82,6 @@ def test_async_functions_run_together() -> None:
     assert score([first, second], images=THREE, prompts=THREE_PROMPTS).tolist() == [[1.0, 2.0]] * 3
 
 
-def test_async_functions_keep_their_event_loop() -> None:
-    """So that a client or a semaphore at module level serves the whole run."""
-    limit, loops = asyncio.Semaphore(1), []
-
-    async def reward(images: list) -> list[float]:
-        loops.append(asyncio.get_running_loop())
-        async with limit:  # belongs to the loop in which somebody first waits for it
-            await asyncio.sleep(0.01)
-        return [1.0] * len(images)
-
-    for _ in range(2):
-        assert score([reward, reward], images=THREE, prompts=THREE_PROMPTS).tolist() == [[1.0, 1.0]] * 3
-    assert len(loops) == 4 and len(set(loops)) == 1
-
-
 def test_an_async_function_that_exits_ends_the_run_and_not_the_loop() -> None:
     async def leave(images: list) -> list[float]:
         raise SystemExit(3)
@@ -151,15 +136,6 @@ def test_a_groupwise_reward_sees_one_group_at_a_time() -> None:
     seen.clear()
     table = score([rank], images=FOUR, prompts=FOUR_PROMPTS, columns={"mood": [1, 2, 3, 4]}, groups=[7, 7, 7, 5])
     assert [len(prompts) for prompts, _ in seen] == [3, 1] and table[:, 0].tolist() == [0, 1, 2, 0]
-
-
-def test_async_groups_are_awaited_together_without_gradients() -> None:
-    @groupwise
-    async def first(images):
-        assert not torch.is_grad_enabled()
-        return [float(len(images))] * len(images)
-
-    assert score([first], images=FOUR, prompts=FOUR_PROMPTS, groups=[0, 0, 0, 1]).tolist() == [[3], [3], [3], [1]]
 
 
 def test_tensors_are_in_range() -> None:
@@ -551,8 +527,7 @@ def test_what_embeds_for_the_diversity_gets_copies() -> None:
     assert samples[0].getpixel((0, 0)) == (3, 3, 3)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_saved_samples_are_those_that_were_made(tmp_path, overlap) -> None:
+def test_saved_samples_are_those_that_were_made(tmp_path) -> None:
     made = {}
 
     def remember(images, prompts):
@@ -566,7 +541,7 @@ def test_saved_samples_are_those_that_were_made(tmp_path, overlap) -> None:
         prompts[:] = ["another"] * len(prompts)
         return [0.0] * len(images)
 
-    settings = {"max_steps": 1, "save_samples_steps": 1, "overlap_rewards": overlap}
+    settings = {"max_steps": 1, "save_samples_steps": 1}
     trainer_for(tmp_path, rewards=[remember, draw], **settings).train()
     saved = [Image.open(path).convert("RGB").tobytes() for path in sorted(tmp_path.glob("samples/step-000000/*.png"))]
     assert len(saved) == 8 and sorted(saved) == sorted(pixels for own in made.values() for pixels in own)

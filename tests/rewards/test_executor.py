@@ -166,12 +166,12 @@ def test_calls_of_one_reward_share_its_requests(monkeypatch) -> None:
     """Three blocks of samples at once make no more requests at a server than one."""
     under_way, most = [], []
 
-    async def ask(self, client, server, body, count):
+    async def ask(self, client, server, rows, write):
         under_way.append(server.url)
         most.append(max(under_way.count(url) for url in under_way))
         await asyncio.sleep(0.01)
         under_way.remove(server.url)
-        return [1.0] * count
+        return [1.0] * len(rows)
 
     monkeypatch.setattr(RemoteReward, "score_batch", ask)
     reward = RemoteReward(["http://a", "http://b"], "x", batch_size=1, concurrency=2)

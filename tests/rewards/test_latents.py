@@ -89,7 +89,7 @@ def test_what_has_no_latents_is_refused(tmp_path) -> None:
     with pytest.raises(RewardError, match="only a training run has"):
         score([energy], images=[pipe.image_processor.numpy_to_pil(torch.zeros(1, 8, 8, 3).numpy())[0]], prompts=["a"])
     latents = [torch.zeros(4, 8, 8), torch.zeros(4, 8, 16)]
-    with pytest.raises(RewardError, match="several shapes"):
+    with pytest.raises(RewardError, match="equal size"):
         score([energy], latents=latents, prompts=["a", "b"])
 
 

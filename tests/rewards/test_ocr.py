@@ -180,8 +180,6 @@ def test_paddleocr_gets_its_own_arguments_and_the_names_of_models_in_folders(pad
     (tmp_path / "detection" / "inference.yml").unlink()
     with pytest.raises(ValueError, match="detection holds no inference.yml; name a folder of PaddleOCR 3"):
         check_needs(rewards)
-    with pytest.raises(ValueError, match="engine_kwargs are arguments of PaddleOCR, but the engine is rapidocr"):
-        REWARDS["text"](images=[], prompts=[], engine_kwargs={"lang": "ch"})
 
 
 def test_what_paddleocr_lacks_is_reported_at_the_start(paddle, monkeypatch) -> None:
@@ -194,16 +192,6 @@ def test_what_paddleocr_lacks_is_reported_at_the_start(paddle, monkeypatch) -> N
     installed(monkeypatch, "2.10.0")
     with pytest.raises(ValueError, match="PaddleOCR 2.10.0 is installed, but 3 or later is needed"):
         check_needs(load_rewards({"text": {"engine": "paddleocr", "engine_kwargs": {"engine": "transformers"}}}))
-
-
-def test_a_missing_paddleocr_is_named(monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "paddleocr", None)
-    load_paddle.cache_clear()
-    image = draw_word("WORD", "red", random.Random(0))
-    with pytest.raises(ImportError, match="pip install paddleocr paddlepaddle"):
-        REWARDS["text"](images=[image], prompts=['"WORD"'], engine="paddleocr")
-    with pytest.raises(ValueError, match="has engine='easyocr'; expected"):
-        load_rewards({"text": {"engine": "easyocr"}})
 
 
 @torch.no_grad()
@@ -234,50 +222,3 @@ def test_a_model_reads(make, tmp_path) -> None:
     assert values[0] == 1 and values[-1].isnan()
     if len(images) > 2:
         assert values[1].item() == pytest.approx(similarity(expected[1].upper(), "OTHER"))
-
-
-def written(word: str, ink: str) -> Image.Image:
-    """A word on one line, in black, red or another ink."""
-    image = Image.new("RGB", (96, 32), "white")
-    ImageDraw.Draw(image).text((6, 6), word, fill=ink, font=ImageFont.load_default(18))
-    return image
-
-
-def test_a_model_that_learned_to_read_reads_rendered_words(tmp_path) -> None:
-    """A tiny TrOCR is taught six words in some inks; the reward reads them in an ink that it has not seen."""
-    words, inks = ["CAT", "HOUSE", "Tree 7", "river", "MOON", "blue"], ["black", "darkred", "navy"]
-    model = trocr(tmp_path, size=(96, 32), width=32)
-    processor = tf.AutoProcessor.from_pretrained(tmp_path, backend="pil")
-    tokens = [processor.tokenizer(word)["input_ids"] + [2] for word in words]
-    longest = max(map(len, tokens))
-    labels = torch.tensor([own + [-100] * (longest - len(own)) for own in tokens])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for step in range(150):
-        images = [written(word, inks[step % 3]) for word in words]
-        pixels = processor(images=images, return_tensors="pt")["pixel_values"]
-        model(pixel_values=pixels, labels=labels).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.eval().save_pretrained(tmp_path)
-
-    images = [written(word, "darkgreen") for word in words]
-    reward = REWARDS["text_by_model"](str(tmp_path), device="cpu", batch_size=4)
-    assert reward.in_batches(reward.read, images) == words
-    rewards = load_rewards({"text_by_model": {"model": str(tmp_path), "device": "cpu", "ignore_case": False}})
-    right = score(rewards, images=images, prompts=[f'the word "{word}"' for word in words])
-    wrong = score(rewards, images=images, prompts=[f'the word "{word}"' for word in [*words[1:], words[0]]])
-    assert right.tolist() == [[1.0]] * 6 and wrong.max() <= 0.4
-
-
-def test_what_counts_as_a_match_is_as_of_text(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(REWARDS["text_by_model"], "load", lambda self: torch.nn.Module())
-    monkeypatch.setattr(REWARDS["text_by_model"], "read", lambda self, network, images: ["Old town"] * len(images))
-
-    def value(wanted, **options):
-        rewards = load_rewards({"text_by_model": {"device": "cpu", **options}})
-        return score(rewards, images=IMAGES[:1], prompts=[f'the words "{wanted}"']).item()
-
-    assert value("OLD TOWN") == 1 and value("OLD TOWNS") == pytest.approx(8 / 9)
-    assert value("old", match="contains") == 1 and value("old", match="exact") == 0
-    assert value("OldTown", match="exact", ignore_spaces=True) == 1 and value("OldTown", match="exact") == 0
-    assert value("old town", match="exact", ignore_case=False) == 0

@@ -44,20 +44,12 @@ def test_a_color_inside_the_quotes_is_not_the_wish() -> None:
     assert find_color_name('the word "" and "GREEN" in red') == "red"
 
 
-def test_jpeg_compressibility_prefers_flat_images() -> None:
-    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
-    flat = Image.new("RGB", (64, 64), (90, 90, 90))
-    rough, smooth = REWARDS["jpeg_compressibility"](images=[noise, flat])
-    buffer = io.BytesIO()
-    flat.save(buffer, format="JPEG", quality=95)
-    assert smooth == pytest.approx(1 - len(buffer.getvalue()) / (3 * 64 * 64))
-    assert 0 <= rough < smooth < 1
-
-
 def test_jpeg_incompressibility_is_the_other_side() -> None:
     images = [noise(64, 64), flat(90, (64, 64))]
     rough, smooth = REWARDS["jpeg_incompressibility"](images=images)
-    assert rough > 0.4 and 0 < smooth < 0.1
+    buffer = io.BytesIO()
+    images[1].save(buffer, format="JPEG", quality=95)
+    assert rough > 0.4 and smooth == pytest.approx(len(buffer.getvalue()) / (3 * 64 * 64))
     assert REWARDS["jpeg_compressibility"](images=images) == pytest.approx([max(0, 1 - rough), 1 - smooth])
 
 
@@ -117,11 +109,3 @@ def test_light_and_faint_noise_are_no_motion() -> None:
     faint = [Image.fromarray((scene // 2 + RANDOM.integers(0, 3, scene.shape)).astype(np.uint8)) for _ in range(3)]
     brighter = [Image.fromarray((scene // 2 + 20 * turn).astype(np.uint8)) for turn in range(3)]
     assert REWARDS["motion"](videos=[faint, brighter, faint[:1]]) == [0, 0, None]
-
-
-def test_motion_does_not_depend_on_the_resolution() -> None:
-    scene = noise(200, 200).filter(ImageFilter.GaussianBlur(1))
-    small = moving(scene, 4, 0, 3)
-    large = [frame.resize((384, 384), Image.Resampling.BICUBIC) for frame in small]
-    first, second = REWARDS["motion"](videos=[small, large])
-    assert first == pytest.approx(second, rel=0.05)

@@ -43,21 +43,25 @@ class ClipReward(ModelReward):
     processor_revision: str = "main"
 
     def sources(self) -> list[Source]:
-        network, reading = CONFIG + WEIGHTS, TOKENIZER + IMAGE_PROCESSOR
+        network, reader = Source("model", self.model, CONFIG + WEIGHTS, self.revision), self._reader
         if self.processor is None:
-            return [Source("model", self.model, network + reading, self.revision)]
-        return [
-            Source("model", self.model, network, self.revision),
-            Source("processor", self.processor, reading, self.processor_revision),
-        ]
+            return [network._replace(files=network.files + reader.files)]
+        return [network, reader]
+
+    @property
+    def _reader(self) -> Source:
+        """Where tokenizer and image processor come from."""
+        files = TOKENIZER + IMAGE_PROCESSOR
+        if self.processor is None:
+            return Source("model", self.model, files, self.revision)
+        return Source("processor", self.processor, files, self.processor_revision)
 
     def load(self) -> CLIPModel:
         from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
 
-        revision = self.revision if self.processor is None else self.processor_revision
-        source = self.model if self.processor is None else self.processor
-        self.tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
-        self.image_processor = AutoImageProcessor.from_pretrained(source, revision=revision, backend="pil")
+        place, revision = self._reader.place, self._reader.revision
+        self.tokenizer = AutoTokenizer.from_pretrained(place, revision=revision)
+        self.image_processor = AutoImageProcessor.from_pretrained(place, revision=revision, backend="pil")
         return CLIPModel.from_pretrained(self.model, revision=self.revision, dtype=self.torch_dtype)
 
     def encode_images(self, network: CLIPModel, images: list[Image.Image]) -> Tensor:
@@ -80,6 +84,10 @@ class ClipReward(ModelReward):
         embeddings = normalize_features(network.text_projection(states.pooler_output))
         return embeddings[[distinct.index(prompt) for prompt in prompts]]
 
+    def compare_prompts(self, network: CLIPModel, images: list[Image.Image], prompts: list[str]) -> Tensor:
+        """Return the cosine of each image and its prompt."""
+        return (self.encode_images(network, images) * self.encode_prompts(network, prompts)).sum(-1)
+
 
 @dataclasses.dataclass(eq=False)
 class ClipScore(ClipReward):
@@ -94,8 +102,7 @@ class ClipScore(ClipReward):
         return self.in_batches(self._scores, images, prompts)
 
     def _scores(self, network: CLIPModel, images: list, prompts: list) -> Tensor:
-        cosines = (self.encode_images(network, images) * self.encode_prompts(network, prompts)).sum(-1)
-        return (100 * cosines).clamp(min=0)
+        return (100 * self.compare_prompts(network, images, prompts)).clamp(min=0)
 
 
 @dataclasses.dataclass(eq=False)
@@ -114,8 +121,7 @@ class PickScore(ClipReward):
         return self.in_batches(self._scores, images, prompts)
 
     def _scores(self, network: CLIPModel, images: list, prompts: list) -> Tensor:
-        cosines = (self.encode_images(network, images) * self.encode_prompts(network, prompts)).sum(-1)
-        return network.logit_scale.float().exp() * cosines
+        return network.logit_scale.float().exp() * self.compare_prompts(network, images, prompts)
 
 
 @opens_images

@@ -95,7 +95,7 @@ class HPSv2(ClipReward):
 
     def __call__(self, images: list[Image.Image], prompts: list[str], **columns) -> list[float]:
         """Return one cosine per image, about 0.2 to 0.35; compare only scores for the same prompt."""
-        return self.in_batches(self._scores, images, [clean_prompt(prompt) for prompt in prompts])
+        return self.in_batches(self.compare_prompts, images, [clean_prompt(prompt) for prompt in prompts])
 
     def encode_images(self, network: CLIPModel, images: list[Image.Image]) -> Tensor:
         """Pad images to squares and return their unit embeddings, `(batch, features)` float32."""
@@ -103,9 +103,6 @@ class HPSv2(ClipReward):
         pixels = torch.cat([self._pad(image, size) for image in images])
         pixels = normalize(pixels, CLIP_MEAN, CLIP_STD).to(network.device, network.dtype)
         return normalize_features(network.visual_projection(network.vision_model(pixels).pooler_output))
-
-    def _scores(self, network: CLIPModel, images: list, prompts: list) -> Tensor:
-        return (self.encode_images(network, images) * self.encode_prompts(network, prompts)).sum(-1)
 
     def _pad(self, image: Image.Image, size: int) -> Tensor:
         """Resize as a float tensor, which may leave [0, 1], and pad with 0 to `(1, 3, size, size)`."""

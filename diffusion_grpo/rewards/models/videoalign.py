@@ -5,7 +5,6 @@ Qwen2-VL 2B with a LoRA reads two frames per second, an instruction and the prom
 normalised with constants from the checkpoint. https://huggingface.co/papers/2501.13918
 """
 
-import collections
 import dataclasses
 import hashlib
 import json
@@ -36,7 +35,6 @@ DIMENSIONS = ("VQ", "MQ", "TA")
 MARKS = [f"<|{dimension}_reward|>" for dimension in DIMENSIONS]
 MIN_PIXELS = 128 * 28 * 28  # per frame; the checkpoint sets the maximum
 MIN_FRAMES, MAX_FRAMES = 4, 768
-REMEMBERED = 4096  # videos whose three scores are cached
 _loaded: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 
 
@@ -61,7 +59,7 @@ class VideoAlign(ModelReward):
             raise ValueError(f"videoalign: dimension is {self.dimension!r}; use {', '.join(DIMENSIONS)} or Overall.")
         key = tuple(value for name, value in self.settings().items() if name != "dimension")
         self._scorer = _loaded.setdefault(key, self)
-        self._known: collections.OrderedDict[bytes, list[float]] = collections.OrderedDict()
+        self._known: dict[bytes, list[float]] = {}  # of the last call
         self._one_at_a_time = threading.Lock()
 
     def __call__(self, videos: list[list[Image.Image]], prompts: list[str], fps: float) -> list[float]:
@@ -72,7 +70,7 @@ class VideoAlign(ModelReward):
         return [own[DIMENSIONS.index(self.dimension)] for own in scores]
 
     def all_dimensions(self, videos: list[list[Image.Image]], prompts: list[str], fps: float) -> list[list[float]]:
-        """Return VQ, MQ and TA of each video; reuse recent scores of the same frames and prompt."""
+        """Return VQ, MQ and TA of each video; reuse the last call's scores of the same frames and prompt."""
         with self._one_at_a_time:
             settings = self._settings()
             chosen = [[video[place] for place in choose_frames(len(video), fps, settings)] for video in videos]
@@ -80,11 +78,9 @@ class VideoAlign(ModelReward):
             new = {key: row for row, key in enumerate(keys) if key not in self._known}
             rows = list(new.values())
             found = self.in_batches(self._score, [chosen[row] for row in rows], [prompts[row] for row in rows])
-            self._known.update(zip(new, found, strict=True))
-            scores = [self._known[key] for key in keys]
-            while len(self._known) > REMEMBERED:
-                self._known.popitem(last=False)
-        return scores
+            known = self._known | dict(zip(new, found, strict=True))
+            self._known = {key: known[key] for key in keys}
+        return [known[key] for key in keys]
 
     def sources(self) -> list[Source]:
         files = (("model_config.json",), (f"{self.checkpoint}/model.pth",))

@@ -7,11 +7,12 @@ the next scoring.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-import math
 import os
 import time
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -23,17 +24,15 @@ from .wire import (
     CONTENT_TYPES,
     HEALTH_SECONDS,
     SCORED,
-    Answer,
     Body,
     FailedRequest,
     ask,
-    check_limits,
+    check_at_least_one,
     check_url,
     gather_or_cancel,
     read_error,
     read_object,
     seconds_to_wait,
-    transport_errors,
     write_request,
 )
 
@@ -59,7 +58,7 @@ class _Server:
     slots: asyncio.Semaphore  # limits concurrent requests over all calls that are awaited together
     is_alive: bool = True
     reason: str = ""
-    served: dict[str, Any] | None = None  # answer of /health about each reward, once requested
+    served: dict[str, Any] | None = None  # what /health says about each reward, once asked
     most: int | None = None  # most samples of a request, once a larger one was refused
 
 
@@ -123,9 +122,9 @@ class RemoteReward:
         urls = [self.url] if isinstance(self.url, str) else list(self.url)
         for url in urls or [self.url]:
             check_url(url, "remote", "http://host:port, or a list of these", "token_env")
-        check_limits("remote", self, batch_size=1, concurrency=1, retries=0, backoff=0, wait=0, num_frames=1)
-        self.columns = self._columns = list(self.columns or [])
-        if provided := sorted({*self._columns} & {*PROVIDED}):
+        check_at_least_one("remote", self, "batch_size", "concurrency", "num_frames")
+        self.columns = list(self.columns or [])
+        if provided := sorted({*self.columns} & {*PROVIDED}):
             raise ValueError(f"remote: columns names {provided[0]!r}, which is no column where rewards are called.")
         if self.latents and self.body != "safetensors":
             raise ValueError(
@@ -135,7 +134,7 @@ class RemoteReward:
             raise ValueError(f"remote: token_env names {self.token_env}, but no such environment variable is set.")
         self.url = [url.rstrip("/") for url in urls]
         self.servers = [_Server(url, asyncio.Semaphore(self.concurrency)) for url in self.url]
-        self.needed_columns = {*self._columns}
+        self.needed_columns = {*self.columns}
         self.is_groupwise, self.takes_latents = self.groupwise, self.latents  # contract.py reads these marks
 
     def __hash__(self) -> int:
@@ -147,19 +146,15 @@ class RemoteReward:
         run_in_loop(self._check_servers()).result()
 
     async def _check_servers(self) -> None:
-        import httpx2
-
         reasons = []
-        async with httpx2.AsyncClient(headers=self._headers(), trust_env=False) as client:
+        async with self._open_client() as client:
             for server in self.servers:
                 try:
-                    answer = await ask(client, "GET", f"{server.url}/health", min(HEALTH_SECONDS, self.timeout))
-                    names = read_object(answer).get("rewards") if answer.status == 200 else None
-                except (FailedRequest, *transport_errors()) as error:
-                    reasons.append(f"{server.url}: {str(error) or type(error).__name__}")
-                    continue
-                if isinstance(names, list) and (self.reward not in names if self.reward else len(names) > 1):
-                    raise ValueError(f"{server.url} serves {', '.join(map(str, names))}; set reward to one of these.")
+                    await self._describe(client, server)
+                except FailedRequest as error:
+                    reasons.append(f"{server.url}: {error}")
+                except RewardError as error:
+                    raise ValueError(f"it {error}.") from error
         if len(reasons) == len(self.servers) and self.wait == 0:
             raise ValueError(
                 f"no server answers ({'; '.join(reasons)}); start one with `diffusion-grpo rewards serve`, or set "
@@ -175,26 +170,21 @@ class RemoteReward:
         **columns,
     ) -> list[float | None]:
         """Score images, videos, sounds or latents; see the class."""
-        import httpx2
-
-        for name in self._columns:
-            if name not in columns:
-                raise RewardError(f"is to send the column {name!r}, which the dataset lacks")
         size = len(completions) if self.is_groupwise else self.batch_size
         pending = [range(start, min(start + size, len(completions))) for start in range(0, len(completions), size)]
         pending.reverse()  # workers take batches from the end
         left, gone = len(completions), None  # time since which no server has scored anything
         scores: list[float | None] = [None] * len(completions)
 
-        def body(rows: range, images: list[str]) -> bytes:
-            sent = {name: [columns[name][row] for row in rows] for name in self._columns}
-            sent |= {name: list(map(open_image, sent[name])) for name in images}
+        def write(rows: range, image_columns: list[str]) -> bytes:
+            sent = {name: [columns[name][row] for row in rows] for name in self.columns}
+            sent |= {name: list(map(open_image, sent[name])) for name in image_columns}
             groups = [0] * len(rows) if self.is_groupwise else None
             samples = [self._choose_frames(completions[row]) for row in rows]
             asked = [prompts[row] for row in rows]
             return write_request(samples, asked, sent, groups, fps, self.body, sampling_rate, self.takes_latents)
 
-        async with httpx2.AsyncClient(headers=self._headers(), trust_env=False) as client:
+        async with self._open_client() as client:
             await asyncio.gather(*(self._look(client, server) for server in self.servers if not server.is_alive))
             while pending:
                 alive = [server for server in self.servers if server.is_alive]
@@ -205,13 +195,16 @@ class RemoteReward:
                     left = unscored
                     await self._wait_for_any(client, gone + self.wait)
                     alive = [server for server in self.servers if server.is_alive]
-                workers = [self._work(client, server, pending, body, scores) for server in alive * self.concurrency]
+                workers = [self._work(client, server, pending, write, scores) for server in alive * self.concurrency]
                 await gather_or_cancel(workers)
         return scores
 
-    def _headers(self) -> dict[str, str]:
+    def _open_client(self) -> httpx2.AsyncClient:
+        import httpx2
+
         token = {"Authorization": f"Bearer {os.environ[self.token_env]}"} if self.token_env else {}
-        return {"Content-Type": CONTENT_TYPES[self.body], "Accept-Encoding": "identity", **token}
+        headers = {"Content-Type": CONTENT_TYPES[self.body], "Accept-Encoding": "identity", **token}
+        return httpx2.AsyncClient(headers=headers, trust_env=False)
 
     def _choose_frames(self, sample: Any) -> Any:
         """Choose the frames of a video to send; return an image as it is."""
@@ -220,7 +213,7 @@ class RemoteReward:
         return [sample[place] for place in frame_positions(self.num_frames, len(sample))]
 
     async def _work(
-        self, client: httpx2.AsyncClient, server: _Server, pending: list[range], body: Any, scores: list
+        self, client: httpx2.AsyncClient, server: _Server, pending: list[range], write: Callable, scores: list
     ) -> None:
         """Take batches for one server until none is left or the server fails."""
         while pending and server.is_alive:
@@ -230,9 +223,7 @@ class RemoteReward:
                 rows = rows[: server.most]
             try:
                 async with server.slots:
-                    images = self._find_image_columns(await self._describe(client, server), server.url)
-                    content = await asyncio.to_thread(body, rows, images)
-                    answer = await self.score_batch(client, server, content, len(rows))
+                    answer = await self.score_batch(client, server, rows, write)
             except _Broken as error:
                 pending.append(rows)
                 self._take_out(server, str(error))
@@ -246,7 +237,7 @@ class RemoteReward:
     def _take_out(self, server: _Server, reason: str) -> None:
         if server.is_alive:
             server.is_alive, server.reason = False, reason.rstrip(".")
-            warnings.warn(f"The reward server {server.url} is taken out: {reason.rstrip('.')}.", stacklevel=2)
+            warnings.warn(f"The reward server {server.url} is taken out: {server.reason}.", stacklevel=2)
 
     def _send_fewer(self, server: _Server, count: int, reason: str) -> None:
         """Send a server at most half as many samples in a request as it refused."""
@@ -256,96 +247,54 @@ class RemoteReward:
             warnings.warn(f"{text}; it gets at most {server.most} from now on. Its reason: {reason}", stacklevel=2)
 
     async def score_batch(
-        self, client: httpx2.AsyncClient, server: _Server, body: bytes, count: int
+        self, client: httpx2.AsyncClient, server: _Server, rows: range, write: Callable[[range, list[str]], bytes]
     ) -> list[float | None]:
         """Score one batch, with retries; raise `_Broken` to give up the server, `_TooLarge` to send it fewer samples.
 
         A server whose queue is full is given up only if it scores nothing for `timeout` seconds: other processes may
         take each place that becomes free.
         """
-        attempt, patience, scored = 0, time.monotonic() + self.timeout, None
+        attempt, patience, scored, body = 0, time.monotonic() + self.timeout, None, None
         while True:
             try:
-                name = self.reward or await self._only_reward(client, server)
-                answer = await ask(
-                    client, "POST", f"{server.url}/score/{quote(name, safe='')}", self.timeout, content=body
-                )
-                if answer.status in BUSY:
-                    if (count_now := answer.headers.get(SCORED)) != scored:
-                        scored, patience = count_now, time.monotonic() + self.timeout
-                    if time.monotonic() > patience:
-                        raise _Broken(f"its queue was full for {self.timeout:g} seconds")
-                    await asyncio.sleep(seconds_to_wait(answer.headers.get("retry-after"), self.backoff))
-                    continue
-                if answer.status == 413 and count > 1 and not self.is_groupwise:
-                    raise _TooLarge(read_error(answer))
-                return _scores(answer, count, server.url)
-            except (FailedRequest, *transport_errors()) as error:
-                await self._wait_to_retry(attempt, error)
+                name, image_columns = await self._describe(client, server)
+                body = body or await asyncio.to_thread(write, rows, image_columns)
+                url = f"{server.url}/score/{quote(name, safe='')}"
+                answer = await ask(client, "POST", url, self.timeout, content=body)
+                if answer.status_code not in BUSY:
+                    if answer.status_code == 413 and len(rows) > 1 and not self.is_groupwise:
+                        raise _TooLarge(read_error(answer))
+                    return _read_scores(answer, len(rows), server.url)
+            except FailedRequest as error:
+                if attempt == self.retries:
+                    raise _Broken(f"{attempt + 1} requests failed, the last with: {error}") from error
+                await asyncio.sleep(self.backoff * 2**attempt)
                 attempt += 1
+                continue
+            if (count := answer.headers.get(SCORED)) != scored:
+                scored, patience = count, time.monotonic() + self.timeout
+            if time.monotonic() > patience:
+                raise _Broken(f"its queue was full for {self.timeout:g} seconds")
+            await asyncio.sleep(seconds_to_wait(answer, self.backoff))
 
-    async def _wait_to_retry(self, attempt: int, error: Exception) -> None:
-        """Wait before the next attempt; raise `_Broken` after the last."""
-        if attempt == self.retries:
-            reason = str(error) or type(error).__name__
-            raise _Broken(f"{attempt + 1} requests failed, the last with: {reason}") from error
-        await asyncio.sleep(self.backoff * 2**attempt)
-
-    async def _describe(self, client: httpx2.AsyncClient, server: _Server) -> dict[str, Any]:
-        """Return a server's description of the reward.
-
-        How columns are sent depends on it, so with columns, a server that does not answer is asked again, and raises
-        `_Broken` in the end. Without, the description is empty then, and the next request will show what is wrong.
-        """
-        attempt = 0
-        while server.served is None:
-            try:
-                answer = await ask(client, "GET", f"{server.url}/health", min(HEALTH_SECONDS, self.timeout))
-                if answer.status == 200:
-                    found = read_object(answer).get("served")
-                    server.served = found if isinstance(found, dict) else {}
-                elif answer.status in BUSY or answer.status >= 500:
-                    raise FailedRequest(f"/health answered with status {answer.status}")
-                break
-            except (FailedRequest, *transport_errors()) as error:
-                if not self.columns:
-                    break
-                await self._wait_to_retry(attempt, error)
-                attempt += 1
-        asked = [self.reward] if self.reward is not None else [*(server.served or ())]
-        about = (server.served or {}).get(asked[0]) if len(asked) == 1 else None
-        return about if isinstance(about, dict) else {}
-
-    def _find_image_columns(self, about: dict[str, Any], url: str) -> list[str]:
-        """Return the columns to send as images; refuse a reward that needs more samples together than are sent."""
-        if about.get("batchwise"):
-            raise RewardError(
-                f"compares all samples of a rollout, but a request to {url} contains only some of them; use it here"
-            )
-        if about.get("groupwise") and not self.is_groupwise:
-            raise RewardError(f"compares the samples of a prompt at {url}; add `groupwise: true`")
-        expected = about.get("image_columns")
-        return [name for name in self._columns if self.opens_paths and isinstance(expected, list) and name in expected]
-
-    async def _only_reward(self, client: httpx2.AsyncClient, server: _Server) -> str:
-        answer = await ask(client, "GET", f"{server.url}/health", min(HEALTH_SECONDS, self.timeout))
-        if answer.status in REFUSALS:
-            raise RewardError(f"was refused by {server.url}: {read_error(answer)}")
-        names = read_object(answer).get("rewards")
-        if not isinstance(names, list) or not names:
-            raise FailedRequest(f"/health answered {answer.text[:200]!r}")
-        if len(names) > 1:
-            raise RewardError(f"has no `reward`, and {server.url} serves several: {', '.join(map(str, names))}")
-        return str(names[0])
+    async def _describe(self, client: httpx2.AsyncClient, server: _Server) -> tuple[str, list[str]]:
+        """Return the name of the reward at a server, and the columns to send as images."""
+        if server.served is None:
+            answer = await ask(client, "GET", f"{server.url}/health", min(HEALTH_SECONDS, self.timeout))
+            _check_status(answer, server.url)
+            server.served = read_object(answer).get("served") or {}
+        names = [self.reward] if self.reward is not None else list(server.served)
+        if len(names) != 1 or names[0] not in server.served:
+            raise RewardError(f"finds {', '.join(server.served)} at {server.url}; set reward to one of these")
+        image_columns = server.served[names[0]].get("image_columns", []) if self.opens_paths else []
+        return names[0], [name for name in self.columns if name in image_columns]
 
     async def _look(self, client: httpx2.AsyncClient, server: _Server) -> None:
         """Use a server again if it answers."""
-        try:
-            answer = await ask(client, "GET", f"{server.url}/health", HEALTH_SECONDS)
-        except (FailedRequest, *transport_errors()):
-            return
-        # it may serve other rewards now
-        server.is_alive, server.served, server.most = answer.status == 200, None, None
+        server.served = server.most = None  # it may serve other rewards now
+        with contextlib.suppress(FailedRequest):
+            await self._describe(client, server)
+            server.is_alive = True
 
     async def _wait_for_any(self, client: httpx2.AsyncClient, end: float) -> None:
         """Wait until a server is back, for at least one poll; raise RewardError if none is at `end`."""
@@ -365,18 +314,17 @@ class RemoteReward:
         )
 
 
-def _scores(answer: Answer, count: int, url: str) -> list[float | None]:
-    """Return the checked scores of an answer; raise RewardError if refused, `FailedRequest` for any other failure."""
-    if answer.status in REFUSALS:
-        raise RewardError(f"was refused by {url} ({answer.status}): {read_error(answer)}")
-    if answer.status != 200:
-        raise FailedRequest(f"status {answer.status}, {read_error(answer)}")
+def _check_status(answer: httpx2.Response, url: str) -> None:
+    """Raise RewardError if a server refuses a request, FailedRequest if it fails in another way."""
+    if answer.status_code in REFUSALS:
+        raise RewardError(f"was refused by {url} ({answer.status_code}): {read_error(answer)}")
+    if answer.status_code != 200:
+        raise FailedRequest(f"status {answer.status_code}, {read_error(answer)}")
+
+
+def _read_scores(answer: httpx2.Response, count: int, url: str) -> list[float | None]:
+    _check_status(answer, url)
     scores = read_object(answer).get("scores")
     if not isinstance(scores, list) or len(scores) != count:
-        found = f"{len(scores)} scores" if isinstance(scores, list) else f"{answer.text[:200]!r}"
-        raise FailedRequest(f"it answered {found}, expected {count} scores")
-    for value in scores:
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if value is not None and not (is_number and math.isfinite(value)):
-            raise FailedRequest(f"it answered the score {value!r}, expected a finite number or null")
+        raise FailedRequest(f"it answered {answer.text[:200]!r}, expected {count} scores")
     return scores

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import logging
 import os
@@ -22,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 from PIL import Image
 
@@ -55,48 +56,58 @@ def create_app(
     reward, 408 the body did not arrive in time, 413 too large, 500 the reward failed, 503 the queue is full. If a
     client goes away, its request leaves the queue and is not scored.
     """
-    app = FastAPI(title="diffusion-grpo rewards", docs_url=None, redoc_url=None, openapi_url=None)
     served = {reward.name: reward for reward in rewards}
     about = {reward.name: _describe(reward) for reward in rewards}
     for reward in rewards:
+        if is_marked(reward.function, "is_batchwise"):
+            raise ValueError(f"The reward {reward.name!r} compares all samples of a rollout, so it cannot be served.")
         if isinstance(reward.function, RemoteReward):
             reward.function.opens_paths = False  # paths would come from this server's clients
     scorer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="score")
     one_at_a_time, load = asyncio.Semaphore(1), {"waiting": 0, "scored": 0, "max_waiting": max_waiting}
 
+    async def check_token(request: Request) -> None:
+        sent = request.headers.get("authorization", "")
+        if token is not None and not hmac.compare_digest(sent.encode(), f"Bearer {token}".encode()):
+            raise HTTPException(401, "The token is missing or wrong.")
+
+    async def refuse(request: Request, refusal: HTTPException) -> JSONResponse:
+        return JSONResponse({"error": refusal.detail}, refusal.status_code, refusal.headers)
+
+    app = FastAPI(
+        title="diffusion-grpo rewards",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        dependencies=[Depends(check_token)],
+        exception_handlers={HTTPException: refuse},
+    )
+
     @app.get("/health")
-    async def health(request: Request) -> JSONResponse:
-        if not _is_allowed(request, token):
-            return _refusal(401, "The token is missing or wrong.")
-        return JSONResponse({"status": "ok", "rewards": list(served), "served": about, **load})
+    async def health() -> dict[str, Any]:
+        return {"status": "ok", "rewards": list(served), "served": about, **load}
 
     @app.post("/score/{name}")
-    async def score_samples(name: str, request: Request) -> JSONResponse:
-        if not _is_allowed(request, token):
-            return _refusal(401, "The token is missing or wrong.")
+    async def score_samples(name: str, request: Request) -> dict[str, Any]:
         if name not in served:
-            return _refusal(404, f"There is no reward {name!r} here; there is {', '.join(served)}.")
+            raise HTTPException(404, f"There is no reward {name!r} here; there is {', '.join(served)}.")
         if load["waiting"] >= max_waiting:
             headers = {"Retry-After": "1", SCORED: str(load["scored"])}
-            return _refusal(503, f"{max_waiting} requests are already waiting.", headers)
+            raise HTTPException(503, f"{max_waiting} requests are already waiting.", headers)
         load["waiting"] += 1
         try:
             async with asyncio.timeout(body_seconds):
-                body = await _body(request, max_bytes)
-            if body is None:
-                return _refusal(413, f"The request is larger than {max_bytes} bytes; send fewer samples at once.")
+                body = await _read_body(request, max_bytes)
             is_safetensors = request.headers.get("content-type") == CONTENT_TYPES["safetensors"]
-            loop = asyncio.get_running_loop()
+            score_body = functools.partial(_score_body, served[name], body, max_pixels, is_safetensors)
             async with _turn(request, one_at_a_time) as is_awaited:
                 if not is_awaited:
-                    return _refusal(408, "The client went away.")  # nobody will read this
-                answer = await loop.run_in_executor(
-                    scorer, _answer_request, served[name], body, max_pixels, is_safetensors
-                )
+                    raise HTTPException(408, "The client went away.")  # nobody will read this
+                scores = await asyncio.get_running_loop().run_in_executor(scorer, score_body)
                 load["scored"] += 1
-                return answer
-        except TimeoutError:
-            return _refusal(408, f"The request's body did not come within {body_seconds:g} seconds.")
+                return {"scores": scores}
+        except TimeoutError as error:
+            raise HTTPException(408, f"The request's body did not come within {body_seconds:g} seconds.") from error
         finally:
             load["waiting"] -= 1
 
@@ -118,43 +129,17 @@ async def _turn(request: Request, one_at_a_time: asyncio.Semaphore) -> AsyncIter
             one_at_a_time.release()
 
 
-def _is_allowed(request: Request, token: str | None) -> bool:
-    given = request.headers.get("authorization", "")
-    return token is None or hmac.compare_digest(given.encode(), f"Bearer {token}".encode())
-
-
-def _refusal(status: int, sentence: str, headers: dict[str, str] | None = None) -> JSONResponse:
-    return JSONResponse({"error": sentence}, status_code=status, headers=headers)
-
-
-async def _body(request: Request, max_bytes: int) -> bytes | None:
-    """Read the request's body; return None as soon as it is too large."""
-    declared = request.headers.get("content-length", "0")
+async def _read_body(request: Request, max_bytes: int) -> bytes:
+    """Read the request's body; refuse it as soon as it is too large."""
+    body, declared = bytearray(), request.headers.get("content-length", "0")
+    too_large = HTTPException(413, f"The request is larger than {max_bytes} bytes; send fewer samples at once.")
     if declared.isdigit() and int(declared) > max_bytes:
-        return None
-    parts, size = [], 0
+        raise too_large
     async for part in request.stream():
-        parts.append(part)
-        size += len(part)
-        if size > max_bytes:
-            return None
-    return b"".join(parts)
-
-
-def _answer_request(reward: Reward, body: bytes, max_pixels: int, is_safetensors: bool) -> JSONResponse:
-    """Decode, score and answer a request, in the scoring thread."""
-    try:
-        samples = read_request(body, max_pixels, is_safetensors)
-    except WireError as error:
-        return _refusal(413 if error.is_too_large else 400, str(error))
-    if (misuse := _find_misuse(reward, samples)) is not None:
-        return _refusal(400, misuse)
-    try:
-        scores = score_request(reward, samples)
-    except RewardError as error:
-        logger.error("The reward %r failed", reward.name, exc_info=error)  # the traceback helps the reward's author
-        return _refusal(500, str(error))
-    return JSONResponse({"scores": scores})
+        body += part
+        if len(body) > max_bytes:
+            raise too_large
+    return bytes(body)
 
 
 def _describe(reward: Reward) -> dict[str, Any]:
@@ -163,60 +148,55 @@ def _describe(reward: Reward) -> dict[str, Any]:
     return marks | {"image_columns": list_image_columns(reward)}
 
 
-def _find_misuse(reward: Reward, samples: dict[str, Any]) -> str | None:
-    """Return why a decoded request cannot be scored by this reward, or None."""
-    if is_marked(reward.function, "is_batchwise"):
-        return (
-            f"The reward {reward.name!r} compares all samples of a rollout; use it where they are, without a server."
+def _score_body(reward: Reward, body: bytes, max_pixels: int, is_safetensors: bool) -> list[float | None]:
+    """Decode and score a request, in the scoring thread; None stands for a sample that the reward leaves out."""
+    try:
+        request = read_request(body, max_pixels, is_safetensors)
+        _check_request(reward, request)
+    except WireError as error:
+        raise HTTPException(413 if error.is_too_large else 400, str(error)) from error
+    kind = "videos" if isinstance(request["samples"][0], list) else "images"
+    try:
+        values = score(
+            [reward],
+            **{"latents" if request["are_latents"] else kind: request["samples"]},
+            prompts=request["prompts"],
+            columns=request["columns"],
+            groups=request["groups"],
+            fps=request["fps"] or FPS,
+            sampling_rate=request["sampling_rate"],
         )
-    if is_marked(reward.function, "is_groupwise") and samples["groups"] is None:
-        return (
+    except RewardError as error:
+        logger.error("The reward %r failed", reward.name, exc_info=error)  # the traceback helps the reward's author
+        raise HTTPException(500, str(error)) from error
+    return [None if value != value else value for value in values[:, 0].tolist()]
+
+
+def _check_request(reward: Reward, request: dict[str, Any]) -> None:
+    """Refuse a request that this reward can never score, or that would make it open a file."""
+    if is_marked(reward.function, "is_groupwise") and request["groups"] is None:
+        raise WireError(
             f"The reward {reward.name!r} compares the samples of a prompt, so requests must hold whole groups and "
             "name them in `groups`; give the client `groupwise: true`."
         )
+    takes_latents = is_marked(reward.function, "takes_latents")
+    if takes_latents != request["are_latents"]:
+        setting = str(takes_latents).lower()
+        raise WireError(
+            f"The reward {reward.name!r} takes {'' if takes_latents else 'no '}latents; give the client "
+            f"`latents: {setting}`."
+        )
     try:
-        check_columns([reward], ["prompt", *samples["columns"]], "this request")
+        check_columns([reward], ["prompt", *request["columns"]], "this request")
     except ValueError as error:
-        return f"{error} The client sends the columns that its `columns` name."
-    if (misfit := _find_wrong_kind(reward, samples)) is not None:
-        return misfit
+        raise WireError(f"{error} The client sends the columns that its `columns` name.") from error
     for name in list_image_columns(reward):
-        strange = [value for value in samples["columns"].get(name, ()) if not isinstance(value, Image.Image | None)]
+        strange = [value for value in request["columns"].get(name, ()) if not isinstance(value, Image.Image | None)]
         if strange:
-            return (
+            raise WireError(
                 f"The reward {reward.name!r} needs images in the column {name!r}, not {type(strange[0]).__name__}; "
                 "this server opens no paths, so cast the column to datasets.Image."
             )
-    return None
-
-
-def _find_wrong_kind(reward: Reward, samples: dict[str, Any]) -> str | None:
-    """Return that the reward takes samples of another kind than a request holds, or None."""
-    takes_latents, is_video = is_marked(reward.function, "takes_latents"), isinstance(samples["samples"][0], list)
-    if takes_latents != samples["are_latents"]:
-        taken, given = ("latents", "samples") if takes_latents else ("samples", "latents")
-        setting = str(takes_latents).lower()
-        return f"The reward {reward.name!r} takes {taken}, not {given}; give the client `latents: {setting}`."
-    takes_both = "images" in reward.parameters or is_marked(reward.function, "takes_tensors")
-    if "videos" in reward.parameters and not takes_both and not is_video and not takes_latents:
-        return f"The reward {reward.name!r} takes videos, and the request holds images."
-    return None
-
-
-def score_request(reward: Reward, samples: dict[str, Any]) -> list[float | None]:
-    """Score one decoded request, with None for a sample that the reward leaves out."""
-    kind = "videos" if isinstance(samples["samples"][0], list) else "images"
-    kind = "latents" if samples["are_latents"] else kind
-    values = score(
-        [reward],
-        **{kind: samples["samples"]},
-        prompts=samples["prompts"],
-        columns=samples["columns"],
-        groups=samples["groups"],
-        fps=samples["fps"] or FPS,
-        sampling_rate=samples["sampling_rate"],
-    )
-    return [None if value != value else value for value in values[:, 0].tolist()]
 
 
 class Server(uvicorn.Server):

@@ -26,17 +26,14 @@ from ..contract import check_package
 from ..models.qwen_vl import read_template
 from .wire import (
     HEALTH_SECONDS,
-    Answer,
     FailedRequest,
     ask,
-    check_limits,
+    check_at_least_one,
     check_url,
     gather_or_cancel,
-    is_loopback,
     read_error,
     read_object,
     seconds_to_wait,
-    transport_errors,
 )
 
 if TYPE_CHECKING:
@@ -103,7 +100,7 @@ class VlmJudge:
 
     def __post_init__(self):
         check_url(self.url, "vlm_judge", "http://host:port/v1", "api_key_env")
-        check_limits("vlm_judge", self, num_frames=1, max_tokens=1, concurrency=1, retries=0, backoff=0)
+        check_at_least_one("vlm_judge", self, "num_frames", "max_tokens", "concurrency")
         try:
             has_group = re.compile(self.pattern).groups > 0
         except re.error as error:
@@ -117,8 +114,7 @@ class VlmJudge:
             raise ValueError(f"vlm_judge: api_key_env names {self.api_key_env}, but no such variable is set.")
         self.url = self.url.rstrip("/")
         self._slots = asyncio.Semaphore(self.concurrency)  # over all calls that are awaited together
-        self._fields = _fields(self.template) | _fields(self.video_template or "")
-        self.needed_columns = self._fields - {"prompt"}
+        self.needed_columns = (_fields(self.template) | _fields(self.video_template or "")) - {"prompt"}
 
     def check_needs(self) -> None:
         """Raise an error if the HTTP client is missing or the server cannot be reached."""
@@ -126,14 +122,19 @@ class VlmJudge:
         run_in_loop(self._check_server()).result()
 
     async def _check_server(self) -> None:
-        import httpx2
-
-        async with httpx2.AsyncClient(trust_env=not is_loopback(self.url)) as client:
+        async with self._open_client() as client:
             try:
                 await ask(client, "GET", f"{self.url}/models", min(HEALTH_SECONDS, self.timeout))  # any answer will do
-            except (FailedRequest, *transport_errors()) as error:
-                reason = str(error) or type(error).__name__
-                raise ValueError(f"no server answers at {self.url} ({reason}); start it first.") from error
+            except FailedRequest as error:
+                raise ValueError(f"no server answers at {self.url} ({error}); start it first.") from error
+
+    def _open_client(self) -> httpx2.AsyncClient:
+        import httpx2
+
+        headers = {"Authorization": f"Bearer {os.environ[self.api_key_env]}"} if self.api_key_env else {}
+        # a proxy set in the environment cannot reach a server on this machine
+        direct = dict.fromkeys(("all://localhost", "all://127.0.0.1", "all://[::1]"))
+        return httpx2.AsyncClient(headers=headers, mounts=direct)
 
     def __hash__(self) -> int:
         return hash((type(self), self.url, self.model))
@@ -142,11 +143,6 @@ class VlmJudge:
         self, completions: list, prompts: list[str], log_metric: Callable | None = None, **columns
     ) -> list[float | None]:
         """Return one number per image or video; None if the reply has none."""
-        import httpx2
-
-        if missing := sorted(self._fields - {"prompt", *columns}):
-            raise RewardError(f"has {{{missing[0]}}} in its template, a column that the dataset lacks")
-        headers = {"Authorization": f"Bearer {os.environ[self.api_key_env]}"} if self.api_key_env else {}
 
         async def score(row: int) -> float | None:
             async with self._slots:
@@ -154,8 +150,7 @@ class VlmJudge:
                 body = await asyncio.to_thread(self._body, completions[row], {**values, "prompt": prompts[row]})
                 return await self._ask(client, body)
 
-        # a proxy set in the environment cannot reach a server on this machine
-        async with httpx2.AsyncClient(headers=headers, trust_env=not is_loopback(self.url)) as client:
+        async with self._open_client() as client:
             scores = await gather_or_cancel([score(row) for row in range(len(completions))])
         if log_metric is not None and scores:
             log_metric("vlm_judge/unread", scores.count(None) / len(scores))
@@ -185,14 +180,14 @@ class VlmJudge:
             try:
                 url = f"{self.url}/chat/completions"
                 answer = await ask(client, "POST", url, self.timeout, json=body["request"])
-                if answer.status == 200:
+                if answer.status_code == 200:
                     return self._read(_choice(answer), body["is_video"])
-                reason = f"status {answer.status}, {read_error(answer)}"
-                if answer.status < 500 and answer.status not in PASSING:
+                reason = f"status {answer.status_code}, {read_error(answer)}"
+                if answer.status_code < 500 and answer.status_code not in PASSING:
                     raise RewardError(f"was refused by {self.url}: {reason}")
-                wait = seconds_to_wait(answer.headers.get("retry-after"), wait)
-            except (FailedRequest, *transport_errors()) as error:
-                reason = str(error) or type(error).__name__
+                wait = seconds_to_wait(answer, wait)
+            except FailedRequest as error:
+                reason = str(error)
             if attempt < self.retries:
                 await asyncio.sleep(wait)
         raise RewardError(f"got no answer from {self.url} in {self.retries + 1} requests, the last with: {reason}")
@@ -252,7 +247,7 @@ def _data_url(image: Image.Image) -> str:
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def _choice(answer: Answer) -> dict[str, Any]:
+def _choice(answer: httpx2.Response) -> dict[str, Any]:
     """Return the first reply in an answer; raise FailedRequest if there is none."""
     choices = read_object(answer).get("choices")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):

@@ -13,20 +13,17 @@ from tiny_scorers import bert_tokenizer, med_config
 from torch import nn
 from transformers.integrations import deepspeed
 
-from diffusion_grpo.rewards import REWARDS, check_eval_rewards, load_rewards, score
+from diffusion_grpo.rewards import load_rewards, score
 from diffusion_grpo.rewards.models.base import (
     CLIP_MEAN,
     CLIP_STD,
     ModelReward,
     as_pixels,
-    center_crop,
     compare,
     crop_squares,
     default_device,
-    normalize,
     open_image,
     read_weights,
-    resize_short_side,
     weights_path,
 )
 from tests.rewards.models.test_imagereward import blip_weights
@@ -120,15 +117,6 @@ def test_offloaded_between_calls(offload) -> None:
     assert events == [*last, "cpu", "scored", *last, "cpu", *last]
 
 
-def test_equal_settings_make_it_the_same_evaluation_only_reward() -> None:
-    reward, same = load_rewards(Doubled()) + load_rewards({f"{__name__}.Doubled": {}})
-    assert Doubled() == Doubled() and hash(Doubled()) == hash(Doubled())
-    assert Doubled() != Doubled(factor=1.0) and Doubled() != object()
-    check_eval_rewards([same], load_rewards({f"{__name__}.Doubled": {}}))
-    with pytest.raises(ValueError, match="different rewards called 'Doubled'"):
-        check_eval_rewards([same], load_rewards({f"{__name__}.Doubled": {"dtype": "bfloat16"}}))
-
-
 def test_wrong_settings_are_refused_before_anything_is_loaded() -> None:
     with pytest.raises(ValueError, match="batch_size=0 for tiny; give 1 or more"):
         load_rewards({f"{__name__}.Doubled": {"batch_size": 0}})
@@ -195,40 +183,6 @@ def test_the_revision_of_the_second_repository_can_be_pinned(name, part, cls, tm
     assert asked.value.args == ("owner/part", "v7")
 
 
-MODELS = [
-    "clip_score",
-    "pickscore",
-    "hpsv2",
-    "imagereward",
-    "aesthetic",
-    "lpips",
-    "dino_similarity",
-    "clip_similarity",
-]
-
-
-@pytest.mark.parametrize("name", [*MODELS, "nsfw_filter"])
-def test_every_one_has_the_common_settings_and_loads_late(name) -> None:
-    common = {"device": "cpu", "dtype": "bfloat16", "batch_size": 2, "revision": "abc", "offload": True}
-    (reward,) = load_rewards({name: {"model": "owner/does-not-exist", **common}})
-    assert isinstance(reward.function, REWARDS[name]) and reward.function.torch_dtype == torch.bfloat16
-    assert load_rewards(name)[0].function == REWARDS[name]()
-
-
-@pytest.mark.parametrize(
-    ("size", "expected"), [((100, 50), (64, 32)), ((50, 101), (32, 64)), ((32, 99), (32, 99)), ((33, 47), (32, 45))]
-)
-def test_the_shorter_side_is_set_and_the_longer_one_rounded_down(size, expected):
-    assert resize_short_side(flat(9, size), 32).size == expected
-
-
-def test_the_middle_is_cut_out_and_half_a_pixel_rounded_to_even():
-    image = Image.new("L", (8, 5))
-    image.putdata([column + 10 * row for row in range(5) for column in range(8)])
-    assert center_crop(image, 3).getpixel((0, 0)) == 2 + 10 * 1  # (8 - 3) / 2 = 2.5, rounded to 2
-    assert center_crop(image, 5).getpixel((0, 0)) == 2  # 1.5, rounded to 2
-
-
 def test_images_of_16_bits_are_scaled():
     deep = Image.fromarray(np.linspace(0, 65535, 64).reshape(8, 8).astype(np.uint16))
     assert as_pixels([open_image(deep)]).mean().item() == pytest.approx(0.5, abs=0.01)
@@ -242,12 +196,6 @@ def test_squares_are_those_of_torchvision():
     expected = torch.stack([torchvision_square(image, 26, 24, CLIP_MEAN, CLIP_STD) for image in images])
     assert found.shape == (3, 3, 24, 24) and found.dtype == torch.float32
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
-
-
-def test_pixels_and_their_normalisation():
-    pixels = as_pixels([Image.new("RGB", (4, 2), (255, 51, 0))])
-    assert pixels.shape == (1, 3, 2, 4) and pixels[0, :, 0, 0].tolist() == pytest.approx([1, 0.2, 0])
-    assert normalize(pixels, (0.5, 0.2, 0.0), (0.5, 1.0, 2.0))[0, :, 1, 3].tolist() == pytest.approx([1, 0, 0])
 
 
 def test_an_image_is_read_upright_and_its_file_closed(tmp_path):

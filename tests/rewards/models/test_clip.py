@@ -13,9 +13,7 @@ from plain_images import noise, save_turned
 from tiny_pipelines import clip_tokenizer
 from tiny_scorers import IMAGES, PROMPTS, SIDE, clip
 
-from diffusion_grpo.rewards import load_rewards
-from diffusion_grpo.rewards.server.serve import score_request
-from diffusion_grpo.rewards.server.wire import read_request, write_request
+from diffusion_grpo.rewards import load_rewards, score
 from diffusion_grpo.rollout.score import embed_samples, find_embedders
 
 
@@ -98,11 +96,11 @@ def test_the_preprocessing_is_pillows_with_torchvision_too(tmp_path, monkeypatch
     assert asked == {"revision": "v1", "backend": "pil"}
 
 
-def test_a_served_one_answers_as_a_local_one(tmp_path) -> None:
+def test_a_served_one_answers_as_a_local_one(tmp_path, serve) -> None:
     clip(tmp_path)
-    (reward,) = load_rewards({"clip_score": {"model": str(tmp_path), "device": "cpu", "batch_size": 3}})
-    samples = read_request(write_request(IMAGES, PROMPTS, {}, None, None))
-    assert score_request(reward, samples) == scored("clip_score", {"model": str(tmp_path)}).tolist()
+    url = serve({"clip_score": {"model": str(tmp_path), "device": "cpu", "batch_size": 3}})
+    remote = score(load_rewards({"remote": {"url": url}}), images=IMAGES, prompts=PROMPTS)[:, 0]
+    assert torch.equal(remote.double(), scored("clip_score", {"model": str(tmp_path)}))
 
 
 @torch.no_grad()

@@ -9,9 +9,6 @@ from formulas import norm, normal, scored, tensor64, unit
 from tiny_pipelines import clip_tokenizer
 from tiny_scorers import IMAGES, PATCH, PROMPTS, SIDE, clip, clip_config
 
-from diffusion_grpo.rewards import load_rewards
-from diffusion_grpo.rollout.score import embed_samples, find_embedders
-
 
 def open_clip_weights():
     torch.manual_seed(1)
@@ -117,24 +114,6 @@ def test_hpsv2_as_a_model_of_transformers(tmp_path) -> None:
     ids = [torch.tensor([clip_tokenizer()(PROMPTS[0])["input_ids"]])]
     text_features = unit(model.text_projection(model.text_model(input_ids=ids[0]).pooler_output))
     assert found[0].item() == pytest.approx((seen[0] @ text_features[0]).item(), abs=1e-5)
-
-
-@torch.no_grad()
-def test_evaluations_measure_diversity_between_what_it_sees(tmp_path) -> None:
-    """Images padded, not cropped, from a checkpoint of either form."""
-    model = clip(tmp_path, "gelu").double()
-    expected = unit(
-        model.visual_projection(
-            model.vision_model(torch.cat([hps_pixels(image, True) for image in IMAGES])).pooler_output
-        )
-    )
-    options = {"model": str(tmp_path), "processor": str(tmp_path), "device": "cpu"}
-    (reward,) = find_embedders(load_rewards({"hpsv2": {**options, "filename": None}}))
-    torch.testing.assert_close(embed_samples(reward, IMAGES).double(), expected, rtol=0, atol=1e-5)
-    torch.save({"state_dict": open_clip_weights()}, tmp_path / "HPS_v2.1_compressed.pt")
-    (reward,) = load_rewards({"hpsv2": options})
-    lengths = embed_samples(reward, IMAGES).norm(dim=1)
-    torch.testing.assert_close(lengths, torch.ones(len(IMAGES)))
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,6 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from diffusion_grpo.rewards.models.qwen_vl import fit_size, read_template
 
-# HPSv3
-
-
-# VideoAlign
-
 
 @pytest.mark.parametrize("size", [(500, 300), (64, 2000), (448, 448), (20, 20), (1280, 704), (448, 462)])
 @pytest.mark.parametrize(("least", "most"), [(200704, 200704), (100352, 200704)])

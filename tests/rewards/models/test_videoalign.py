@@ -115,22 +115,6 @@ def test_videoalign_is_each_output_at_its_token_normalised(videoalign, monkeypat
     assert len(passes) == 3  # another dtype is another model
 
 
-def test_videoalign_remembers_a_limited_number(videoalign, monkeypatch) -> None:
-    folders, _, _ = videoalign
-    monkeypatch.setattr(videoalign_module, "REMEMBERED", 1)
-    passes, build_batch = [], videoalign_module.build_batch
-    monkeypatch.setattr(
-        videoalign_module, "build_batch", lambda texts, *rest: passes.append(texts) or build_batch(texts, *rest)
-    )
-    reward = VideoAlign(**folders, dtype="float32", device="cpu", batch_size=1)
-    videos = [[noise(60, 60, seed)] * 4 for seed in range(2)]
-    assert len(reward(videos, ["a", "b"], fps=8)) == 2 and len(passes) == 2
-    reward(videos[1:], ["b"], fps=8)
-    assert len(passes) == 2  # remembered
-    reward(videos[:1], ["a"], fps=8)
-    assert len(passes) == 3  # forgotten
-
-
 def test_videoalign_with_one_output(tmp_path) -> None:
     folders, by_hand, _ = videoalign_folder(tmp_path, outputs=1)
     video = [noise(60, 60, seed) for seed in range(4)]

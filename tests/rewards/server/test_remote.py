@@ -1,6 +1,7 @@
 """Rewards over HTTP, with real servers on loopback: what arrives, and what happens when a server misbehaves."""
 
-import contextlib
+import asyncio
+import json
 import os
 import signal
 import socket
@@ -15,10 +16,8 @@ from pathlib import Path
 import httpx2
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from plain_images import noise, save_turned
-from tiny_runs import brightness, trained_weights, trainer_for
 
 from diffusion_grpo import cli
 from diffusion_grpo.rewards import (
@@ -33,7 +32,7 @@ from diffusion_grpo.rewards import (
     score,
 )
 from diffusion_grpo.rewards.server import remote
-from diffusion_grpo.rewards.server.wire import write_request
+from diffusion_grpo.rewards.server.wire import FailedRequest, ask, write_request
 
 IMAGES = [Image.new("RGB", (8, 8), (shade,) * 3) for shade in range(0, 250, 25)]
 PROMPTS = [f"prompt {index}" for index in range(len(IMAGES))]
@@ -50,6 +49,12 @@ def answering():
         requests = []
 
         class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.send_response(200)
+                self.end_headers()
+                served = {"brightness": {"groupwise": False, "batchwise": False, "image_columns": []}}
+                self.wfile.write(json.dumps({"served": served}).encode())
+
             def do_POST(self):
                 requests.append(self.path)
                 self.rfile.read(int(self.headers["Content-Length"]))
@@ -101,7 +106,7 @@ def test_the_same_scores_as_here(serve) -> None:
     assert scores_of(RemoteReward(url, "brightness", batch_size=3)) == pytest.approx(SHADES)
     (reward,) = load_rewards({"remote": {"url": url, "reward": "brightness", "name": "far", "clip": [0.5, 1]}})
     assert reward.name == "far" and scores_of(reward)[:2] == [0.5, 0.5]
-    with pytest.raises(RewardError, match="serves several: brightness, sharpness"):
+    with pytest.raises(RewardError, match="brightness, sharpness"):
         scores_of(RemoteReward(url))
 
 
@@ -144,28 +149,26 @@ def test_groups_are_sent_whole(serve) -> None:
     assert table[:, 0].tolist() == [7] * 7 + [3] * 3
 
 
-@pytest.mark.parametrize("reward", ["sizes", None])
-def test_a_reward_that_compares_samples_is_refused_where_its_groups_would_be_cut(serve, reward) -> None:
+def test_a_reward_that_compares_samples_is_refused_where_its_groups_would_be_cut(serve) -> None:
     called = []
 
     def sizes(images):
         called.append(len(images))
         return [float(len(images))] * len(images)
 
-    url = serve(groupwise(sizes))
-    with pytest.raises(RewardError, match=f"compares the samples of a prompt at {url}; add `groupwise: true`"):
-        scores_of(RemoteReward(url, reward, batch_size=2, **FAST))
-    url = serve(batchwise(sizes))
-    with pytest.raises(RewardError, match=f"compares all samples of a rollout, but a request to {url}"):
-        scores_of(RemoteReward(url, reward, **FAST))
+    with pytest.raises(RewardError, match="groupwise: true"):
+        scores_of(RemoteReward(serve(groupwise(sizes)), batch_size=2, **FAST))
+    with pytest.raises(ValueError, match="'sizes'"):
+        serve(batchwise(sizes))
     assert not called
 
 
 @pytest.mark.parametrize("body", ["png", "safetensors"])
 def test_targets_that_are_paths_here_are_sent_as_images(serve, tmp_path, body) -> None:
     target = noise(8, 8)
-    paths = [save_turned(target, tmp_path / "turned.png"), None, target]
-    words = [paths[0], "a", "b"]  # strings that no reward reads as images stay strings
+    deep = Image.fromarray(np.linspace(0, 65535, 64).reshape(8, 8).astype(np.uint16))
+    paths = [save_turned(target, tmp_path / "turned.png"), None, target, deep]
+    words = [paths[0], "a", "b", "c"]  # strings that no reward reads as images stay strings
     seen = []
 
     def look(images, word):
@@ -176,60 +179,33 @@ def test_targets_that_are_paths_here_are_sent_as_images(serve, tmp_path, body) -
         RemoteReward(serve(reward), columns=["target", "word"], body=body, **FAST) for reward in ("psnr", look)
     )
     columns = {"target": paths, "word": words}
-    table = score([psnr, REWARDS["psnr"]], images=IMAGES[:1] * 3, prompts=PROMPTS[:3], columns=columns)
-    assert table[0, 0] == table[0, 1] == table[2, 0] and table[1].isnan().all()
-    score([other], images=IMAGES[:3], prompts=PROMPTS[:3], columns={"target": [None] * 3, "word": words})
+    table = score([psnr, REWARDS["psnr"]], images=IMAGES[:1] * 4, prompts=PROMPTS[:4], columns=columns)
+    assert table[0, 0] == table[0, 1] == table[2, 0] and table[1].isnan().all() and table[3, 0] == table[3, 1]
+    score([other], images=IMAGES[:4], prompts=PROMPTS[:4], columns={"target": [None] * 4, "word": words})
     assert sorted(seen) == sorted(words)
     with pytest.raises(RewardError, match="FileNotFoundError.*none.png"):
         score([psnr], images=IMAGES[:1], prompts=["a"], columns={"target": ["none.png"], "word": ["a"]})
-
-
-@pytest.mark.parametrize("body", ["png", "safetensors"])
-def test_targets_of_16_bits_are_scaled_as_they_are_here(serve, body) -> None:
-    deep = Image.fromarray(np.linspace(0, 65535, 64).reshape(8, 8).astype(np.uint16))
-    psnr = RemoteReward(serve("psnr"), columns=["target"], body=body, **FAST)
-    columns = {"target": [deep, IMAGES[3]]}
-    table = score([psnr, REWARDS["psnr"]], images=IMAGES[3:5], prompts=PROMPTS[:2], columns=columns)
-    assert table[0, 0] == table[0, 1] and table[1, 0] == table[1, 1]
 
 
 def test_a_server_that_is_late_is_asked_again_how_to_send_columns(serve, tmp_path, monkeypatch) -> None:
     real, late = remote.ask, []
 
     async def ask(client, method, url, *args, **kwargs):
-        if method == "GET" and not late:
+        if method == "GET" and len(late) < 2:
             late.append(url)
-            raise httpx2.ConnectError("not yet")
+            if len(late) == 1:
+                raise FailedRequest("not yet")
+            return httpx2.Response(503, text="starting")  # a gateway
         return await real(client, method, url, *args, **kwargs)
 
     monkeypatch.setattr(remote, "ask", ask)
     target = {"target": [save_turned(IMAGES[0], tmp_path / "turned.png")]}
-    psnr = RemoteReward(serve("psnr"), columns=["target"], retries=1, **FAST)
-    assert score([psnr], images=IMAGES[:1], prompts=["a"], columns=target).item() == 100 and late
-    busy = []
-
-    async def ask_a_gateway(client, method, url, *args, **kwargs):
-        if method == "GET" and not busy:
-            busy.append(url)
-            return remote.Answer(503, {}, "starting")
-        return await real(client, method, url, *args, **kwargs)
-
-    monkeypatch.setattr(remote, "ask", ask_a_gateway)
-    psnr = RemoteReward(serve("psnr"), columns=["target"], retries=1, **FAST)
-    assert score([psnr], images=IMAGES[:1], prompts=["a"], columns=target).item() == 100 and busy
-    monkeypatch.setattr(remote, "ask", ask)
+    psnr = RemoteReward(serve("psnr"), columns=["target"], retries=2, **FAST)
+    assert score([psnr], images=IMAGES[:1], prompts=["a"], columns=target).item() == 100 and len(late) == 2
     late.clear()
     psnr = RemoteReward(serve("psnr"), columns=["target"], retries=0, **FAST)
     with pytest.warns(UserWarning, match="taken out"), pytest.raises(RewardError, match="no server left .*not yet"):
         score([psnr], images=IMAGES[:1], prompts=["a"], columns=target)
-
-
-def test_a_server_that_comes_back_is_asked_again_what_it_serves(serve, tmp_path) -> None:
-    remote = RemoteReward(serve("psnr"), columns=["target"], **FAST)
-    remote.servers[0].served = {"psnr": {"image_columns": [], "batchwise": True}}
-    remote.servers[0].is_alive = False
-    path = save_turned(IMAGES[0], tmp_path / "turned.png")
-    assert score([remote], images=IMAGES[:1], prompts=["a"], columns={"target": [path]}).item() == 100
 
 
 def test_several_servers_share_the_work(serve) -> None:
@@ -281,9 +257,9 @@ def busy(answering):
 
 def test_a_server_that_scores_for_others_is_waited_for_longer_than_one_that_scores_nothing(busy) -> None:
     options = {"batch_size": 5, "concurrency": 1, "retries": 0, "timeout": 2}
-    assert scores_of(RemoteReward(busy(15, str), "x", **options)) == [0.5] * 10
+    assert scores_of(RemoteReward(busy(15, str), **options)) == [0.5] * 10
     with pytest.warns(UserWarning, match="queue was full for 2 s"), pytest.raises(RewardError, match="no server"):
-        scores_of(RemoteReward(busy(15, lambda number: "3"), "x", **options))
+        scores_of(RemoteReward(busy(15, lambda number: "3"), **options))
 
 
 def test_a_server_gets_as_few_samples_at_a_time_as_it_takes(serve) -> None:
@@ -317,9 +293,7 @@ def test_a_server_gets_as_few_samples_at_a_time_as_it_takes(serve) -> None:
     [
         ("no json", 200, "its answer is not JSON: 'no json'"),
         ("[1]", 200, "expected an object"),
-        ('{"scores": [1.0]}', 200, "answered 1 scores, expected 10"),
-        ('{"scores": [NaN, 0, 0, 0, 0, 0, 0, 0, 0, 0]}', 200, "the score nan"),
-        ('{"scores": ["1", 0, 0, 0, 0, 0, 0, 0, 0, 0]}', 200, "the score '1'"),
+        ('{"scores": [1.0]}', 200, "expected 10 scores"),
         ('{"other": 1}', 200, "expected 10 scores"),
         ("<html>oops</html>", 500, "status 500, <html>oops"),
         (None, 200, "2 requests failed"),
@@ -345,71 +319,43 @@ def test_a_reward_that_fails_there_is_named_here(serve) -> None:
         scores_of(remote)
 
 
-def test_a_slow_server_is_given_up(serve) -> None:
-    def slow(images):
-        time.sleep(1.5)
-        return [1.0] * len(images)
+def test_a_server_that_never_comes_to_an_end_is_given_up() -> None:
+    """A byte now and then keeps httpx's own time-outs from striking."""
 
-    remote = RemoteReward([serve(slow)], retries=0, timeout=0.3, concurrency=1)
-    with (
-        pytest.warns(UserWarning, match="no answer within 0.3 seconds"),
-        pytest.raises(RewardError, match="no server left"),
-    ):
-        scores_of(remote)
+    async def trickle(request):
+        async def send():
+            for _ in range(40):
+                yield b" "
+                await asyncio.sleep(0.01)
 
+        return httpx2.Response(200, content=send())
 
-@pytest.mark.parametrize(("piece", "message"), [(b" ", "no answer within 0.5 seconds"), (b" " * 2**20, "more than")])
-def test_a_server_that_never_comes_to_an_end_is_given_up(piece, message) -> None:
-    """A byte now and then keeps httpx's own time-outs from striking; a flood fills the memory."""
+    async def run():
+        async with httpx2.AsyncClient(transport=httpx2.MockTransport(trickle)) as client:
+            await ask(client, "POST", "http://there/score", 0.1)
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            self.send_response(200)
-            self.end_headers()
-            with contextlib.suppress(OSError):  # the client hangs up, which is what the test asks of it
-                for _ in range(40):
-                    self.wfile.write(piece)
-                    time.sleep(0.05)
-
-        def log_message(self, *args):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    remote = RemoteReward(
-        f"http://127.0.0.1:{server.server_address[1]}", "x", retries=0, timeout=0.5 if piece == b" " else 9.0
-    )
-    start = time.monotonic()
-    with pytest.warns(UserWarning, match=message), pytest.raises(RewardError, match="no server left"):
-        scores_of(remote)
-    assert time.monotonic() - start < 2
-    server.shutdown()
-    server.server_close()
+    with pytest.raises(FailedRequest, match="0.1 seconds"):
+        asyncio.run(run())
 
 
-def test_nobody_there(serve) -> None:
+def test_nobody_there() -> None:
     remote = RemoteReward([closed_port(), closed_port()], "brightness", retries=1, **FAST)
     with pytest.warns(UserWarning), pytest.raises(RewardError, match="has no server left .*rewards serve"):
         scores_of(remote)
-    both = RemoteReward([closed_port(), serve("brightness")], "brightness", retries=0, batch_size=2, **FAST)
-    with pytest.warns(UserWarning, match="taken out"):
-        assert scores_of(both) == pytest.approx(SHADES)
 
 
-def test_servers_that_cannot_score_are_refused_before_a_run(serve, answering) -> None:
+def test_servers_that_cannot_score_are_refused_before_a_run(serve) -> None:
     url = serve({"brightness": {}, "sharpness": {}})
     for refused, message in (
         ({"url": [closed_port()] * 2}, "no server answers"),
-        ({"url": url}, "serves brightness, sharpness"),
-        ({"url": url, "reward": "text"}, "serves brightness, sharpness"),
+        ({"url": url}, "brightness, sharpness"),
+        ({"url": url, "reward": "text"}, "brightness, sharpness"),
     ):
         with pytest.raises(ValueError, match=message):
             check_needs(load_rewards({"remote": refused}))
-    other, _ = answering(lambda number: None)  # a server of another kind, without /health
     for accepted in (
         {"url": [closed_port(), url], "reward": "brightness"},
         {"url": closed_port(), "wait": 1.0},
-        {"url": other, "reward": "text"},
     ):
         check_needs(load_rewards({"remote": accepted}))
 
@@ -438,38 +384,6 @@ def test_a_server_that_is_well_but_fails_every_batch_is_not_waited_for_again_and
     assert time.monotonic() - start < 5 and 1 <= len(asked) <= 6
 
 
-@pytest.mark.slow
-def test_a_run_whose_servers_are_gone_stops_with_its_state_saved(serve, tmp_path) -> None:
-    """And goes on, with another server, to the weights of a run that was never stopped."""
-    calls = []
-
-    def shade(images):
-        calls.append(len(images))
-        if sum(calls) > 16:  # in the third rollout of eight
-            raise MemoryError("of the scorer")
-        return brightness(images)
-
-    def run(folder, url, **options):
-        settings = {"url": url, "name": "shade", "retries": 0, "body": "safetensors", **options}
-        return trainer_for(tmp_path / folder, rewards={"remote": settings}, max_steps=4)
-
-    good = serve({"brightness": {}})
-    unbroken = run("unbroken", good)
-    unbroken.train()
-    with (
-        pytest.warns(UserWarning, match="taken out"),
-        pytest.raises(RewardError, match="no server left .*MemoryError"),
-    ):
-        run("broken", serve(shade)).train()
-    assert 16 < sum(calls) <= 24 and [one.name for one in (tmp_path / "broken").glob("checkpoint-*")] == [
-        "checkpoint-2"
-    ]
-    resumed = run("broken", good)
-    resumed.train(resume_from_checkpoint=True)
-    for name, weight in trained_weights(unbroken).items():
-        assert torch.equal(weight, trained_weights(resumed)[name]), name
-
-
 def test_tokens(serve, monkeypatch) -> None:
     url = serve("brightness", token="right")
     monkeypatch.setenv("REWARD_TOKEN", "right")
@@ -480,11 +394,6 @@ def test_tokens(serve, monkeypatch) -> None:
     with pytest.raises(RewardError, match="refused by .*401.*token is missing or wrong"):
         scores_of(RemoteReward(url, "brightness", token_env="REWARD_TOKEN", **FAST))
     assert httpx2.get(f"{url}/health", trust_env=False).status_code == 401
-
-
-def test_a_column_that_is_not_there() -> None:
-    with pytest.raises(RewardError, match="column 'mood', which the dataset lacks"):
-        scores_of(RemoteReward("http://127.0.0.1:9", "x", columns=["mood"]))
 
 
 # the settings
@@ -501,7 +410,6 @@ def test_a_column_that_is_not_there() -> None:
         ({"url": "http://a", "batch_size": 0}, "batch_size"),
         ({"url": "http://a", "num_frames": 0}, "num_frames"),
         ({"url": "http://a", "body": "pickle"}, "expected Literal"),
-        ({"url": "http://a", "timeout": 0.0}, "timeout"),
         ({"url": "http://a", "token_env": "NO_SUCH_VARIABLE"}, "NO_SUCH_VARIABLE"),
     ],
     ids=str,

@@ -18,7 +18,6 @@ from PIL import Image
 
 from diffusion_grpo.rewards import RewardError, check_eval_rewards, check_needs, load_rewards, score
 from diffusion_grpo.rewards.server.vlm_judge import UnifiedReward, VlmJudge
-from diffusion_grpo.rewards.server.wire import is_loopback
 
 IMAGES = [Image.new("RGB", (8, 6), (shade, 0, 0)) for shade in (10, 20, 30)]
 PROMPTS = ["a fox", "two {braces}", "ä"]
@@ -88,6 +87,10 @@ def values(reward, images=IMAGES, prompts=PROMPTS, **keywords) -> list:
     return [None if math.isnan(value) else value for value in found]
 
 
+def read(reward, reply: str) -> float | None:
+    return reward._read({"message": {"content": reply}}, is_video=False)
+
+
 # what works
 
 
@@ -153,13 +156,6 @@ def test_unified_reward(model) -> None:
     assert read_question(seen[-1]["body"]).endswith("Text Prompt: [a fox]")
 
 
-def test_unified_reward_reads_signs_and_points(model) -> None:
-    """The sign belongs to the number, so -1 is out of range; a dash of a list does not."""
-    replies = {10: "Final Score: -1", 20: "Final Score:\n - 4", 30: "Final Score: .5"}
-    url, _ = model(lambda body: replies[shown(body)[0].getpixel((0, 0))[0]])
-    assert values(load_rewards({"unified_reward": {"url": url}})[0]) == [None, 4, None]
-
-
 def test_so_many_questions_at_a_time(model) -> None:
     inside, most = [], []
 
@@ -195,9 +191,16 @@ def test_so_many_questions_at_a_time(model) -> None:
         ("2024", 2024),
     ],
 )
-def test_the_number_is_not_that_out_of_which_it_is(reply, expected, model) -> None:
-    url, _ = model(lambda body: reply)
-    assert values(judge(url), IMAGES[:1], PROMPTS[:1]) == [expected]
+def test_the_number_is_not_that_out_of_which_it_is(reply, expected) -> None:
+    assert read(judge("http://host/v1"), reply) == expected
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"), [("Final Score: -1", None), ("Final Score:\n - 4", 4), ("Final Score: .5", None)]
+)
+def test_unified_reward_reads_signs_and_points(reply, expected) -> None:
+    """The sign belongs to the number, so -1 is out of range; a dash of a list does not."""
+    assert read(UnifiedReward("http://host/v1"), reply) == expected
 
 
 def test_a_server_on_this_machine_is_not_asked_through_a_proxy(model, monkeypatch) -> None:
@@ -207,8 +210,6 @@ def test_a_server_on_this_machine_is_not_asked_through_a_proxy(model, monkeypatc
         monkeypatch.delenv(name, raising=False)
     url, _ = model(red)
     assert values(judge(url, retries=0)) == [10, 20, 30]
-    assert is_loopback("http://[::1]:80/v1") and is_loopback("http://localhost/v1")
-    assert not is_loopback("https://api.example.org/v1") and not is_loopback("http://10.0.0.1/v1")
 
 
 # what does not
@@ -280,8 +281,6 @@ def test_a_slow_server_and_none_at_all(model) -> None:
 
 def test_what_it_cannot_score(model) -> None:
     url, _ = model(red)
-    with pytest.raises(RewardError, match="{mood} in its template, a column that the dataset lacks"):
-        values(judge(url, template="{prompt} {mood}"))
     with pytest.raises(RewardError, match="judges images and videos, but the samples are ndarray"):
         score([judge(url)], images=[np.zeros((2, 50))], prompts=["a"])
 
@@ -298,8 +297,6 @@ def test_what_it_cannot_score(model) -> None:
         ({"score_range": [5, 1]}, "lowest, highest"),
         ({"video_score_range": [1]}, "lowest, highest"),
         ({"num_frames": 0}, "num_frames"),
-        ({"timeout": 0.0}, "timeout"),
-        ({"retries": -1}, "retries"),
         ({"api_key_env": "NO_SUCH_VARIABLE"}, "NO_SUCH_VARIABLE"),
         ({"answer": "maybe"}, "expected"),
     ],
@@ -308,5 +305,5 @@ def test_what_it_cannot_score(model) -> None:
 def test_settings_that_cannot_work_are_refused(arguments, reason) -> None:
     with pytest.raises(ValueError, match=reason):
         load_rewards({"vlm_judge": {"url": "http://host/v1", "model": "m", "template": "{prompt}", **arguments}})
-    with pytest.raises(ValueError, match="needs the argument 'model'"):
+    with pytest.raises(ValueError, match="missing a required argument: 'model'"):
         load_rewards({"vlm_judge": {"url": "http://host/v1"}})
