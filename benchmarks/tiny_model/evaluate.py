@@ -7,14 +7,16 @@ and Tesseract read exactly, the share in the right colour, and the mean rewards.
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 import torch
 from diffusers import StableDiffusion3Pipeline
+from PIL import Image
 
 from diffusion_grpo.rewards.ocr import tesseract, text
-from diffusion_grpo.rewards.pixels import color, find_color_name, nearest_color
-from diffusion_grpo.tiny import PATH, prompts
+from diffusion_grpo.rewards.pixels import color, find_color_name, ink_color
+from diffusion_grpo.tiny import COLORS, PATH, prompts
 
 from .render import HEIGHT, WIDTH
 
@@ -34,6 +36,12 @@ def draw(pipe: StableDiffusion3Pipeline, wanted: list[str], guidance: float, ste
             generator=[torch.Generator().manual_seed(start + row) for row in range(len(chunk))],
         ).images
     return images
+
+
+def nearest_color(image: Image.Image) -> str | None:
+    """Return the name of the colour nearest to the ink's, or `None` if there is no ink."""
+    ink = ink_color(image)
+    return None if ink is None else min(COLORS, key=lambda name: math.dist(ink, COLORS[name]))
 
 
 def measure(images: list, wanted: list[str]) -> dict[str, float]:

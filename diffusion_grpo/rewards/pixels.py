@@ -106,12 +106,6 @@ def ink_color(image: Image.Image) -> tuple[float, float, float] | None:
     return tuple(pixels[contrast >= 0.7 * strongest].mean(axis=0).tolist())
 
 
-def nearest_color(image: Image.Image) -> str | None:
-    """Return the name of the colour nearest to the ink's, or `None` if there is no ink."""
-    ink = ink_color(image)
-    return None if ink is None else min(COLORS, key=lambda name: math.dist(ink, COLORS[name]))
-
-
 def flicker(videos: list[list[Image.Image]], **columns) -> list[float | None]:
     """Return 1 - mean |x[t+1] - x[t]| / 255 over RGB per video: 1 if it is still, `None` for fewer than two frames.
 
