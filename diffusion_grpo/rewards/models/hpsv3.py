@@ -45,11 +45,6 @@ class HPSv3(ModelReward):
     base_revision: str = "main"
     output: Literal["mean", "sigma"] = "mean"
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.output not in ("mean", "sigma"):
-            raise ValueError(f"hpsv3: output is {self.output!r}; use mean or sigma.")
-
     def sources(self) -> list[Source]:
         return [
             Source("model", self.model, ((FILE,),), self.revision),

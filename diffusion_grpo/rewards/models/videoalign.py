@@ -55,8 +55,6 @@ class VideoAlign(ModelReward):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.dimension not in (*DIMENSIONS, "Overall"):
-            raise ValueError(f"videoalign: dimension is {self.dimension!r}; use {', '.join(DIMENSIONS)} or Overall.")
         key = tuple(value for name, value in self.settings().items() if name != "dimension")
         self._scorer = _loaded.setdefault(key, self)
         self._known: dict[bytes, list[float]] = {}  # of the last call

@@ -135,8 +135,8 @@ def test_how_many_frames_videoalign_reads(length, fps, count) -> None:
 
 def test_what_videoalign_refuses(videoalign, tmp_path) -> None:
     folders, _, _ = videoalign
-    with pytest.raises(ValueError, match="dimension is 'vq'"):
-        VideoAlign(**folders, dimension="vq")
+    with pytest.raises(ValueError, match="dimension='vq'"):
+        load_rewards({"videoalign": {**folders, "dimension": "vq"}})
     reward = VideoAlign(**folders, device="cpu")
     with pytest.raises(RewardError, match="one frame only"):
         score([reward], videos=[[noise(60, 60, 0)]], prompts=["a"], fps=8)
