@@ -7,15 +7,19 @@ the same positions.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from PIL import Image
 from torch import Tensor, nn
+
+from .base import CLIP_MEAN, CLIP_STD, CONFIG, TOKENIZER, ModelReward, Source, read_weights, weights_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Qwen2VLConfig
@@ -28,7 +32,6 @@ CHAT = (
 PAD = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
 MARK = re.compile(r"<\|\w+\|>")
 LONGEST_SIDE = 200  # in multiples of the shorter side
-MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # of Qwen2-VL's pixels
 
 
 class RewardNetwork(nn.Module):
@@ -52,20 +55,64 @@ class RewardNetwork(nn.Module):
         return self.head(hidden[rows, places].float())
 
 
+@dataclasses.dataclass(eq=False)
+class QwenReward(ModelReward):
+    """Base class of the rewards by such a network, whose checkpoint holds all weights; `base` has the rest."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    base: str = "Qwen/Qwen2-VL-7B-Instruct"
+    base_revision: str = "main"
+
+    marks = ()  # tokens at which the head reads
+
+    def find_sources(self, *files: str) -> list[Source]:
+        """Return the sources of a checkpoint of these files."""
+        return [
+            Source("model", self.model, tuple((file,) for file in files), self.revision),
+            Source("base", self.base, CONFIG + TOKENIZER, self.base_revision),
+        ]
+
+    def load_checkpoint(
+        self,
+        filename: str,
+        make_head: Callable[[dict[str, Tensor], int], nn.Module],
+        prepare: Callable[[nn.Module, dict[str, Tensor]], None] = lambda backbone, weights: None,
+    ) -> RewardNetwork:
+        """Load the weights of a checkpoint; LoRAs stay in float32, as in PEFT and the authors' code.
+
+        `make_head` gets the head's weights and the network's width; `prepare` may change the empty backbone.
+        """
+        from accelerate import init_empty_weights
+        from transformers import AutoConfig, AutoTokenizer, Qwen2VLModel
+
+        body, head = rename_weights(read_weights(weights_path(self.model, filename, self.revision)))
+        config = AutoConfig.from_pretrained(self.base, revision=self.base_revision)
+        config.text_config.vocab_size = len(body["language_model.embed_tokens.weight"])
+        with init_empty_weights(include_buffers=False):
+            backbone = Qwen2VLModel(config)
+        prepare(backbone, body)
+        dtypes = {name: torch.float32 if ".lora_" in name else self.torch_dtype for name in body}
+        assign(backbone, {name: value.to(dtypes[name]) for name, value in body.items()}, self.model)
+        linear = make_head(head, config.text_config.hidden_size)
+        assign(linear, {name: value.float() for name, value in head.items()}, self.model)
+        self._tokenizer = AutoTokenizer.from_pretrained(self.base, revision=self.base_revision)
+        self._tokenizer.padding_side = "right"
+        self._tokenizer.add_tokens(self.marks, special_tokens=True)
+        return RewardNetwork(backbone, linear, self._tokenizer.convert_tokens_to_ids(self.marks))
+
+    def run(
+        self, network: RewardNetwork, template: str, prompts: list[str], frames: list[Tensor], kind: str
+    ) -> Tensor:
+        """Return the head's outputs, `(batch, marks, outputs)`, for images or videos; see `build_batch`."""
+        texts = [read_template(template).format(text_prompt=prompt) for prompt in prompts]
+        inputs = build_batch(texts, frames, kind, network.backbone.config, self._tokenizer)
+        return network(**{name: value.to(self.torch_device) for name, value in inputs.items()})
+
+
 @functools.cache
 def read_template(name: str) -> str:
     """Read a text in `templates/`, as its authors wrote it."""
     return (Path(__file__).parent / "templates" / f"{name}.txt").read_text(encoding="utf-8")
-
-
-def load_tokenizer(base: str, marks: list[str], revision: str) -> PreTrainedTokenizerBase:
-    """Load Qwen2-VL's tokenizer and add the reward's tokens after its own."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(base, revision=revision)
-    tokenizer.padding_side = "right"
-    tokenizer.add_tokens(marks, special_tokens=True)
-    return tokenizer
 
 
 def rename_weights(weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -84,16 +131,6 @@ def rename_weights(weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[
             is_placed = inner.startswith(("visual.", "language_model."))
             body[inner if is_placed else f"language_model.{inner}"] = value
     return body, head
-
-
-def build_empty_backbone(config: Qwen2VLConfig, vocabulary: int) -> nn.Module:
-    """Build a `Qwen2VLModel` without allocating its weights, which are assigned afterwards."""
-    from accelerate import init_empty_weights
-    from transformers import Qwen2VLModel
-
-    config.text_config.vocab_size = vocabulary
-    with init_empty_weights(include_buffers=False):
-        return Qwen2VLModel(config)
 
 
 def assign(network: nn.Module, weights: dict[str, Tensor], source: str) -> None:
@@ -137,7 +174,7 @@ def cut_patches(frames: Tensor, config: Qwen2VLConfig) -> tuple[Tensor, Tensor]:
     """
     size, time = config.vision_config.patch_size, config.vision_config.temporal_patch_size
     merge = config.vision_config.spatial_merge_size
-    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (MEAN, STD))
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (CLIP_MEAN, CLIP_STD))
     pixels = (frames.float() / 255 - mean) / std
     missing = -len(pixels) % time
     pixels = torch.cat([pixels, pixels[-1:].expand(missing, -1, -1, -1)])

@@ -17,41 +17,29 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from .base import CONFIG, TOKENIZER, ModelReward, Source, read_weights, weights_path
-from .qwen_vl import (
-    RewardNetwork,
-    as_frame,
-    assign,
-    build_batch,
-    build_empty_backbone,
-    check_prompts,
-    fit_size,
-    load_tokenizer,
-    read_template,
-    rename_weights,
-)
+from .base import Source, weights_path
+from .qwen_vl import QwenReward, RewardNetwork, as_frame, check_prompts, fit_size
 
 DIMENSIONS = ("VQ", "MQ", "TA")
-MARKS = [f"<|{dimension}_reward|>" for dimension in DIMENSIONS]
 MIN_PIXELS = 128 * 28 * 28  # per frame; the checkpoint sets the maximum
 MIN_FRAMES, MAX_FRAMES = 4, 768
 _loaded: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 
 
 @dataclasses.dataclass(eq=False)
-class VideoAlign(ModelReward):
+class VideoAlign(QwenReward):
     """One dimension of VideoAlign's reward, normalised as the checkpoint sets it.
 
     Rewards that differ only in their dimension share one model and one pass over each video.
     """
 
     model: str = "KwaiVGI/VideoReward"
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     batch_size: int = 2
     base: str = "Qwen/Qwen2-VL-2B-Instruct"
-    base_revision: str = "main"
     checkpoint: str = "checkpoint-11352"
     dimension: Literal["VQ", "MQ", "TA", "Overall"] = "Overall"
+
+    marks = [f"<|{dimension}_reward|>" for dimension in DIMENSIONS]
 
     def __post_init__(self):
         super().__post_init__()
@@ -81,31 +69,20 @@ class VideoAlign(ModelReward):
         return [known[key] for key in keys]
 
     def sources(self) -> list[Source]:
-        files = (("model_config.json",), (f"{self.checkpoint}/model.pth",))
-        return [
-            Source("model", self.model, files, self.revision),
-            Source("base", self.base, CONFIG + TOKENIZER, self.base_revision),
-        ]
+        return self.find_sources("model_config.json", f"{self.checkpoint}/model.pth")
 
     def load(self) -> RewardNetwork:
-        """Load the checkpoint's weights into the architecture of `base`, without merging the LoRA."""
-        from transformers import AutoConfig
+        """Load the network, without merging the LoRA."""
 
-        settings = self._settings()
-        config = AutoConfig.from_pretrained(self.base, revision=self.base_revision)
-        self._tokenizer = load_tokenizer(self.base, MARKS, self.base_revision)
-        weights = read_weights(weights_path(self.model, f"{self.checkpoint}/model.pth", self.revision))
-        body, head = rename_weights(weights)
-        backbone = build_empty_backbone(config, len(body["language_model.embed_tokens.weight"]))
-        if any(".lora_A." in name for name in body):
-            _add_lora(backbone, body, settings["peft_lora_config"])
-        # like PEFT and the authors' code, keep adapters in float32 in a half-precision network
-        dtypes = {name: torch.float32 if ".lora_" in name else self.torch_dtype for name in body}
-        assign(backbone, {name: value.to(dtypes[name]) for name, value in body.items()}, self.model)
-        outputs = len(head.get("weight", DIMENSIONS))  # 3, or 1 whose meaning depends on the token
-        linear = nn.Linear(config.text_config.hidden_size, outputs, bias=False)
-        assign(linear, {name: value.float() for name, value in head.items()}, self.model)
-        return RewardNetwork(backbone, linear, self._tokenizer.convert_tokens_to_ids(MARKS))
+        def prepare(backbone: nn.Module, weights: dict[str, Tensor]) -> None:
+            if any(".lora_A." in name for name in weights):
+                _add_lora(backbone, weights, self._settings()["peft_lora_config"])
+
+        def make_head(weights: dict[str, Tensor], width: int) -> nn.Module:
+            # 3 outputs, or 1 whose meaning depends on the token
+            return nn.Linear(width, len(weights.get("weight", DIMENSIONS)), bias=False)
+
+        return self.load_checkpoint(f"{self.checkpoint}/model.pth", make_head, prepare)
 
     def _settings(self) -> dict[str, Any]:
         if not hasattr(self, "_read"):
@@ -117,9 +94,7 @@ class VideoAlign(ModelReward):
         """Return normalised VQ, MQ and TA; of three outputs per token, read the first at the first token, etc."""
         settings = self._settings()
         frames = [_resize(video, settings["data_config"]["max_frame_pixels"]) for video in videos]
-        texts = [read_template("videoalign").format(text_prompt=prompt) for prompt in prompts]
-        inputs = build_batch(texts, frames, "video", network.backbone.config, self._tokenizer)
-        outputs = network(**{name: value.to(self.torch_device) for name, value in inputs.items()})
+        outputs = self.run(network, "videoalign", prompts, frames, "video")
         logits = outputs.diagonal(dim1=1, dim2=2) if outputs.shape[2] == len(DIMENSIONS) else outputs[:, :, 0]
         scale = settings["inference_config"]
         return [

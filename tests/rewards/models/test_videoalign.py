@@ -11,6 +11,7 @@ from torch import nn
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from diffusion_grpo.rewards import RewardError, load_rewards, score
+from diffusion_grpo.rewards.models import qwen_vl
 from diffusion_grpo.rewards.models import videoalign as videoalign_module
 from diffusion_grpo.rewards.models.qwen_vl import read_template
 from diffusion_grpo.rewards.models.videoalign import VideoAlign
@@ -96,10 +97,8 @@ def test_videoalign_is_each_output_at_its_token_normalised(videoalign, monkeypat
     places = [[0, 3, 6, 9], [0, 5, 9, 14, 18, 23]]
     expected = [by_hand(*sample) for sample in zip(videos, prompts, places)]
     passes = []
-    forward = videoalign_module.build_batch
-    monkeypatch.setattr(
-        videoalign_module, "build_batch", lambda texts, *rest: passes.append(texts) or forward(texts, *rest)
-    )
+    build_batch = qwen_vl.build_batch
+    monkeypatch.setattr(qwen_vl, "build_batch", lambda texts, *rest: passes.append(texts) or build_batch(texts, *rest))
     options = {**folders, "dtype": "float32", "device": "cpu"}
     rewards = load_rewards(
         [{"videoalign": {**options, "dimension": name, "name": name}} for name in ("VQ", "MQ", "TA", "Overall")]
