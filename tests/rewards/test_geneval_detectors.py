@@ -46,13 +46,16 @@ def detr(folder, labels=LABELS):
     tf.DetrImageProcessorPil(size={"shortest_edge": 32, "longest_edge": 64}).save_pretrained(folder)
 
 
-def mask2former(folder):
-    swin = tf.SwinConfig(
+def swin(first_stage=1):
+    return tf.SwinConfig(
         image_size=32, patch_size=2, embed_dim=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 1, 1], window_size=2,
-        out_features=["stage1", "stage2", "stage3", "stage4"],
+        out_features=[f"stage{stage}" for stage in range(first_stage, 5)],
     )  # fmt: skip
+
+
+def mask2former(folder):
     config = tf.Mask2FormerConfig(
-        backbone_config=swin, feature_size=32, mask_feature_size=32, hidden_dim=32, encoder_feedforward_dim=16,
+        backbone_config=swin(), feature_size=32, mask_feature_size=32, hidden_dim=32, encoder_feedforward_dim=16,
         dim_feedforward=16, encoder_layers=1, decoder_layers=2, num_attention_heads=2, num_queries=6,
         id2label=LABELS, label2id={name: key for key, name in LABELS.items()},
     )  # fmt: skip
@@ -61,16 +64,12 @@ def mask2former(folder):
 
 
 def maskformer(folder):
-    swin = tf.SwinConfig(
-        image_size=32, patch_size=2, embed_dim=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 1, 1], window_size=2,
-        out_features=["stage1", "stage2", "stage3", "stage4"],
-    )  # fmt: skip
     decoder = tf.DetrConfig(
         d_model=16, num_queries=6, decoder_layers=1, decoder_ffn_dim=16, decoder_attention_heads=2,
         encoder_layers=1, encoder_ffn_dim=16, encoder_attention_heads=2,
     )  # fmt: skip
     config = tf.MaskFormerConfig(
-        backbone_config=swin, decoder_config=decoder, fpn_feature_size=32, mask_feature_size=32, num_queries=6,
+        backbone_config=swin(), decoder_config=decoder, fpn_feature_size=32, mask_feature_size=32, num_queries=6,
         id2label=LABELS, label2id={name: key for key, name in LABELS.items()},
     )  # fmt: skip
     tf.MaskFormerForInstanceSegmentation(config).save_pretrained(folder)
@@ -80,12 +79,8 @@ def maskformer(folder):
 def grounding_dino(folder):
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", "?", "cat", "dog", "red", "car"]
     tokenizer = tf.BertTokenizer(vocab={word: index for index, word in enumerate(words)})
-    swin = tf.SwinConfig(
-        image_size=32, patch_size=2, embed_dim=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 1, 1], window_size=2,
-        out_features=["stage2", "stage3", "stage4"],
-    )  # fmt: skip
     config = tf.GroundingDinoConfig(
-        backbone_config=swin, d_model=32, encoder_layers=1, encoder_ffn_dim=16, encoder_attention_heads=2,
+        backbone_config=swin(first_stage=2), d_model=32, encoder_layers=1, encoder_ffn_dim=16, encoder_attention_heads=2,
         decoder_layers=2, decoder_ffn_dim=16, decoder_attention_heads=2, num_queries=6, max_text_len=32,
         text_config=tf.BertConfig(vocab_size=len(words), max_position_embeddings=64, **TEXT),
     )  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers as tf
 from PIL import Image, ImageDraw, ImageFont
-from plain_images import THREE, draw_words
+from plain_images import draw_words
 from tiny_scorers import IMAGES, got_ocr, trocr
 
 from benchmarks.tiny_model.render import draw_word
@@ -18,8 +18,6 @@ from diffusion_grpo.rewards import REWARDS, check_needs, load_rewards, score
 from diffusion_grpo.rewards.ocr import (
     find_quoted,
     load_paddle,
-    load_recogniser,
-    load_tesseract,
     score_spelling,
     similarity,
 )
@@ -114,16 +112,6 @@ def test_frames_of_a_video_are_read() -> None:
     (reward,) = load_rewards({"text": {"frames": 2}})
     scores = score([reward], videos=videos, prompts=['"RAINS"'] * 3)
     assert scores[:, 0].tolist() == pytest.approx([1, 0.9, 0.8])
-
-
-@pytest.mark.parametrize(
-    ("name", "package", "load"), [("text", "onnxruntime", load_recogniser), ("tesseract", "tesserocr", load_tesseract)]
-)
-def test_a_missing_package_is_named(name, package, load, monkeypatch) -> None:
-    load.cache_clear()
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=r'pip install "diffusion-grpo\[ocr\]"'):
-        REWARDS[name](images=THREE[:1], prompts=['"A"'])
 
 
 def installed(monkeypatch, version: str) -> None:
