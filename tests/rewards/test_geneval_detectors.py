@@ -80,7 +80,7 @@ def grounding_dino(folder):
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", "?", "cat", "dog", "red", "car"]
     tokenizer = tf.BertTokenizer(vocab={word: index for index, word in enumerate(words)})
     config = tf.GroundingDinoConfig(
-        backbone_config=swin(first_stage=2), d_model=32, encoder_layers=1, encoder_ffn_dim=16, encoder_attention_heads=2,
+        backbone_config=swin(2), d_model=32, encoder_layers=1, encoder_ffn_dim=16, encoder_attention_heads=2,
         decoder_layers=2, decoder_ffn_dim=16, decoder_attention_heads=2, num_queries=6, max_text_len=32,
         text_config=tf.BertConfig(vocab_size=len(words), max_position_embeddings=64, **TEXT),
     )  # fmt: skip
