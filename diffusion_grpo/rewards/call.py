@@ -135,7 +135,8 @@ def score(
 class Batch:
     """The samples of one scoring, with their prompts and columns; each list has one value per sample.
 
-    `indices` are the samples' places in the whole that is scored, `taken` the names that logged columns may not have.
+    `indices` are the samples' places among those that are scored together, and `first` is the number of samples before
+    these. `taken` are the names that logged columns may not have.
     """
 
     images: dataclasses.InitVar[list | None] = None
@@ -145,6 +146,7 @@ class Batch:
     columns: dict[str, list] | None = None
     groups: list[int] | None = None
     indices: list[int] | None = None
+    first: int = 0
     fps: float | None = None
     sampling_rate: int | None = None
     trainer_state: object | None = None
@@ -297,7 +299,8 @@ class Call:
     def _error(self, what: str, folder: Path | None, item: int = 0) -> RewardError:
         """Save the sample of an item, and return the error that names function, prompt and file."""
         batch, row = self.batch, self.rows[item]
-        name, number, prompt = self.reward.name, batch.indices[row], batch.prompts and batch.prompts[row]
+        name, prompt = self.reward.name, batch.prompts and batch.prompts[row]
+        number = batch.first + batch.indices[row]
         saved = ""
         if folder is not None:
             stem = Path(folder) / f"{name}-{number}"

@@ -53,8 +53,8 @@ class RewardScorer:
         self.rewards, self._names, self._executor = rewards, names, executor
         self._fps, self._sampling_rate, self._state, self._failures = fps, sampling_rate, state, failures
 
-    def open(self, rewards: list[Reward], rows: Rows, groups: list[int]) -> GroupScoring:
-        """Return the object that takes the samples of `rows` as they are made."""
+    def open(self, rewards: list[Reward], rows: Rows, groups: list[int], first: int = 0) -> GroupScoring:
+        """Return the object that takes the samples of `rows` as they are made; `first` others came before."""
         columns = [name for name in rows[0] if name != "prompt"]
 
         def make_batch(indices: list[int], samples: list[Any] | None, latents: list[Tensor] | None) -> Batch:
@@ -67,6 +67,7 @@ class RewardScorer:
                 columns={name: [row[name] for row in chosen] for name in columns},
                 groups=[groups[index] for index in indices],
                 indices=indices,
+                first=first,
                 fps=self._fps,
                 sampling_rate=self._sampling_rate,
                 trainer_state=self._state(),
@@ -84,12 +85,13 @@ class RewardScorer:
         batch_size: int,
         log_metric: Callable[[str, float], None],
         latents: list[Tensor] | None = None,
+        first: int = 0,
     ) -> tuple[Tensor, dict[str, list]]:
         """Score samples that are made; return the same as `GroupScoring.finish`.
 
         As in a rollout, a reward gets some groups at a time, unless it compares all samples or moves its network.
         """
-        with self.open(rewards, rows, groups) as scoring:
+        with self.open(rewards, rows, groups, first) as scoring:
             for indices in batch_groups(groups, batch_size):
                 chosen = None if latents is None else [latents[index] for index in indices]
                 scoring.add(indices, [samples[index] for index in indices], chosen)

@@ -315,6 +315,7 @@ class Evaluator:
             self._scored_at_once,
             log_metric,
             latents,
+            first=first,
         )
         points = {}
         if count > 1 and share.kind is not None:

@@ -112,5 +112,5 @@ def test_a_logged_column_stays_beside_a_watched_reward_of_its_name(tmp_path) -> 
     assert table["sharpness"] == [0, 1]
     assert sum(table["watch/sharpness"]) / 2 == pytest.approx(metrics["eval_watch/sharpness/mean"])
     trainer = trainer_for(tmp_path / "other", rewards=talkative, eval_reward_funcs="sharpness")
-    with pytest.raises(RewardError, match="log_extra.'sharpness'. has the name of a reward"):
+    with pytest.raises(RewardError, match="log_extra.'sharpness'"):
         trainer.evaluate()
