@@ -61,7 +61,7 @@ def test_where_nothing_is_scored_nothing_moves_and_it_warns_once(tmp_path, capsy
         return [None] * len(images)
 
     again = load_again("diffusion_grpo.rewards.call")  # warns once per process
-    monkeypatch.setattr("diffusion_grpo.rewards.executor.warn_of_unscored", again.warn_of_unscored)
+    monkeypatch.setattr("diffusion_grpo.rewards.executor.collect_values", again.collect_values)
     trainer = trainer_for(tmp_path, rewards=silent, **EVALUATED)
     with pytest.warns(UserWarning, match="None from every reward") as warnings:
         trainer.train()

@@ -94,6 +94,8 @@ class ModelReward(abc.ABC):
     def __post_init__(self):
         if self.batch_size < 1:
             raise ValueError(f"batch_size={self.batch_size} for {self.model}; give 1 or more.")
+        if self.model.startswith((".", "/", "~")) and not Path(self.model).expanduser().exists():
+            raise ValueError(f"There is no folder {self.model} with a reward's weights; a Hub id is `owner/name`.")
         for name, value in self.settings().items():
             if isinstance(value, str) and value.startswith("~"):  # transformers would take it for a Hub id
                 setattr(self, name, str(Path(value).expanduser()))

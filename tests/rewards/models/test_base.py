@@ -120,6 +120,8 @@ def test_offloaded_between_calls(offload) -> None:
 def test_wrong_settings_are_refused_before_anything_is_loaded() -> None:
     with pytest.raises(ValueError, match="batch_size=0 for tiny; give 1 or more"):
         load_rewards({f"{__name__}.Doubled": {"batch_size": 0}})
+    with pytest.raises(ValueError, match="no folder ./missing"):
+        load_rewards({f"{__name__}.Doubled": {"model": "./missing"}})
     with pytest.raises(ValueError, match="expected Literal"):
         load_rewards({f"{__name__}.Doubled": {"dtype": "int8"}})
     with pytest.raises(ValueError, match="expected bool"):
