@@ -100,10 +100,16 @@ class TransformersDetector(ModelReward):
             check_package("timm", "pip install timm")
 
     def _family(self, config: Any) -> str:
-        families = _find_families()
+        from transformers.models.auto import modeling_auto as auto
+
+        families = {
+            "zero-shot": auto.MODEL_FOR_ZERO_SHOT_OBJECT_DETECTION_MAPPING,
+            "segmenter": auto.MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING,
+            "detector": auto.MODEL_FOR_OBJECT_DETECTION_MAPPING,
+        }
         if config.model_type == "detr":  # in both families, but trained on boxes
             del families["segmenter"]
-        known = [name for name, cls in families.items() if type(config) in cls._model_mapping]
+        known = [name for name, mapping in families.items() if type(config) in mapping]
         if not known or config.model_type in REFUSED:
             raise ValueError(
                 f"{self.model} is a {config.model_type}, which is not a supported detector; use OWLv2, Grounding "
@@ -118,7 +124,11 @@ class TransformersDetector(ModelReward):
         self.family, self.scores_tokens = self._family(config), "grounding-dino" in config.model_type
         loader = tf.AutoProcessor if self.family == "zero-shot" else tf.AutoImageProcessor
         self.processor = loader.from_pretrained(self.model, revision=self.revision, backend="pil")
-        cls = _find_families()[self.family]
+        cls = {
+            "zero-shot": tf.AutoModelForZeroShotObjectDetection,
+            "segmenter": tf.AutoModelForUniversalSegmentation,
+            "detector": tf.AutoModelForObjectDetection,
+        }[self.family]
         return cls.from_pretrained(self.model, revision=self.revision, dtype=self.torch_dtype)
 
     def __call__(self, images: list[Image.Image], labels: list[str]) -> list[list[Detection]]:
@@ -227,17 +237,6 @@ class ClipColors(ClipReward):
             texts = self.encode_prompts(network, phrases).reshape(len(NAMED), len(PHRASES), -1).mean(1)
             self._known[label] = normalize_features(texts).cpu()
         return self._known[label].to(network.device)
-
-
-def _find_families() -> dict[str, type]:
-    """Return transformers' class for each family of detectors; the first that knows a model is taken."""
-    import transformers as tf
-
-    return {
-        "zero-shot": tf.AutoModelForZeroShotObjectDetection,
-        "segmenter": tf.AutoModelForUniversalSegmentation,
-        "detector": tf.AutoModelForObjectDetection,
-    }
 
 
 def _outputs(network: nn.Module, inputs: Any) -> Any:
