@@ -270,9 +270,13 @@ def test_in_bfloat16_the_detections_are_near(make, tmp_path) -> None:
     assert found["float32"] == pytest.approx(found["bfloat16"], abs=0.05)
 
 
-def test_models_get_the_settings_of_the_reward() -> None:
-    options = {"dtype": "bfloat16", "revision": "v1", "colors_revision": "v2", "device": "cpu"}
-    found = [(one.model, one.dtype, one.revision, one.device) for one in GenEval("a/b", "c/d", **options)._models]
+def test_models_get_the_settings_of_the_reward(monkeypatch) -> None:
+    def note(self):
+        found.append((self.model, self.dtype, self.revision, self.device))
+
+    monkeypatch.setattr(ModelReward, "load_once", note)
+    options, found = {"dtype": "bfloat16", "revision": "v1", "colors_revision": "v2", "device": "cpu"}, []
+    GenEval("a/b", "c/d", **options)(IMAGES[:1], include=[None])
     assert found == [("a/b", "bfloat16", "v1", "cpu"), ("c/d", "bfloat16", "v2", "cpu")]
 
 

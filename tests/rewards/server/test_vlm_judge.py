@@ -87,10 +87,6 @@ def values(reward, images=IMAGES, prompts=PROMPTS, **keywords) -> list:
     return [None if math.isnan(value) else value for value in found]
 
 
-def read(reward, reply: str) -> float | None:
-    return reward._read({"message": {"content": reply}}, is_video=False)
-
-
 # what works
 
 
@@ -191,16 +187,18 @@ def test_so_many_questions_at_a_time(model) -> None:
         ("2024", 2024),
     ],
 )
-def test_the_number_is_not_that_out_of_which_it_is(reply, expected) -> None:
-    assert read(judge("http://host/v1"), reply) == expected
+def test_the_number_is_not_that_out_of_which_it_is(reply, expected, model) -> None:
+    url, _ = model(lambda body: reply)
+    assert values(judge(url), IMAGES[:1], PROMPTS[:1]) == [expected]
 
 
 @pytest.mark.parametrize(
     ("reply", "expected"), [("Final Score: -1", None), ("Final Score:\n - 4", 4), ("Final Score: .5", None)]
 )
-def test_unified_reward_reads_signs_and_points(reply, expected) -> None:
+def test_unified_reward_reads_signs_and_points(reply, expected, model) -> None:
     """The sign belongs to the number, so -1 is out of range; a dash of a list does not."""
-    assert read(UnifiedReward("http://host/v1"), reply) == expected
+    url, _ = model(lambda body: reply)
+    assert values(UnifiedReward(url), IMAGES[:1], PROMPTS[:1]) == [expected]
 
 
 def test_a_server_on_this_machine_is_not_asked_through_a_proxy(model, monkeypatch) -> None:
