@@ -204,11 +204,13 @@ class Call:
 
     def make(self) -> None:
         """Call the function; the answer becomes what it returned, an awaitable, or the exception it raised."""
+        dtype = torch.get_default_dtype()
         try:
             with torch.no_grad():
                 self.answer = self.reward(**self._keywords(self.reward.parameters))
         except Exception as error:
             self.answer = error
+        torch.set_default_dtype(dtype)  # some scorers set half precision, which would change the training
 
     def _keywords(self, parameters: dict[str, inspect.Parameter]) -> dict[str, Any]:
         """Return the keyword arguments, with copies of the samples and of the columns that the function takes."""

@@ -545,3 +545,12 @@ def test_saved_samples_are_those_that_were_made(tmp_path) -> None:
     trainer_for(tmp_path, rewards=[remember, draw], **settings).train()
     saved = [Image.open(path).convert("RGB").tobytes() for path in sorted(tmp_path.glob("samples/step-000000/*.png"))]
     assert len(saved) == 8 and sorted(saved) == sorted(pixels for own in made.values() for pixels in own)
+
+
+def test_half_precision_that_a_scorer_sets_ends_with_its_call() -> None:
+    def in_half(images):
+        torch.set_default_dtype(torch.float16)
+        return [0.0] * len(images)
+
+    score([in_half], prompts=["a"], images=[make_image(3)])
+    assert torch.get_default_dtype() == torch.float32
