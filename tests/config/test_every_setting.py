@@ -145,7 +145,7 @@ SETTINGS: dict[str, Turned | str] = {
     "scale_rewards": BATCHES,
     "reward_baseline": "rollout/test_estimator.py::test_the_baseline_of_the_batch",
     "num_batches_per_step": BATCHES,
-    "reward_weights": "test_trainer.py::test_weights_aggregation_and_several_rewards",
+    "reward_weights": "training/test_evaluation.py::test_what_one_reward_leaves_out_counts_as_its_mean",
     "multi_objective_aggregation": "test_trainer.py::test_the_order_of_aggregation_reaches_the_advantages",
     "advantage_fn": FUNCTION,
     "advantage_clip": ADVANTAGES,
