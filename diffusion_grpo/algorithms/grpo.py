@@ -112,10 +112,7 @@ class GRPO(Algorithm):
         return float(drift.max())
 
     def check(self, batch: MicroBatch, drift: float) -> dict[str, float]:
-        """Refuse a replay right after the rollout whose ratio is further from 1 than `max_ratio_error`.
-
-        In half precision, warn once instead if rounding explains the difference.
-        """
+        """Refuse a replay right after the rollout whose ratio is further from 1 than `max_ratio_error`."""
         explained, self._explained = self._explained, 0.0
         if not batch.is_on_policy:
             return {}

@@ -1,11 +1,4 @@
-"""What algorithms on re-noised samples share: passes, the distance to the reference, the check of the first pass.
-
-A rollout keeps only the finished samples. Each pass adds noise to them again, to the level of one of the rollout's own
-steps, predicts clean samples, and compares the predictions with the finished samples, weighted by their advantages.
-The rollout needs no noise, so any solver can sample. To first order, all of these algorithms have the same gradient,
-the advantage times the gradient of the denoising error, up to a weight that depends on time. They differ in how they
-limit the update.
-"""
+"""What algorithms on re-noised samples share: passes, the distance to the reference, the check of the first pass."""
 
 import dataclasses
 from abc import abstractmethod
@@ -121,10 +114,7 @@ class Renoised(Algorithm):
         return self.recording.old == "error" and self.anchor != "own"
 
     def check(self, batch: MicroBatch, drift: float) -> dict[str, float]:
-        """Refuse a first prediction after a rollout that differs from the recorded one by more than `max_ratio_error`.
-
-        In half precision, warn once instead if rounding explains the difference.
-        """
+        """Refuse a first prediction after a rollout that is further from the recorded one than `max_ratio_error`."""
         is_measured = batch.has_current_old or batch.recorded_clean or self.measures_errors
         if not batch.is_on_policy or not is_measured:
             return {}

@@ -1,7 +1,4 @@
-"""What a pipeline may need beyond the defaults; each method here is the default.
-
-A family has no state: one object serves all pipelines of its class.
-"""
+"""What a pipeline may need beyond the defaults; each method here is the default."""
 
 import contextlib
 from typing import Any

@@ -37,11 +37,7 @@ class UntrainedStepError(ValueError):
 
 
 class Policy(ABC):
-    """A pipeline seen as a policy: it acts in a rollout and is scored in a replay.
-
-    There are two kinds: [`~diffusion_grpo.policy.denoising.DenoisingPolicy`], whose actions are denoising steps, and
-    [`~diffusion_grpo.policy.token.TokenPolicy`], whose actions are tokens. The pipeline itself is left as it was.
-    """
+    """A pipeline seen as a policy: it acts in a rollout and is scored in a replay."""
 
     draws_tokens: bool = False
 

@@ -1,8 +1,4 @@
-"""The base of drivers, which decide what each step of a stochastic scheduler does.
-
-A driver gets each step of the pipeline's loop from the scheduler and returns the latent with which the pipeline goes
-on. The drivers of rollouts are in `recording.py`, those of replays in `replaying.py`.
-"""
+"""The base of drivers, which decide what each step of a stochastic scheduler does."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -37,11 +37,7 @@ Layout = int | str | list | dict  # for a tensor, the axis of the samples; for a
 
 
 class PromptCache:
-    """Remembers what a pipeline's `encode_prompt`, or another encoder of prompts, returns for each prompt.
-
-    Args:
-        kept: results that outlast a rollout; None to forget all of them with `clear`.
-    """
+    """Remembers what an encoder of prompts returns for each prompt; `kept` outlasts `clear`."""
 
     def __init__(self, kept: "KeptResults | None" = None):
         say_cuts_once()
@@ -223,11 +219,7 @@ def check_encode_prompt(pipeline: type[DiffusionPipeline]) -> None:
 
 
 class KeptResults:
-    """Results of encoders in CPU memory or, with a folder, in files that later runs can read.
-
-    Tensors are kept by their content, so that equal ones, such as those of the negative prompt, are there once. A form
-    in JSON names the tensors of a result. What is damaged counts as missing.
-    """
+    """Results of encoders in CPU memory or, with a folder, in files that later runs can read."""
 
     def __init__(self, folder: Path | None = None):
         self._forms: dict[str, Any] | _Files = {}

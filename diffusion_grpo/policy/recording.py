@@ -1,8 +1,4 @@
-"""Drivers of rollouts: they draw noise, record trained steps, and keep finished latents.
-
-A `Recorder` makes a `Trajectory`. If samples share their first calls, a `PrefixDriver` makes these calls and a
-`BranchRecorder` continues from there.
-"""
+"""Drivers of rollouts: they draw noise, record trained steps, and keep finished latents."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -27,10 +23,7 @@ from .trajectory import Prefix, RolloutRequest, StepScale, Trajectory, make_gene
 
 
 class Recorder(Driver):
-    """Drives a rollout: draws noise in the steps that the request names, and records the trained ones.
-
-    Without a noise level, or without trained steps, nothing is recorded.
-    """
+    """Drives a rollout: draws noise in the steps that the request names, and records the trained ones."""
 
     needs_network = True
 
@@ -159,10 +152,7 @@ class Recorder(Driver):
 
 
 class BranchRecorder(Recorder):
-    """Drives a rollout that branches from a prefix: without the network up to its end, then like `Recorder`.
-
-    The first step of the samples' own uses the prefix's prediction, if there is one.
-    """
+    """Drives a rollout that branches from a prefix: without the network up to its end, then like `Recorder`."""
 
     def __init__(self, request: RolloutRequest, noise_level: float):
         super().__init__(request, noise_level)

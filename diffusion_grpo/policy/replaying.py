@@ -1,8 +1,4 @@
-"""Drivers of replays: they go to one step without the network, and give that step a latent.
-
-A `ReplayDriver` makes the `StepDistribution` of a recorded step, and a `RenoiseDriver` predicts finished samples that
-it has noised again.
-"""
+"""Drivers of replays: they go to one step without the network, and give that step a latent."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -36,11 +32,7 @@ from .trajectory import (
 
 
 class ReplayDriver(OneStepDriver):
-    """Drives a replay: gives the replayed step its recorded input, and scores its recorded output.
-
-    Args:
-        sources: (batch,) int64, the row of the call's inputs that each sample uses; None if each has its own row.
-    """
+    """Drives a replay; `sources` (batch,) int64 is the row of the call's inputs that each sample uses."""
 
     def __init__(self, index: int, trajectory: Trajectory, sources: Tensor | None = None):
         rows, columns = (trajectory.steps == index).nonzero(as_tuple=True)

@@ -1,9 +1,4 @@
-"""Mixins that make a diffusers scheduler stochastic: its schedule stays, its `step` asks a driver.
-
-A driver (`drivers.py`) chooses the next latent; a mixin gives it mean and std, or the step without noise. There is one
-mixin for each kind of coordinates. The arithmetic is in `sde.py`; `schedulers.py` chooses the mixin of a
-scheduler.
-"""
+"""Mixins that make a diffusers scheduler stochastic: its schedule stays, its `step` asks a driver."""
 
 import contextlib
 import copy
@@ -76,10 +71,7 @@ def join_frames(batch: Tensor, count: int) -> Tensor:
 
 
 class StochasticScheduler:
-    """Mixin in front of a diffusers scheduler: it keeps the schedule, but `step` asks the driver.
-
-    Attributes that the class lacks (`sigmas`, `variance_type`, ...) are looked up in the original scheduler.
-    """
+    """Mixin in front of a diffusers scheduler: it keeps the schedule, but `step` asks the driver."""
 
     coordinates: Coordinates
     sde: SDE

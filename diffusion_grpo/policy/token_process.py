@@ -1,8 +1,4 @@
-"""From logits to a distribution, a drawn token and its log-probability.
-
-This is the counterpart of `sde.py`. The data that a rollout of tokens passes to replays is here too. Nothing
-here needs a model.
-"""
+"""From logits to a distribution, a drawn token and its log-probability."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -32,9 +28,7 @@ class Sampling:
 
     @classmethod
     def of(cls, config: GenerationConfig, **wanted: float | None) -> "Sampling":
-        """Return the settings of a model's own generation config, overridden by those in `wanted` that are not
-        None.
-        """
+        """Return a model's own generation settings, overridden by those in `wanted` that are not None."""
         for name, neutral in OTHERS.items():
             if getattr(config, name, None) not in (None, neutral):
                 raise ValueError(

@@ -1,9 +1,4 @@
-"""Data that the stages exchange: requests, trajectories, step distributions and their scales; seeds.
-
-A rollout records a `Trajectory`, the buffer keeps it, and each replay reads it and returns a `StepDistribution`. For
-losses on re-noised samples, the rollout keeps `CleanSamples` instead, from which each pass makes a `Denoised`.
-Nothing here needs a pipeline.
-"""
+"""Data that the stages exchange: requests, trajectories, step distributions and their scales; seeds."""
 
 import dataclasses
 import hashlib

@@ -26,11 +26,7 @@ SCALE = re.compile(r"(.+_)?(guidance|cfg)_(scale|schedule|amount|weight)(_\w+)?"
 def switch_guidance_off(
     pipe: DiffusionPipeline, networks: Sequence[nn.Module], inputs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of a call that makes only the conditional prediction.
-
-    If the network takes the guidance scale as an input (FLUX, HunyuanVideo), this scale is kept; `true_cfg_scale` is
-    classifier-free guidance under another name.
-    """
+    """Return the arguments of a call that makes only the conditional prediction."""
     guider = None if hasattr(pipe, "guidance_scales") else getattr(pipe, "guider", None)
     refuse_guider(type(pipe).__name__, None if guider is None else type(guider).__name__)
     if any(getattr(getattr(network, "config", None), "flow_map", False) for network in networks):
@@ -43,7 +39,7 @@ def switch_guidance_off(
     used = _list_used(type(pipe), inputs)
     scales = OFF | ({"guidance_scale": 0.0} if _adds_guidance(pipe) else {})
     if any(_embeds_guidance(pipe, network) for network in networks):
-        del scales["guidance_scale"]
+        del scales["guidance_scale"]  # an input of the network (FLUX, HunyuanVideo), which keeps its value
     off = {name: value for name, value in scales.items() if name in used}
     off |= dict.fromkeys(getattr(pipe, "guidance_scales", ()), modular.OFF)
     return (_drop_negatives(pipe, parameters, inputs) if off else inputs) | off

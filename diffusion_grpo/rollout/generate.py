@@ -63,10 +63,7 @@ class RolloutGenerator:
     def __call__(
         self, order: RolloutOrder, rows_at: Callable[[list[int]], Rows], step: int, last_step: int
     ) -> RolloutBuffer:
-        """Make and score one rollout, and return the buffer for its updates.
-
-        `rows_at` reads the dataset rows of the samples at some positions.
-        """
+        """Make and score one rollout, and return the buffer for its updates."""
         positions = order.own()
         with self._monitor.barrier_after("reads its rows"), self._metrics.time("time/rollout"):
             # a process that fails here reaches no collective

@@ -1,8 +1,4 @@
-"""Make passes without gradients.
-
-They give log-probabilities of recorded steps, their divergence from a reference, and predictions on re-noised
-samples.
-"""
+"""Passes without gradients: log-probabilities, divergences from a reference, predictions on re-noised samples."""
 
 import contextlib
 import dataclasses
@@ -33,10 +29,7 @@ class OldPolicy(Protocol):
 
 
 class Passes:
-    """Passes without gradient: old values of recorded steps, comparisons with the reference, predictions.
-
-    Its methods call the network, so they are run by [`~diffusion_grpo.distributed.backend.NetworkPasses`].
-    """
+    """Passes without gradient: old values of recorded steps, comparisons with the reference, predictions."""
 
     def __init__(
         self,
@@ -167,10 +160,7 @@ class Passes:
         return batch.mean_over_steps(now - batch.old_log_probs.to(now))
 
     def compare(self, batch: MicroBatch) -> tuple[Tensor, dict[str, float]]:
-        """Compare the policy with the reference: (batch, steps) KL divergences, and the means of other metrics.
-
-        For re-noised samples, the divergences are mean squared distances of the predictions.
-        """
+        """Compare the policy with the reference: (batch, steps) divergences, and the means of other metrics."""
         compared: dict[str, Tensor] = {}
 
         def measure(places: list[tuple[int, int]], part: Part, step: int) -> Tensor:

@@ -1,8 +1,4 @@
-"""Write a rollout into a checkpoint, and restore it, for runs that are resumed within its updates.
-
-Each process writes a file; the number of processes may have changed when they are read. Everything that the replay of
-the samples depends on must be the same then.
-"""
+"""Write a rollout into a checkpoint, and restore it, for runs that are resumed within its updates."""
 
 import hashlib
 import json

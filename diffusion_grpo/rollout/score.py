@@ -1,8 +1,4 @@
-"""Score samples: call the rewards, measure how much samples differ, and warn if nothing can be learned from them.
-
-Rollouts are scored while the next samples are made, evaluations after some prompts at a time. Rewards get the same
-keywords in both.
-"""
+"""Score samples: call the rewards, measure how much samples differ, and warn if nothing can be learned from them."""
 
 import logging
 from collections.abc import Callable
@@ -87,10 +83,7 @@ class RewardScorer:
         latents: list[Tensor] | None = None,
         first: int = 0,
     ) -> tuple[Tensor, dict[str, list]]:
-        """Score samples that are made; return the same as `GroupScoring.finish`.
-
-        As in a rollout, a reward gets some groups at a time, unless it compares all samples or moves its network.
-        """
+        """Score samples that are made; return the same as `GroupScoring.finish`."""
         with self.open(rewards, rows, groups, first) as scoring:
             for indices in batch_groups(groups, batch_size):
                 chosen = None if latents is None else [latents[index] for index in indices]

@@ -12,12 +12,7 @@ from ..policy.trajectory import make_generators, sample_seed
 
 @dataclasses.dataclass(frozen=True)
 class RolloutPlan:
-    """The seeds and trained steps of each sample of one process.
-
-    Attributes:
-        seeds: (samples,) int64 seeds for the noise of the steps, or for the noise that is added to finished samples.
-        initial_seeds: (samples,) int64 seeds for the initial latent.
-    """
+    """The (samples,) int64 seeds and the trained steps of each sample of one process."""
 
     seeds: Tensor
     initial_seeds: Tensor

@@ -1,8 +1,4 @@
-"""A value model for PPO: it predicts the reward from the latent at which a denoising step starts.
-
-It is trained along with the policy and shares no weights with it. Each step is reduced to a small vector, its state,
-which a rollout can keep.
-"""
+"""A value model for PPO: it predicts the reward from the latent at which a denoising step starts."""
 
 import contextlib
 import dataclasses

@@ -1,7 +1,4 @@
-"""The moving average of the policy: kept during training, evaluated, and published.
-
-While it is shown, it replaces the policy's own weights in the network; training continues from the policy's weights.
-"""
+"""The moving average of the policy: kept during training, evaluated, and published."""
 
 import contextlib
 import logging

@@ -58,10 +58,7 @@ def apply_settings(optimizer: torch.optim.Optimizer, schedule: Any, settings: li
 
 
 class DiffusersTrainer(Trainer):
-    """transformers' `Trainer` for a diffusers model, with atomic checkpoints in diffusers' layout.
-
-    A subclass sets `run` and calls `use_checkpointer` before anything is saved or trained, and defines `write_card`.
-    """
+    """transformers' `Trainer` for a diffusers model, with atomic checkpoints in diffusers' layout."""
 
     run: dict[str, Any]
 

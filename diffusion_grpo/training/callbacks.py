@@ -1,7 +1,4 @@
-"""Callbacks around the updates: the moving reference, grids of samples, warnings and the report.
-
-Files go to the run's folder; images, videos and sound also go to the trackers that `report_to` names.
-"""
+"""Callbacks around the updates: the moving reference, grids of samples, warnings and the report."""
 
 import contextlib
 import logging
@@ -178,10 +175,7 @@ class ValidationCallback(TrainerCallback):
 def _show(
     handler: CallbackHandler, run: Path, folder: str, file: str, tracked_as: str, step: int, prompts: dict[str, str]
 ) -> None:
-    """Draw a grid of the steps in a folder, below the files' prompts; send this step's row and media to the trackers.
-
-    Do nothing if this step left no samples: an evaluation with a prefix other than "eval" keeps none.
-    """
+    """Draw a grid of a folder's steps, below the files' prompts; send this step's row and media to the trackers."""
     folder = run / folder
     newest = folder / f"step-{step:06d}"
     if not newest.is_dir():

@@ -1,8 +1,4 @@
-"""Held-out evaluation: the same prompts and seeds each time, no noise in the steps.
-
-The main evaluation also leaves images (or videos, or sound) and a table in the run's folder. Validation prompts are
-sampled in the same way and never scored.
-"""
+"""Held-out evaluation: the same prompts and seeds each time, no noise in the steps."""
 
 import contextlib
 import dataclasses
@@ -89,11 +85,7 @@ class Share:
 
 @dataclasses.dataclass
 class _Result:
-    """What the evaluation of one dataset measured.
-
-    `rewards`, (samples, functions), are those of all processes, and `combined`, (samples,), their trained rewards
-    combined.
-    """
+    """What the evaluation of one dataset measured: `rewards` (samples, functions), `combined` (samples,)."""
 
     share: Share
     rewards: Tensor
@@ -198,10 +190,7 @@ class Evaluator:
         return contextlib.nullcontext() if self._average is None else self._average.place(is_shown=True)
 
     def _distance_to_reference(self) -> dict[str, float]:
-        """Compare the policy with the reference at the trained steps of one micro-batch of the last rollout.
-
-        This does not depend on beta. Nothing is measured before the first rollout.
-        """
+        """Compare the policy with the reference at the trained steps of one micro-batch of the last rollout."""
         if self._loader.buffer is None or not self._has_reference:
             return {}
         divergences, metrics = self._passes.run(self._passes.compare, self._loader.buffer.micro_batch(0))
@@ -325,10 +314,7 @@ class Evaluator:
         share.add(samples, rewards, points, extra)
 
     def _load_watched(self, kind: str | None) -> list[Reward]:
-        """Return the rewards to watch on samples of this kind; without a kind, those that are watched on any.
-
-        Each is loaded once, and its network stays in CPU memory except while it scores: training does not need it.
-        """
+        """Return the rewards to watch on samples of this kind; without a kind, those that are watched on any."""
         watched: dict[str, Reward] = {}
         for name in self._args.watch_rewards or []:
             key = name, kind if name == "auto" else None

@@ -1,8 +1,4 @@
-"""Load and prepare the pipeline to train.
-
-A Hub id, a folder, "tiny" or a pipeline becomes a pipeline with everything frozen and in eval mode, and the model to
-train: its network, or a LoRA around it.
-"""
+"""Load and prepare the pipeline to train."""
 
 import contextlib
 import dataclasses

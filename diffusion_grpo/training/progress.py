@@ -1,7 +1,4 @@
-"""What a run prints: where it trains what, a line per update and evaluation, and where a long update is.
-
-All other metrics go only to the trackers.
-"""
+"""What a run prints: where it trains what, a line per update and evaluation, and where a long update is."""
 
 import contextlib
 import logging

@@ -84,10 +84,7 @@ def _show_config(method: Callable[..., None]) -> Callable[..., None]:
 def draw_grid(
     rows: dict[str, list[Path | Image.Image | None]], cell: int = GRID_CELL, titles: Sequence[str] = ()
 ) -> Image.Image:
-    """Draw images in rows, each with a label on its left, and a title above each column.
-
-    Images are scaled down to `cell` pixels; a place whose image is None stays empty.
-    """
+    """Draw images in rows, each with a label on its left, and a title above each column."""
     loaded = {label: [image and _fit(image, cell) for image in images] for label, images in rows.items()}
     width = max((image.width for images in loaded.values() for image in images if image), default=1)
     height = max((image.height for images in loaded.values() for image in images if image), default=1)

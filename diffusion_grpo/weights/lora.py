@@ -1,8 +1,4 @@
-"""LoRAs in a pipeline, and the one that is trained.
-
-Other adapters stay as they are, and networks can still be saved with their adapters merged. Anything that would lose
-an adapter is refused before anything is changed.
-"""
+"""LoRAs in a pipeline, and the one that is trained."""
 
 import contextlib
 import copy

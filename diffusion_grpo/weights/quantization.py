@@ -1,7 +1,4 @@
-"""Load a pipeline with quantised components, check that a LoRA can be trained on them, and save them as plain weights.
-
-diffusers and transformers do the work; this module gives each component its configuration object.
-"""
+"""Load a pipeline with quantised components, check that a LoRA can train on them, and save them as plain weights."""
 
 import contextlib
 import dataclasses
