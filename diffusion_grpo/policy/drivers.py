@@ -1,4 +1,4 @@
-"""The base of drivers, which decide what each step of a stochastic scheduler does."""
+"""The base of drivers, which decide what each step of a scheduler does: see `recording.py` and `replaying.py`."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -15,7 +15,7 @@ def test_sample_refuses_what_it_cannot_use(model, tmp_path, capsys, no_model):
     for broken in ("[1]", '{"a": 1'):
         assert "write a JSON object" in refusal(capsys, "sample", model, *prompts, "--pipeline_kwargs", broken)
     texts = '{"negative_prompt": ["blurry", "dark"]}'
-    assert "negative_prompt is a list of texts" in refusal(capsys, "sample", model, *prompts, "--pipeline_kwargs", texts)
+    assert "is a list of texts" in refusal(capsys, "sample", model, *prompts, "--pipeline_kwargs", texts)
     assert "float33" in refusal(capsys, "sample", model, *prompts, "--dtype", "float33")
     assert "not a torch device" in refusal(capsys, "sample", model, *prompts, "--device", "cdua")
     assert "model_index.json" in refusal(capsys, "sample", str(tmp_path), *prompts)
