@@ -1,4 +1,9 @@
-"""GRPO for a diffusers pipeline on transformers' `Trainer`."""
+"""GRPO for a diffusers pipeline on transformers' `Trainer`.
+
+A pipeline, reward functions and a dataset of prompts go in; trained weights in diffusers' format, logs and images come
+out. Read `training_step` from the top: it takes the next micro-batch (from a new rollout when the last one is used
+up), then makes one forward and one backward pass per trained step. This is the only module that knows all the others.
+"""
 
 import contextlib
 import logging

@@ -1,4 +1,11 @@
-"""What algorithms on re-noised samples share: passes, the distance to the reference, the check of the first pass."""
+"""What algorithms on re-noised samples share: passes, the distance to the reference, the check of the first pass.
+
+A rollout keeps only the finished samples. Each pass adds noise to them again, to the level of one of the rollout's own
+steps, predicts clean samples, and compares the predictions with the finished samples, weighted by their advantages.
+The rollout needs no noise, so any solver can sample. To first order, all of these algorithms have the same gradient,
+the advantage times the gradient of the denoising error, up to a weight that depends on time. They differ in how they
+limit the update.
+"""
 
 import dataclasses
 from abc import abstractmethod

@@ -1,4 +1,7 @@
-"""What a pipeline may need beyond the defaults; each method here is the default."""
+"""What a pipeline may need beyond the defaults; each method here is the default.
+
+A family has no state: one object serves all pipelines of its class.
+"""
 
 import contextlib
 from typing import Any

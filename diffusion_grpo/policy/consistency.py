@@ -1,4 +1,9 @@
-"""Mixins for consistency samplers, whose steps are Gaussians (https://huggingface.co/papers/2404.03673)."""
+"""Mixins for consistency samplers: each step jumps to the clean sample and noises it again to the next level.
+
+Such a step is a Gaussian, so it can be trained like any other (https://huggingface.co/papers/2404.03673). Where a step
+is to be the same for all samples of an initial latent, its noise is drawn from the seed of that latent: the samples
+are still those of the pipeline's own sampler.
+"""
 
 from typing import Any
 

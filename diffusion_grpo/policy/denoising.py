@@ -1,4 +1,8 @@
-"""The policy whose actions are denoising steps: a stochastic scheduler in the pipeline, gates before its networks."""
+"""The policy whose actions are denoising steps: a stochastic scheduler in the pipeline, and gates before its networks.
+
+A `DenoisingPolicy` rolls the pipeline out, replays a recorded step, or predicts clean samples. In each case it calls
+the pipeline as a user would, while a driver decides what each step does.
+"""
 
 import contextlib
 import inspect

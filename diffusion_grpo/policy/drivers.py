@@ -1,4 +1,8 @@
-"""The base of drivers, which decide what each step of a scheduler does: see `recording.py` and `replaying.py`."""
+"""The base of drivers, which decide what each step of a stochastic scheduler does.
+
+A driver gets each step of the pipeline's loop from the scheduler and returns the latent with which the pipeline goes
+on. The drivers of rollouts are in `recording.py`, those of replays in `replaying.py`.
+"""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,8 @@
-"""A language model inside a pipeline: it draws tokens through `generate` and scores them by teacher forcing."""
+"""A language model inside a pipeline: it draws tokens through its own `generate`, and scores them by teacher forcing.
+
+Nothing here knows a model family; whatever differs between families comes from the pipeline's
+[`~diffusion_grpo.pipelines.Family`].
+"""
 
 import contextlib
 import dataclasses

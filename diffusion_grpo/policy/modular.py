@@ -1,4 +1,10 @@
-"""Modular pipelines as policies: a `ModularPipeline` gets the interface of a `DiffusionPipeline`."""
+"""Modular pipelines as policies: a `ModularPipeline` gets the interface of a `DiffusionPipeline`.
+
+What a modular pipeline does is written in blocks. They give the parameters of its call and its samples; a component,
+the guider, applies guidance, and text encoders run in blocks of their own. With `as_pipeline` the same object also has
+what policies ask of a pipeline: a call whose signature lists the inputs, gradients in the undecorated call, and
+`encode_prompt`. There is no code for single families.
+"""
 
 import contextlib
 import copy

@@ -1,4 +1,8 @@
-"""Drivers of rollouts: they draw noise, record trained steps, and keep finished latents."""
+"""Drivers of rollouts: they draw noise, record trained steps, and keep finished latents.
+
+A `Recorder` makes a `Trajectory`. If samples share their first calls, a `PrefixDriver` makes these calls and a
+`BranchRecorder` continues from there.
+"""
 
 import dataclasses
 from collections.abc import Collection, Sequence

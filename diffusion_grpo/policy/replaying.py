@@ -1,4 +1,8 @@
-"""Drivers of replays: they go to one step without the network, and give that step a latent."""
+"""Drivers of replays: they go to one step without the network, and give that step a latent.
+
+A `ReplayDriver` makes the `StepDistribution` of a recorded step, and a `RenoiseDriver` predicts finished samples that
+it has noised again.
+"""
 
 import contextlib
 from collections.abc import Iterator, Sequence

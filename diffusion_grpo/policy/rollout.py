@@ -1,4 +1,10 @@
-"""The pipeline is the policy: rollouts that record, replays that score, clean samples from re-noised ones."""
+"""The pipeline is the policy: rollouts that record, replays that score, clean samples from re-noised ones.
+
+All take a diffusers pipeline and the keyword arguments of its `__call__`. `rollout` returns samples and a
+`Trajectory`; `replay` returns the `StepDistribution` of one recorded step under the current network, with gradient;
+`denoise` returns the clean samples that the network predicts. There is no code for single families: guidance, packing
+and conditions are the pipeline's own in all of them, so they cannot drift apart.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any

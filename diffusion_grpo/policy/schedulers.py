@@ -1,4 +1,9 @@
-"""Which SDE a diffusers scheduler can run, and the scheduler that runs it."""
+"""Which SDE a diffusers scheduler can run, and the scheduler that runs it.
+
+`stochastic_scheduler` keeps class, config and schedule of a pipeline's scheduler if possible, so that the pipeline
+sees no difference. The `step` of its result asks a driver for the next latent (`stochastic_steps.py`). Schedulers that
+cannot be trained are refused with a reason.
+"""
 
 import copy
 import functools

@@ -1,4 +1,9 @@
-"""Mixins that make a diffusers scheduler stochastic: its schedule stays, its `step` asks a driver."""
+"""Mixins that make a diffusers scheduler stochastic: its schedule stays, its `step` asks a driver.
+
+A driver (`drivers.py`) chooses the next latent; a mixin gives it mean and std, or the step without noise. There is one
+mixin for each kind of coordinates. The arithmetic is in `sde.py`; `schedulers.py` chooses the mixin of a
+scheduler.
+"""
 
 import contextlib
 import copy

@@ -1,4 +1,8 @@
-"""From logits to a distribution, a drawn token and its log-probability."""
+"""From logits to a distribution, a drawn token and its log-probability.
+
+This is the counterpart of `sde.py`. The data that a rollout of tokens passes to replays is here too. Nothing
+here needs a model.
+"""
 
 import dataclasses
 from collections.abc import Sequence

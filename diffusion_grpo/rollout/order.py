@@ -1,4 +1,8 @@
-"""Decide which process makes which samples of a rollout, and which samples share an update."""
+"""Decide which process makes which samples of a rollout, and which samples share an update.
+
+The order is drawn once for all processes, and the samples of each update are then divided among them, so that a run
+does not depend on the number of processes.
+"""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,8 @@
-"""Passes without gradients: log-probabilities, divergences from a reference, predictions on re-noised samples."""
+"""Make passes without gradients.
+
+They give log-probabilities of recorded steps, their divergence from a reference, and predictions on re-noised
+samples.
+"""
 
 import contextlib
 import dataclasses

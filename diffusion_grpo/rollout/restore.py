@@ -1,4 +1,8 @@
-"""Write a rollout into a checkpoint, and restore it, for runs that are resumed within its updates."""
+"""Write a rollout into a checkpoint, and restore it, for runs that are resumed within its updates.
+
+Each process writes a file; the number of processes may have changed when they are read. Everything that the replay of
+the samples depends on must be the same then.
+"""
 
 import hashlib
 import json

@@ -1,4 +1,8 @@
-"""Score samples: call the rewards, measure how much samples differ, and warn if nothing can be learned from them."""
+"""Score samples: call the rewards, measure how much samples differ, and warn if nothing can be learned from them.
+
+Rollouts are scored while the next samples are made, evaluations after some prompts at a time. Rewards get the same
+keywords in both.
+"""
 
 import logging
 from collections.abc import Callable

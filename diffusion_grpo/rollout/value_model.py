@@ -1,4 +1,8 @@
-"""A value model for PPO: it predicts the reward from the latent at which a denoising step starts."""
+"""A value model for PPO: it predicts the reward from the latent at which a denoising step starts.
+
+It is trained along with the policy and shares no weights with it. Each step is reduced to a small vector, its state,
+which a rollout can keep.
+"""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,7 @@
-"""The moving average of the policy: kept during training, evaluated, and published."""
+"""The moving average of the policy: kept during training, evaluated, and published.
+
+While it is shown, it replaces the policy's own weights in the network; training continues from the policy's weights.
+"""
 
 import contextlib
 import logging

@@ -1,4 +1,7 @@
-"""Callbacks around the updates: the moving reference, grids of samples, warnings and the report."""
+"""Callbacks around the updates: the moving reference, grids of samples, warnings and the report.
+
+Files go to the run's folder; images, videos and sound also go to the trackers that `report_to` names.
+"""
 
 import contextlib
 import logging

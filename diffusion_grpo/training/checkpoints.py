@@ -1,4 +1,8 @@
-"""Checkpoints: written at once, verified, found again, and resumed from exactly."""
+"""Checkpoints: written at once, verified, found again, and resumed from exactly.
+
+Folders `checkpoint-N` are written under a temporary name and renamed into place, so that a kill at any moment leaves
+the older ones as they were. Each lists the hashes of its files in `manifest.json`.
+"""
 
 import contextlib
 import hashlib

@@ -1,4 +1,8 @@
-"""Held-out evaluation: the same prompts and seeds each time, no noise in the steps."""
+"""Held-out evaluation: the same prompts and seeds each time, no noise in the steps.
+
+The main evaluation also leaves images (or videos, or sound) and a table in the run's folder. Validation prompts are
+sampled in the same way and never scored.
+"""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,8 @@
-"""Text encoders that are loaded when something calls them, and freed once all prompts are encoded."""
+"""Text encoders that are loaded when something calls them, and freed once all prompts are encoded.
+
+The pipeline holds a `LazyModule` in place of each. It has the encoder's class, configuration, dtype and device, which
+pipelines ask for, but no weights. Calling it, or one of its methods, loads the encoder.
+"""
 
 import functools
 import logging

@@ -1,4 +1,8 @@
-"""Load and prepare the pipeline to train."""
+"""Load and prepare the pipeline to train.
+
+A Hub id, a folder, "tiny" or a pipeline becomes a pipeline with everything frozen and in eval mode, and the model to
+train: its network, or a LoRA around it.
+"""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,9 @@
-"""Keep frozen parts of a pipeline off the accelerator while the trained network runs."""
+"""Keep frozen parts of a pipeline off the accelerator while the trained network runs.
+
+Text encoders, image encoders and the VAE stay in CPU memory. They move to the accelerator when they are called, and
+leave it when the network is called. diffusers knows which ones may move (`model_cpu_offload_seq`) and how to bring
+them back.
+"""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""What a run prints: where it trains what, a line per update and evaluation, and where a long update is."""
+"""What a run prints: where it trains what, a line per update and evaluation, and where a long update is.
+
+All other metrics go only to the trackers.
+"""
 
 import contextlib
 import logging

@@ -1,4 +1,8 @@
-"""Read and write weights on disk, in forms that plain diffusers can load."""
+"""Read and write weights on disk, in forms that plain diffusers can load.
+
+A LoRA is written in both PEFT's and diffusers' form. Full training writes the network and, at the end of a run, the
+whole pipeline, in diffusers' layout.
+"""
 
 import copy
 import inspect

@@ -1,4 +1,8 @@
-"""LoRAs in a pipeline, and the one that is trained."""
+"""LoRAs in a pipeline, and the one that is trained.
+
+Other adapters stay as they are, and networks can still be saved with their adapters merged. Anything that would lose
+an adapter is refused before anything is changed.
+"""
 
 import contextlib
 import copy

@@ -1,4 +1,7 @@
-"""Load a pipeline with quantised components, check that a LoRA can train on them, and save them as plain weights."""
+"""Load a pipeline with quantised components, check that a LoRA can be trained on them, and save them as plain weights.
+
+diffusers and transformers do the work; this module gives each component its configuration object.
+"""
 
 import contextlib
 import dataclasses
