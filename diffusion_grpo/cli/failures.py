@@ -18,10 +18,7 @@ def is_explained(error: Exception) -> bool:
 
 
 def print_failure(error: Exception) -> None:
-    """Print an error of a run on stderr.
-
-    If a reward raised it, the traceback comes first, starting at the reward's own code: its author needs it.
-    """
+    """Print an error of a run on stderr, after the traceback of a reward that raised it, for its author."""
     from ..rewards.call import RewardError
 
     if (cause := error.__cause__) is not None and isinstance(error, RewardError):

@@ -84,8 +84,7 @@ LORA_INITS = {"kaiming": True, "gaussian": "gaussian"}  # PEFT's init_lora_weigh
 class LoraArguments:
     """Settings of a LoRA, under TRL's names; without `use_peft` every weight of the policy is trained.
 
-    TRL's own `ModelConfig` and `get_peft_config` are not used: they include settings of language models (quantization,
-    attention, task type), use dropout by default, and cannot choose how a LoRA is initialised.
+    TRL's `ModelConfig` has settings of language models, uses dropout by default, and cannot choose `lora_init`.
     """
 
     use_peft: bool = setting(False, "Train a LoRA instead of all weights.")

@@ -5,11 +5,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class BatchSizes:
-    """The sizes of a rollout and of what is trained on it.
-
-    All processes make a rollout together. Each trains on its samples in micro-batches; the index of a micro-batch,
-    counted over all passes over a rollout, is its slot.
-    """
+    """The sizes of a rollout and of what is trained on it; a micro-batch's slot counts over all passes over it."""
 
     num_generations: int
     best_of_n: int | None

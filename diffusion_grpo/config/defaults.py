@@ -78,15 +78,11 @@ class Sizes:
 
     @property
     def anchor(self) -> Anchor:
-        """Where the values of the policy that made a rollout come from: the ratio's denominator, and means or errors.
-
-        With a single update per rollout, the update's own pass gives them. With several, "auto" takes them from the
-        rollout unless the loss compares means, where numerical differences between batches would matter. Errors of
-        re-noised samples are not in the rollout.
-        """
+        """Where the values of the policy that made a rollout come from: the ratio's denominator, means or errors."""
         if self.batch_sizes.updates_per_rollout == 1 and self.old_log_prob != "rollout":
             return "own"
         old = self.recording.old
+        # where means are compared, numerical differences between batches would matter; a rollout has no errors
         is_replayed = self.old_log_prob == "replay" or (self.old_log_prob == "auto" and old is not None)
         return "replay" if is_replayed else "rollout"
 

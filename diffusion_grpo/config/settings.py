@@ -239,11 +239,8 @@ def count_launched_processes() -> int:
 
 
 def find_backends_with_cpu() -> str | None:
-    """Return the backends for collectives on the accelerator and on the CPU; None where torch's default has both.
-
-    Gradients of shards in CPU memory are summed there for their norm, and NCCL alone has no CPU collectives.
-    `accelerate launch` adds gloo itself, but torchrun starts processes without FSDP's settings.
-    """
+    """Return the backends for collectives on the accelerator and on the CPU; None where torch's default has both."""
+    # norms of shards in CPU memory are summed there; torchrun, unlike `accelerate launch`, does not add gloo
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return {"cuda": "cuda:nccl,cpu:gloo", "xpu": "xpu:xccl,cpu:gloo"}.get(accelerator.type if accelerator else "cpu")
 

@@ -36,10 +36,7 @@ def learn_forms(
     args: DiffusionGRPOConfig | None = None,
     accelerator: Accelerator | None = None,
 ) -> None:
-    """Find out, once per set of columns, whether samples can share a call; `parts` and `__call__` depend on it.
-
-    `args` are the settings of a pipeline that is only sampled from. With `accelerator`, this is a collective.
-    """
+    """Find out, once per set of columns, whether samples can share a call; with `accelerator`, a collective."""
     if policy.draws_tokens:  # such pipelines take a list of prompts
         return
     is_trained, args = args is None, args or inputs.args
@@ -204,12 +201,7 @@ def find_form(
     count: int,
     **settings: Any,
 ) -> Form:
-    """Find out how the pipeline takes `count` samples, from the first trained steps of a few rollouts.
-
-    A batch is correct if a change to one input of its last sample changes the latents of that sample and of no other.
-    Prompts may change other samples too, because they are padded to the longest one. If a change has no effect in the
-    batch, it must not have an effect on a single sample either: then the pipeline really ignores the input.
-    """
+    """Find out how the pipeline takes `count` samples, from the first trained steps of a few rollouts."""
     return call_in_some_form(_Probe(policy, row, arguments, count, settings).check)[1]
 
 
@@ -234,10 +226,12 @@ class _Probe:
         for name in self.changed:
             moved = (self.latents(form, name) - plain).abs().amax(1)
             last, others = moved[-1], moved[:-1].max() if self.count > 1 else 0.0
+            # texts may change other samples, because they are padded to the longest one
             if not _is_text(self.row[name]) and others > LEAST_SHARE * last:
                 raise Unfit(f"in a batch, '{name}' of one sample changes other samples")
             if last == 0 and self.count > 1:
                 idle.append(name)
+        # an input without an effect on a single sample either is really ignored by the pipeline
         if lost := next(filter(self.matters_alone, idle), None):
             raise Unfit(f"in a batch, '{lost}' of the last sample is not used")
 

@@ -43,13 +43,7 @@ def call_in_some_form(call: Callable[[str], Result]) -> tuple[Result, Form]:
 
 
 def build_arguments(rows: list[dict[str, Any]], accepted: set[str], is_bare: bool = False) -> dict[str, Any]:
-    """Build the keyword arguments of one pipeline call from the dataset rows of its samples.
-
-    Returns:
-        a value for each accepted column: a scalar for numbers (`height`, `guidance_scale`; not `class_labels`), which
-        a pipeline takes once per call; one tensor (batch, ...) for tensors or arrays; otherwise a list with one value
-        per sample (`prompt`, `image`). Columns that are None in all rows are left out.
-    """
+    """Build the arguments of one pipeline call from rows: a number, a tensor (batch, ...) or a list per column."""
     inputs = {}
     replaced = find_replaced_texts(rows[0], accepted)
     for name in rows[0]:
@@ -82,11 +76,7 @@ def group_by_shape(
     accepted: set[str],
     describe_prompt: Callable[[dict[str, Any]], Any] | None = None,
 ) -> list[list[int]]:
-    """Return groups of indices of rows that may share a pipeline call, in the order of the rows.
-
-    Their accepted columns agree: numbers and None by value, images by size and mode, videos also by length, tensors
-    by shape. So do the results of `describe_prompt`.
-    """
+    """Return groups of indices of rows that may share a pipeline call, in the order of the rows."""
     groups: dict[tuple, list[int]] = {}
     for index, row in enumerate(rows):
         key = tuple(

@@ -39,17 +39,7 @@ class RowError(ValueError):
 
 
 class Columns:
-    """Reads the rows of one dataset, with images, videos and sound decoded.
-
-    Images become PIL images, videos lists of PIL images, and sound float32 tensors (channels, time). The column types
-    are those of `datasets`: `Image`, `Video`, `Audio` and lists of them; `{"bytes", "path"}` without a type is an
-    image, and a column of paths has the type of its first file. Embeddings of prompts and their masks, which are
-    stored as lists of numbers, become tensors.
-
-    Images that the pipeline takes are converted to `image_mode`. Three kinds keep their own mode: those of a column
-    with a mode of its own (`datasets.Image(mode="L")`), masks, and those that only rewards read. All images that the
-    pipeline takes have 8 bits per channel.
-    """
+    """Reads the rows of one dataset: PIL images, lists of them for videos, and sound as float32 (channels, time)."""
 
     def __init__(
         self, dataset: datasets.Dataset, parameters: Mapping[str, inspect.Parameter], image_mode: str = "RGB"

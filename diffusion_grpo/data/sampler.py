@@ -8,14 +8,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 
 
 class GroupSampler(torch.utils.data.Sampler[int]):
-    """Yields row indices of a dataset in the order in which their samples are rolled out.
-
-    The layout is that of TRL's `RepeatSampler`, which has no epochs, drops an incomplete last chunk and does not share
-    chunks among processes: each chunk is `[row 0] * num_generations + [row 1] * num_generations + ...`, `repeat_count`
-    times in a row. The order depends only on seed and epoch, so that a resumed run continues it. An incomplete last
-    chunk is filled up from the start of the same order, so that no prompt is left out; a dataset smaller than one
-    chunk is repeated as often as needed.
-    """
+    """Yields row indices in the order of the rollout, in chunks of prompts as TRL's `RepeatSampler`."""
 
     def __init__(
         self,
@@ -48,8 +41,9 @@ class GroupSampler(torch.utils.data.Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         rows = np.arange(self.num_rows)
         if self.shuffle:
-            rows = np.random.default_rng([self.seed, self.epoch]).permutation(self.num_rows)
+            rows = np.random.default_rng([self.seed, self.epoch]).permutation(self.num_rows)  # the same when resumed
         chunks = -(-self.num_rows // self.prompts_per_rollout)
+        # no prompt is left out, unlike by TRL's sampler
         chunks = np.resize(rows, (chunks, self.prompts_per_rollout))  # repeats rows if there are too few
         for chunk in chunks:  # one rollout at a time: an epoch of many prompts does not fit into memory
             samples = chunk.repeat(self.num_generations).reshape(self.processes, -1)

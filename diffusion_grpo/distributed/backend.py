@@ -25,20 +25,11 @@ from .sharded_weights import TrainedWeights
 
 
 class DistributedBackend:
-    """One process, or several under DDP.
+    """One process, or several under DDP; made before the model, and later bound to the accelerator."""
 
-    It is made before the model, and bound to the accelerator as soon as `Trainer` has made it.
-
-    Attributes:
-        sharding: what divides the training state: "ddp" (nothing), "zero1" to "zero3" or "fsdp2".
-        shards_weights: whether processes keep shares of the trained weights, which stay in their files until then, so
-            that a machine holds them once.
-        passes_together: whether all processes must call the network equally often, also outside updates.
-    """
-
-    sharding: str = "ddp"
-    shards_weights: bool = False
-    passes_together: bool = False
+    sharding: str = "ddp"  # what divides the training state: "ddp" (nothing), "zero1" to "zero3" or "fsdp2"
+    shards_weights: bool = False  # whether processes keep shares of the trained weights, in files until then
+    passes_together: bool = False  # whether all call the network equally often, also outside updates
     _reduces_every_pass = False  # whether every backward pass of an update is a collective
     _meets_in_calls = False  # whether a call of a network is a collective now
 

@@ -23,13 +23,7 @@ DONE, PLAIN, GRAPH = 0, 1, 2  # next action of a process: no more calls, a call 
 
 
 class EqualCalls(CallHook):
-    """Keeps processes in step whose calls of a network gather its weights.
-
-    All processes must make the same calls in the same order: for each network, first the calls without gradient that
-    any process has to make, then those with gradient. Their number depends on the samples: on whether a step is
-    guided, and on which output shapes are known already. A process without a call of its own repeats its last one,
-    with gradient for a term of zero, so that it takes part in every backward pass.
-    """
+    """Keeps processes in step whose calls of a network gather its weights."""
 
     def __init__(self, exchange: Callable[[int], list[int]]):
         self._exchange = exchange  # a collective that returns the next action of each process
@@ -57,6 +51,9 @@ class EqualCalls(CallHook):
 
     def _repeat_until(self, action: int) -> None:
         """Repeat the calls that must come before the next action of this process."""
+        # All processes make the same calls in the same order, for each network first those without gradient. How many
+        # depends on the samples: on whether a step is guided, and on which output shapes are known already. A process
+        # without a call of its own repeats its last one, so that it takes part in every backward pass.
         while (turn := min(filter(None, self._exchange(action)), default=DONE)) != action:
             number, kind = divmod(turn - 1, GRAPH)
             with torch.set_grad_enabled(kind + 1 == GRAPH):

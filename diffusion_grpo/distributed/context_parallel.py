@@ -48,13 +48,7 @@ class ContextGroups:
 
 
 def spread_over_context(networks: list[nn.Module], groups: ContextGroups, device: torch.device) -> None:
-    """Let each network's attention run over a group of processes, in place.
-
-    Each process computes its part of the tokens and gets the whole output, so rollout and replay need no changes. In
-    the backward pass, its weights get the gradient of its own tokens, which must be summed over the group. Ulysses
-    (https://huggingface.co/papers/2309.14509) exchanges heads for tokens, and ring attention
-    (https://huggingface.co/papers/2310.01889) passes keys and values on.
-    """
+    """Let each network's attention run over a group of processes; gradients are of a process's own tokens."""
     size, is_ring = groups.size, groups.is_ring
     parts = [network.values() if isinstance(network, nn.ModuleDict) else [network] for network in networks]
     networks = [network for part in parts for network in part]
@@ -63,6 +57,8 @@ def spread_over_context(networks: list[nn.Module], groups: ContextGroups, device
     shape = (groups.count, size, 1) if is_ring else (groups.count, 1, size)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "ring", "ulysses"))["ring", "ulysses"]
     for network in networks:
+        # ring attention (https://huggingface.co/papers/2310.01889) passes keys and values on, Ulysses
+        # (https://huggingface.co/papers/2309.14509) exchanges heads for tokens
         if is_ring:
             network.set_attention_backend(RING_BACKEND)
         config = ContextParallelConfig(ring_degree=shape[1], ulysses_degree=shape[2], mesh=mesh)

@@ -68,12 +68,7 @@ class ProcessGroupMonitor:
 
     @contextlib.contextmanager
     def propagate_errors(self) -> Iterator[None]:
-        """Enter around collectives, so that no process waits there for one that has failed.
-
-        A process that fails leaves its error in the store. The others end with its message as soon as their
-        collective breaks. If it does not break (NCCL may wait for the whole `ddp_timeout`), they are ended with exit
-        code 1, `GRACE_PERIOD` seconds after they have read the error.
-        """
+        """Enter around collectives, so that no process waits there for one that has failed."""
         if self.is_alone:
             yield
             return
@@ -123,7 +118,7 @@ class ProcessGroupMonitor:
             if news[0] == self.processes.process_index:
                 return
             logger.error("%s; this process ends too.", self._describe_failure(news))
-            if not stop.wait(GRACE_PERIOD):
+            if not stop.wait(GRACE_PERIOD):  # its collective did not break; NCCL may wait for all of `ddp_timeout`
                 logging.shutdown()
                 sys.stdout.flush()
                 os._exit(1)
@@ -174,11 +169,7 @@ class ProcessGroupMonitor:
             raise self._known
 
     def defer(self, check: Callable, *args: Any) -> Any:
-        """Run a check that may fail on this process only, and return what it returns.
-
-        A single process fails at once. Several processes fail together in `agree_on_deferred`, before their gradients
-        are reduced: errors of `kinds` are kept until then.
-        """
+        """Run a check that may fail on this process only; of several processes, errors of `kinds` are kept."""
         try:
             return check(*args)
         except tuple(self.kinds.values()) as error:

@@ -66,10 +66,7 @@ class TrainedWeights:
 
     @contextlib.contextmanager
     def rewrite(self) -> Iterator[None]:
-        """Show whole parameters on every process, to read a file into them; afterwards each process has its share.
-
-        The optimizer's own values are set too, so that later checkpoints contain what was read.
-        """
+        """Show whole parameters on every process, to read a file into them; then each process has its share."""
         if not self._has_other_values:
             yield
             return
@@ -80,7 +77,7 @@ class TrainedWeights:
             for value, share, used, parameter in zip(
                 read, self.shard(read), self.used(), self.parameters, strict=True
             ):
-                self._set_exact(parameter, value, share)
+                self._set_exact(parameter, value, share)  # so that later checkpoints contain what was read
                 used.copy_(share)
         self.refresh()
 

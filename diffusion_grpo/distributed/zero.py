@@ -363,11 +363,7 @@ def _split_by_gradient(model: nn.Module, trained: nn.Module) -> tuple[list[nn.Pa
 
 
 class ZeroWeights(TrainedWeights):
-    """The trained parameters under ZeRO.
-
-    ZeRO-1 and 2 keep them whole, in half precision if `bf16` or `fp16` is on, in addition to float32 values that are
-    divided among the processes. Under ZeRO-3, a process has a share of both.
-    """
+    """The trained parameters under ZeRO: whole beside float32 shares under ZeRO-1 and 2, in shares under ZeRO-3."""
 
     def __init__(
         self,
@@ -475,12 +471,7 @@ def _join(parameter: nn.Parameter, share: Tensor) -> Tensor:
 
 
 class IdleNetworks:
-    """Makes an optimizer skip the networks that no process has trained in an update.
-
-    DeepSpeed gives the optimizer zeros for weights without a gradient, and Adam's momentum and the weight decay would
-    change these weights. So each network gets parameter groups of its own, and those of an idle network have no
-    gradients while the optimizer steps.
-    """
+    """Makes an optimizer skip the networks that no process has trained in an update."""
 
     def __init__(self, networks: nn.ModuleDict, optimizer: torch.optim.Optimizer, device: torch.device):
         self._count, self._device = len(networks), device
@@ -522,6 +513,7 @@ class IdleNetworks:
             if torch.distributed.is_initialized():
                 torch.distributed.all_reduce(self._trained, torch.distributed.ReduceOp.MAX)
             self._is_agreed = True
+        # DeepSpeed gives zeros for missing gradients, with which momentum and weight decay would change weights
         trained = self._trained.tolist()
         for group in optimizer.param_groups:
             for parameter in group["params"]:

@@ -27,11 +27,7 @@ QUIETEST = -80.0  # decibels relative to the loudest; drawn black
 
 
 class VideoWithSound(list):
-    """A list of video frames that also carries the video's sound.
-
-    Attributes:
-        sound: (channels, time) float32 in [-1, 1].
-    """
+    """A list of video frames that also carries the video's sound, (channels, time) float32 in [-1, 1]."""
 
     def __init__(self, frames: list[Image.Image], sound: np.ndarray, sampling_rate: int):
         super().__init__(frames)
@@ -50,10 +46,8 @@ def extract_samples(pipe: "DiffusionPipeline", output: Any) -> Any:
 
 
 def find_sampling_rate(pipe: "DiffusionPipeline") -> int | None:
-    """Return the sampling rate of the sound that a pipeline makes, in hertz; None if it makes no sound.
-
-    The rate is read from the vocoder, which runs last, or else from the audio autoencoder or any other component.
-    """
+    """Return the sampling rate of the sound that a pipeline makes, in hertz; None if it makes no sound."""
+    # the vocoder runs last, so it comes first
     parts = [pipe.components.get("vocoder"), pipe.components.get("audio_vae"), *pipe.components.values()]
     for part in parts:
         for name in ("output_sampling_rate", "sampling_rate", "sample_rate"):
@@ -72,12 +66,7 @@ def as_sound(sample: Any) -> np.ndarray:
 def write_sample(
     sample: Any, stem: str | Path, fps: float, sampling_rate: int | None = None
 ) -> tuple[Path | None, Path]:
-    """Write one sample to files.
-
-    An image becomes a PNG. A video becomes an MP4, with its sound if it has any, and a PNG of its middle frame, since
-    the first one may be the image that it was made from. A waveform becomes a WAV and a PNG that plots it. Anything
-    else (embeddings) becomes an NPY.
-    """
+    """Write one sample to files: a PNG to look at, unless it is an embedding, and the whole sample."""
     stem, [sample] = Path(stem), as_images([sample])
 
     def write(ending: str, save: Callable[[Path], Any]) -> Path:
@@ -88,6 +77,7 @@ def write_sample(
         return image, image
     if isinstance(sample, list) and sample and isinstance(sample[0], Image.Image):
         file = write(".mp4", lambda path: write_video(sample, path, fps))
+        # the middle frame, since the first one may be the image that the video was made from
         return write(".png", sample[len(sample) // 2].save), file
     if sampling_rate is not None and getattr(sample, "ndim", 0) in (1, 2):
         sound = as_sound(sample)
@@ -107,14 +97,7 @@ def write_whole(path: Path, write: Callable[[Path], Any]) -> Path:
 
 
 def draw_sound(sound: np.ndarray) -> Image.Image:
-    """Plot a waveform: amplitude over time at the top, and below it a spectrogram that starts at 0 Hz.
-
-    The spectrogram's vertical axis is the square root of the frequency, to give the low frequencies of voices and
-    instruments more room.
-
-    Args:
-        sound: (channels, time) floats in [-1, 1].
-    """
+    """Plot a waveform, (channels, time) in [-1, 1], and below it a spectrogram that starts at 0 Hz."""
     width, height = SOUND_IMAGE[0], SOUND_IMAGE[1] // 2
     mono = np.nan_to_num(np.asarray(sound, dtype=np.float64)).mean(axis=0)
     columns = [mono[part] for part in _split(len(mono), width)]
@@ -125,6 +108,7 @@ def draw_sound(sound: np.ndarray) -> Image.Image:
     starts = np.linspace(0, len(mono) - size, width).astype(int)
     windows = np.stack([mono[start : start + size] for start in starts]) * np.hanning(size)
     levels = 20 * np.log10(np.abs(np.fft.rfft(windows)) + 1e-12)
+    # square root of the frequency, to give the low frequencies of voices and instruments more room
     levels = levels[:, (np.linspace(0, 1, height) ** 2 * (levels.shape[1] - 1)).round().astype(int)]
     levels = np.clip((levels - max(levels.max(), QUIETEST)) / -QUIETEST + 1, 0, 1)
     return Image.fromarray(np.concatenate([wave_form, 255 * levels.T[::-1]]).astype(np.uint8))
@@ -238,11 +222,7 @@ def _turn_upright(image: Image.Image, degrees: int) -> Image.Image:
 
 
 def write_sound(samples: np.ndarray, path: str | Path, sampling_rate: int) -> Path:
-    """Write a 16-bit WAV.
-
-    Args:
-        samples: (channels, time) or (time,) floats in [-1, 1]; values outside are clipped.
-    """
+    """Write a 16-bit WAV of (channels, time) or (time,) floats, clipped to [-1, 1]."""
     waveform = np.atleast_2d(np.asarray(samples, dtype=np.float64)).clip(-1, 1)
     with wave.open(str(path), "wb") as file:
         file.setnchannels(len(waveform))
@@ -255,10 +235,7 @@ def write_sound(samples: np.ndarray, path: str | Path, sampling_rate: int) -> Pa
 def read_sound(
     source: str | Path | BinaryIO, sampling_rate: int | None = None, channels: int | None = None
 ) -> tuple[np.ndarray, int]:
-    """Read a sound file, or the sound of a video: (channels, time) float32 in [-1, 1], and the sampling rate.
-
-    A sound that ends before the first frame of its encoding has no samples.
-    """
+    """Read a sound file, or the sound of a video: (channels, time) float32 in [-1, 1], and the sampling rate."""
     import av
 
     with av.open(source if hasattr(source, "read") else str(source)) as file:
@@ -270,5 +247,6 @@ def read_sound(
         resampler = av.AudioResampler(format="fltp", layout=layout, rate=rate)
         frames = itertools.chain(file.decode(audio=0), [None])  # None flushes the resampler
         parts = [part.to_ndarray() for frame in frames for part in resampler.resample(frame)]
+        # a sound may end before the first frame of its encoding
         nothing = np.zeros((channels or stream.channels, 0), np.float32)
         return np.concatenate([nothing, *parts], axis=1), rate

@@ -15,11 +15,7 @@ from torch import Tensor
 
 
 def as_images(samples: list) -> list:
-    """Convert samples to PIL images, or to lists of PIL frames for videos.
-
-    Sound and embeddings are not converted, but their tensors are moved to the CPU, where NumPy can read them. Return
-    `samples` itself if there is nothing to convert.
-    """
+    """Convert samples to PIL images, or to lists of PIL frames for videos; move other tensors to the CPU."""
     converted = [_convert(sample) for sample in samples]
     return samples if all(new is old for new, old in zip(converted, samples, strict=True)) else converted
 
@@ -32,13 +28,10 @@ def count_bytes(sample: Any) -> int:
 
 
 def convert_image(image: Image.Image, mode: str | None) -> Image.Image:
-    """Return an image with 8 bits per channel, in the given mode (of Pillow) if there is one.
-
-    Images of 16 bits, such as depth maps, are scaled down. Pillow would clip them, so that most become white. If no
-    pixel is above 255, as in some masks, they count as 8 bits.
-    """
+    """Return an image with 8 bits per channel, in the given mode (of Pillow) if there is one."""
     if image.mode.startswith("I"):
         pixels = np.asarray(image).astype(np.int64)
+        # Pillow would clip 16 bits, so that most become white; some masks have 8 bits in this mode
         pixels = pixels >> 8 if pixels.max(initial=0) > 255 else pixels
         image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
     elif image.mode == "F":
@@ -79,9 +72,7 @@ def _to_image(frame: Any) -> Image.Image:
 
 
 def as_tensor(samples: list) -> Tensor:
-    """Stack samples, `(batch, frames, 3, height, width)` float32 in [0, 1] on the CPU; an image is a one-frame
-    video.
-    """
+    """Stack images (one frame each) or videos: `(batch, frames, 3, height, width)` float32 in [0, 1] on the CPU."""
     videos = [sample if isinstance(sample, list) else [sample] for sample in samples]
     strange = [frame for video in videos for frame in video if not isinstance(frame, Image.Image)]
     if strange:
@@ -97,10 +88,7 @@ def as_tensor(samples: list) -> Tensor:
 
 
 def copy_value(value: Any) -> Any:
-    """Copy `value` so that writing to the copy leaves the original unchanged.
-
-    Objects that cannot be copied, such as open files, are returned as they are.
-    """
+    """Copy `value`, unless it cannot be copied, so that writing to the copy leaves the original unchanged."""
     if isinstance(value, Image.Image):
         return _copy_image(value)
     if isinstance(value, Tensor):
@@ -131,10 +119,7 @@ def _copy_image(image: Image.Image) -> Image.Image:
 
 
 def frame_positions(frames: int | str, length: int) -> list[int]:
-    """Return the positions of the frames that represent a video: evenly spaced, including the first and the last.
-
-    A single frame is the first one. If the video has fewer frames than asked for, all of them are returned.
-    """
+    """Return the positions of the frames that represent a video: evenly spaced, including the first and the last."""
     if frames == "all" or frames >= length:
         return list(range(length))
     return [0] if frames == 1 else [round(place * (length - 1) / (frames - 1)) for place in range(frames)]

@@ -10,10 +10,7 @@ Batches = dict[str, int | None]
 
 
 def count_batches(args: DiffusionGRPOConfig, prompts: int | None) -> Batches:
-    """Count prompts, samples and updates of a run with that many prompts, if they are known.
-
-    Counts are over all processes, unless a name says otherwise.
-    """
+    """Count prompts, samples and updates, over all processes, of a run with that many prompts, if they are known."""
     sizes = args.batch_sizes
     per_rollout = args.micro_batches_per_rollout * args.num_iterations // args.gradient_accumulation_steps
     rollouts = None if prompts is None else math.ceil(prompts / sizes.prompts_per_rollout)
@@ -43,10 +40,7 @@ def count_batches(args: DiffusionGRPOConfig, prompts: int | None) -> Batches:
 
 
 def count_evaluations(args: DiffusionGRPOConfig, counted: Measurement | None = None) -> dict[str, float]:
-    """Count forward passes per sample; if `counted` is None, assume one pass per step and shared calls.
-
-    Each token is drawn by one pass, and all tokens are scored by one pass.
-    """
+    """Count forward passes per sample; if `counted` is None, assume one pass per step and shared calls."""
     counted = counted or Measurement({}, 0, shares_prediction=args.shares_calls)
     one, update, iterations = counted.evaluations, counted.update_evaluations, args.num_iterations
     steps: float = 1 if counted.tokens else args.trained_count

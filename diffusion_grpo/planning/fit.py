@@ -85,10 +85,7 @@ def count_usable(size: int) -> int:
 
 
 def divide_micro_batch(args: DiffusionGRPOConfig) -> Settings:
-    """Divide the micro-batch and multiply the accumulation: an update trains on as many samples as before.
-
-    If evaluations have a larger batch size of their own, it is reduced to that of training, since it is not planned.
-    """
+    """Divide the micro-batch and multiply the accumulation: an update trains on as many samples as before."""
     divisor = shrink_factor(args)
     size = args.per_device_train_batch_size // divisor
     settings = {
@@ -96,6 +93,7 @@ def divide_micro_batch(args: DiffusionGRPOConfig) -> Settings:
         "gradient_accumulation_steps": divisor * args.gradient_accumulation_steps,
         "steps_per_generation": divisor * args.micro_batches_per_rollout,
     }
+    # evaluations are not planned
     is_larger = (args.per_device_eval_batch_size or 0) > size
     return {} if divisor == 1 else settings | ({"per_device_eval_batch_size": size} if is_larger else {})
 

@@ -37,11 +37,7 @@ INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.
 
 
 class LiveBytes(TorchDispatchMode):
-    """Count the bytes of the tensors that are made inside this context, while they are alive, and their peaks.
-
-    It works on tensors without values (torch's `FakeTensorMode`) as on real ones. Memory that a kernel allocates and
-    frees before it returns is not seen.
-    """
+    """Count the bytes of live tensors, fake or real, that are made inside this context, and their peaks."""
 
     def __init__(self, known: Iterable[Tensor] = (), phase: str = ""):
         super().__init__()
@@ -234,10 +230,7 @@ def list_pipeline_weights(pipe: DiffusionPipeline) -> list[Tensor]:
 def measure_update(
     policy: Policy, mode: FakeTensorMode, inputs: dict[str, Any], trajectory: Trajectory | TokenTrajectory
 ) -> int:
-    """Return the peak bytes of one forward and backward pass, without weights, gradients and trajectory.
-
-    Gradient checkpointing, if it is on, works as in training.
-    """
+    """Return the peak bytes of one forward and backward pass, without weights, gradients and trajectory."""
     trained = [p for network in policy.networks for p in network.parameters() if p.requires_grad]
     for parameter in trained:
         with mode:
@@ -256,11 +249,7 @@ def measure_update(
 def _measure_tokens(
     policy: Policy, mode: FakeTensorMode, inputs: dict[str, Any], samples: int, args: DiffusionGRPOConfig
 ) -> Measurement:
-    """Roll out one micro-batch of a policy that draws tokens, then score them with gradient.
-
-    One teacher-forced pass scores them all, so the replay keeps the activations of the network and of the
-    log-probabilities, one number per id.
-    """
+    """Roll out one micro-batch of a policy that draws tokens, then score them with gradient, in one pass."""
     record, recorded = policy.record, []
 
     def stop(*arguments: Any) -> None:
@@ -276,10 +265,7 @@ def _measure_tokens(
 
 
 class CountedMasks(TorchDispatchMode):
-    """Determines how many elements of a fake tensor a mask selects, which torch refuses to do.
-
-    A mask with values, such as a tokenizer's, selects as usual; a mask without values is taken to select everything.
-    """
+    """Determines how many elements of a fake tensor a mask selects, all if it is fake too; torch refuses to do so."""
 
     def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func in INDEXED and isinstance(args[0], FakeTensor):

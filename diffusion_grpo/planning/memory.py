@@ -40,10 +40,7 @@ class Memory:
 
 
 def add_up(memory: list[Memory]) -> Memory:
-    """Return the peak memory: all kinds that are always in use, and the largest phase.
-
-    The phase of the result is the one in which the accelerator holds the most bytes.
-    """
+    """Return the peak memory: all kinds that are always in use, and the phase with most on the accelerator."""
     totals = []
     for phase in dict.fromkeys(["", *(item.phase for item in memory)]):
         present = [i for i in memory if i.phase == phase or (not i.phase and phase not in ALONE)]
@@ -258,14 +255,9 @@ def count_quantised_bytes(weight: Tensor, spec: Any) -> int:
 
 
 def measure_groups(network: nn.Module, args: DiffusionGRPOConfig) -> int:
-    """Return the bytes of frozen weights and buffers that are on the accelerator at a time with `group_offload`.
-
-    With "block_level", this is what lies outside the blocks, which stays for a whole pass, and the largest group. With
-    "leaf_level", it is the largest layer, plus weights that the modules around it own. With gradient checkpointing, it
-    is at least a whole block. If the next group is fetched early, it counts too. See diffusers'
-    `apply_group_offloading`.
-    """
+    """Return the bytes of frozen weights and buffers that are on the accelerator at a time with `group_offload`."""
     copies = 2 if args.group_offload_stream else 1
+    # see diffusers' `apply_group_offloading`; a stream fetches the next group early
     if args.group_offload == "block_level":
         lists = [list(child) for child in network.children() if isinstance(child, (nn.ModuleList, nn.Sequential))]
         size = args.group_offload_blocks
@@ -282,13 +274,11 @@ def measure_groups(network: nn.Module, args: DiffusionGRPOConfig) -> int:
 
 
 def _list_recomputed(network: nn.Module) -> list[nn.Module]:
-    """Return the blocks that gradient checkpointing recomputes: those in the lists of modules with diffusers' flag.
-
-    A block with a flag of its own is not recomputed as a whole: it recomputes its own blocks.
-    """
+    """Return the blocks that gradient checkpointing recomputes: those in the lists of modules with diffusers' flag."""
     flag = "gradient_checkpointing"
     owners = [module for module in network.modules() if hasattr(module, flag)]
     lists = [child for owner in owners for child in owner.children() if isinstance(child, nn.ModuleList)]
+    # a block with a flag of its own recomputes its own blocks instead
     return [block for blocks in lists for block in blocks if not hasattr(block, flag)]
 
 
@@ -298,19 +288,14 @@ def _weigh_fixed(module: nn.Module, recurse: bool = True) -> int:
 
 
 def _weigh_pinned(parts: Parts) -> int:
-    """Return the bytes of page-locked memory for frozen weights: torch rounds each tensor up to a power of two.
-
-    See `CachingHostAllocator` in https://github.com/pytorch/pytorch/issues/150517.
-    """
+    """Return the bytes of page-locked memory for frozen weights: torch rounds each tensor up to a power of two."""
     tensors = [x for network in parts.networks.values() for x in (*network.parameters(), *network.buffers())]
+    # see `CachingHostAllocator` in https://github.com/pytorch/pytorch/issues/150517
     return sum(1 << (x.nbytes - 1).bit_length() for x in tensors if x.nbytes and not x.requires_grad)
 
 
 def measure_largest_unit(network: nn.Module) -> int:
-    """Return the bytes of the units that FSDP2 has gathered at a time: its largest block, and what is in no block.
-
-    Units are the repeated blocks that a network names. What is in none of them stays gathered for the whole pass.
-    """
+    """Return the bytes of the units that FSDP2 has gathered at a time: its largest block, and what is in no block."""
     named = set(getattr(network, "_repeated_blocks", None) or getattr(network, "_no_split_modules", None) or ())
     units = {name: module for name, module in network.named_modules() if not name or type(module).__name__ in named}
     owners: dict[nn.Parameter, str] = {}
@@ -326,12 +311,9 @@ def measure_largest_unit(network: nn.Module) -> int:
 
 
 def count_optimizer_bytes(trained: list[nn.Parameter], args: DiffusionGRPOConfig) -> int:
-    """Count the bytes that the configured optimizer keeps after a step.
-
-    The optimizer's own class takes one step on tensors without values, one tensor per shape. The 8-bit optimizers of
-    bitsandbytes need a GPU for a step, so their bytes are computed here: one per value and a float32 per block of 256.
-    """
+    """Count the bytes that the configured optimizer keeps after a step."""
     name = OptimizerNames(args.optim).value
+    # bitsandbytes needs a GPU for a step; it keeps one byte per value and a float32 per block of 256
     if "8bit" in name:
         count = 1 if any(word in name for word in ("lion", "rmsprop")) else 3 if "ademamix" in name else 2
         sizes = [p.numel() for p in trained]

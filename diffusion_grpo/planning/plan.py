@@ -203,10 +203,8 @@ def _plan_model(
 def _build_and_measure(
     folder: Path, args: DiffusionGRPOConfig, peft_config: PeftConfig | None, rows: "Dataset | None", cache: Cache
 ) -> tuple[Parts, tuple[Measurement | None, list[str]]]:
-    """Build the pipeline without weights and measure a micro-batch, unless this has been done already.
-
-    Nothing is moved or compressed in this pipeline; the effects of such settings are computed from it.
-    """
+    """Build the pipeline without weights and measure a micro-batch, unless this has been done already."""
+    # nothing is moved or compressed in it; the effects of such settings are computed from it
     simple = copy.copy(args)
     simple.torch_compile, simple.group_offload = False, None
     simple.load_in_4bit, simple.load_in_8bit, simple.quantization = False, False, None

@@ -87,10 +87,7 @@ def write_model_card(
     repository: str | None = None,
     details: CardDetails | None = None,
 ) -> None:
-    """Write `README.md` with base model, rewards, settings, curve and sample images, and the images that it shows.
-
-    A `README.md` that was not written by this library is kept, with a warning.
-    """
+    """Write `README.md` with base model, rewards, settings, curve and sample images, and the images that it shows."""
     folder, details = Path(folder), details or CardDetails()
     if not _is_own_card(folder / "README.md"):
         logger.warning(

@@ -122,10 +122,7 @@ def format_number(value: float | None, digits: int = 3) -> str:
 
 
 def make_results_table(run: Run) -> list[dict[str, Any]]:
-    """Return the rows of the results table: untrained, baselines, trained, then the same of each dataset.
-
-    Each cell is (mean, standard error). With a single evaluation dataset, its rows are the only ones.
-    """
+    """Return the rows of the results table, with cells (mean, standard error), for all datasets and for each."""
     names = ["reward", *run.reward_names]
     if not run.evaluations:
         return []
@@ -190,10 +187,7 @@ def list_findings(run: Run) -> list[str]:
 
 
 def describe_finding(run: Run, name: str) -> str | None:
-    """Describe a reward that fell in evaluations or did not change beyond its noise; None if it rose.
-
-    The noise is twice the standard error of the change.
-    """
+    """Describe a reward that fell in evaluations or did not change beyond its noise; None if it rose."""
     (before, error_before), (after, error_after) = run.held_out(name, 0), run.held_out(name, -1)
     if None in (before, after):
         return None

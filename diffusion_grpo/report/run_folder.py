@@ -87,10 +87,7 @@ class Run:
         return dataclasses.replace(self, evaluations=evaluations, samples=samples)
 
     def held_out(self, name: str, index: int, dataset: str | None = None) -> tuple[float | None, float | None]:
-        """Return mean and standard error of `reward` or a reward function in evaluation `index` (0 first, -1 last).
-
-        With several datasets, these are over all of them, or over the given one.
-        """
+        """Return mean and standard error of `reward` or a reward function in evaluation `index` (0 first, -1 last)."""
         if not self.evaluations:
             return None, None
         mean, error = name_metrics(name, "eval" if dataset is None else f"eval_{dataset}")
@@ -191,10 +188,7 @@ def _read_tables(files: Iterable[Path]) -> dict[int, list[list[dict[str, Any]]]]
 
 
 def measure_mean(values: Iterable[float | None], prompts: Iterable[Hashable]) -> tuple[float, float | None] | None:
-    """Return the mean of samples and its standard error, which counts the samples of a prompt as one observation.
-
-    Samples of a prompt share its difficulty, so they are not independent evidence of the mean over other prompts.
-    """
+    """Return the mean of samples and its standard error, which counts the samples of a prompt as one observation."""
     groups: dict[Hashable, list[float]] = defaultdict(list)
     for value, prompt in zip(values, prompts, strict=True):
         if value is not None and not math.isnan(value):
@@ -204,6 +198,7 @@ def measure_mean(values: Iterable[float | None], prompts: Iterable[Hashable]) ->
     mean = statistics.fmean(value for group in groups.values() for value in group)
     if len(groups) == 1:
         return mean, None
+    # samples of a prompt share its difficulty, so they are not independent evidence of the mean over other prompts
     return mean, statistics.stdev(map(statistics.fmean, groups.values())) / math.sqrt(len(groups))
 
 
@@ -231,11 +226,7 @@ def measure_seconds(history: list[dict[str, float]]) -> float:
 
 
 def summarise(run: Run) -> dict[str, Any]:
-    """Return the contents of summary.json, with None where nothing was measured.
-
-    `before` is only ever measured before the first update; `first` is the result of the first of several evaluations,
-    whenever that was; `after` is the result of the last evaluation, if it came after an update.
-    """
+    """Return the contents of summary.json, with None where nothing was measured."""
     steps = [entry["step"] for entry in run.evaluations]
     total = compare(run, "reward")
     return {
@@ -258,7 +249,7 @@ def summarise(run: Run) -> dict[str, Any]:
 
 
 def compare(run: Run, name: str, dataset: str | None = None) -> dict[str, float | None]:
-    """Return `before`, `first`, `after` (see `summarise`) and the standard error of the last evaluation."""
+    """Return the means `before` training, `first` of several and `after` updates, and the last standard error."""
     steps = [entry["step"] for entry in run.evaluations]
     first, (last, error) = run.held_out(name, 0, dataset)[0], run.held_out(name, -1, dataset)
     return {
@@ -280,11 +271,7 @@ def summarise_rollouts(log: list[dict[str, float]]) -> dict[str, float]:
 
 
 def find_collapse(log: list[dict[str, float]]) -> str | None:
-    """Return a warning if the reward rose while the samples of a group became alike; None otherwise.
-
-    The means of the first and the last `WINDOW` updates are compared. The reward has risen if it grew by more than
-    twice the standard error of the difference. Diversity has collapsed if less than `LEAST_SHARE` of it is left.
-    """
+    """Return a warning if the reward rose while the samples of a group became alike; None otherwise."""
     entries = [entry for entry in log if None not in (entry.get("reward"), entry.get("diversity"))]
     if len(entries) < 2 * WINDOW:
         return None

@@ -19,11 +19,7 @@ INPUT_WIDEST, INPUT_GAP = 512, 4  # pixels: of a copy of an image that samples w
 
 
 class SampleWriter:
-    """Writer of this process's samples of a rollout into the run's folder.
-
-    With `save_samples_steps`, whole rollouts at these updates are kept as files and nothing else; otherwise a few
-    samples of the first rollout, of one every `log_samples_steps` updates, and of the last.
-    """
+    """Writer of this process's samples of a rollout into the run's folder."""
 
     def __init__(
         self,
@@ -64,11 +60,7 @@ class SampleWriter:
         rewards: Tensor,
         columns: dict[str, list],
     ) -> None:
-        """Write the table of a rollout, and the files of those samples that are kept.
-
-        Args:
-            rewards: (samples, functions) rewards.
-        """
+        """Write the table of a rollout with `rewards` (samples, functions), and the files of the samples to keep."""
         if not self._groups.is_first:
             return
         files = self._write_files(step, last_step, rows, samples, positions)

@@ -133,11 +133,7 @@ def score(
 
 @dataclasses.dataclass(kw_only=True)
 class Batch:
-    """The samples of one scoring, with their prompts and columns; each list has one value per sample.
-
-    `indices` are the samples' places among those that are scored together, and `first` is the number of samples before
-    these. `taken` are the names that logged columns may not have.
-    """
+    """The samples of one scoring, with their prompts and columns; each list has one value per sample."""
 
     images: dataclasses.InitVar[list | None] = None
     videos: dataclasses.InitVar[list | None] = None
@@ -145,12 +141,12 @@ class Batch:
     prompts: list[str] | None
     columns: dict[str, list] | None = None
     groups: list[int] | None = None
-    indices: list[int] | None = None
-    first: int = 0
+    indices: list[int] | None = None  # places among the samples that are scored together
+    first: int = 0  # number of samples before these
     fps: float | None = None
     sampling_rate: int | None = None
     trainer_state: object | None = None
-    taken: Collection[str] = ()
+    taken: Collection[str] = ()  # names that logged columns may not have
     kind: str = dataclasses.field(init=False)
     samples: list = dataclasses.field(init=False)
 
@@ -189,15 +185,12 @@ class Batch:
 
 @dataclasses.dataclass(eq=False)
 class Call:
-    """One call of a function: the row of the sample behind each item, the answer, and logged values.
-
-    `frames` are the places of the items in their videos, if the items are single frames.
-    """
+    """One call of a function: the row of the sample behind each item, the answer, and logged values."""
 
     reward: Reward
     batch: Batch
     rows: list[int]
-    frames: list[int] | None = None
+    frames: list[int] | None = None  # places in their videos, of items that are single frames
     answer: Any = None
     metrics: list[tuple[str, float]] = dataclasses.field(default_factory=list)
     extras: dict[str, list] = dataclasses.field(default_factory=dict)
@@ -315,15 +308,11 @@ class Call:
 
 
 class Scoring:
-    """The calls by which rewards score a batch: `run` makes them, `wait` waits for the answers.
-
-    `run` may happen in another thread. What functions return and log is kept for `collect_values`. `numbers` are the
-    rewards' columns in the table of values.
-    """
+    """The calls by which rewards score a batch: `run` makes them, in any thread, and `wait` waits for the answers."""
 
     def __init__(self, rewards: list[Reward], batch: Batch, numbers: list[int] | None = None):
         self.rewards, self.batch = rewards, batch
-        self.numbers = list(range(len(rewards))) if numbers is None else numbers
+        self.numbers = list(range(len(rewards))) if numbers is None else numbers  # columns in the table of values
         self.calls: list[list[Call]] = []
         self._called: Future = Future()
         self._awaited: Future | None = None

@@ -106,18 +106,14 @@ def batchwise(function: Function) -> Function:
 
 
 def opens_images(function: Function) -> Function:
-    """Mark a reward whose `..._column` arguments name columns of images, which it opens if they are paths.
-
-    If such a reward is served, `remote` sends the images and the server accepts no paths.
-    """
+    """Mark a reward whose `..._column` arguments name columns of images, which it opens if they are paths."""
+    # if it is served, `remote` sends the images and the server accepts no paths
     return _mark(function, "opens_images")
 
 
 def reads_text(function: Function) -> Function:
-    """Mark a reward whose `..._column` arguments name columns of text; a dataset with other values is refused.
-
-    Whole numbers are accepted, because each is written in one way only.
-    """
+    """Mark a reward whose `..._column` arguments name columns of text; a dataset with other values is refused."""
+    # whole numbers are accepted, because each is written in one way only
     return _mark(function, "reads_text")
 
 
@@ -261,14 +257,11 @@ class Reward:
 
     @property
     def fixed(self) -> set[str]:
-        """Names of parameters that only the settings determine, so that a dataset column of that name is not passed.
-
-        These are set by `arguments` or a `functools.partial`, or are parameters with a default of a built-in reward,
-        such as `scene` of `text`. A default in a user's function stands for a column that may be missing.
-        """
+        """Names of parameters that only the settings determine: a dataset column of that name is not passed."""
         fixed, function = set(self.arguments), self.function
         while isinstance(function, functools.partial):
             fixed, function = fixed | set(function.keywords), function.func
+        # such as `scene` of `text`; a default in a user's function stands for a column that may be missing
         if _is_built_in(function):
             fixed |= {name for name, own in self.parameters.items() if own.default is not own.empty}
         return fixed
@@ -342,11 +335,7 @@ def check_eval_rewards(rewards: list[Reward], eval_rewards: list[Reward]) -> Non
 def check_columns(
     rewards: list[Reward], columns: list[str], dataset: str, types: dict[str, str] | None = None
 ) -> None:
-    """Refuse a dataset without the columns that the rewards need, or with texts of another type.
-
-    A reward needs the parameters without a default in its signature, the columns that its `..._column` arguments
-    name, and those in its attribute `needed_columns`, where it has one.
-    """
+    """Refuse a dataset without the columns that the rewards need, or with texts of another type."""
     for reward in rewards:
         named, fixed = _columns_in_arguments(reward), reward.fixed
         required = [

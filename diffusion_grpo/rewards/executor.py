@@ -29,15 +29,12 @@ logger = logging.getLogger(__name__)
 
 
 class Executor:
-    """The caller of rewards; one object lasts for the whole run and decides what may be called during the rollout.
-
-    The first samples are scored when all of them are made: rewards then load what they need, and it becomes clear
-    whether one draws from torch's global generator. Such a reward and the rollout would change each other's random
-    numbers; so would a pipeline that draws from the global generator.
-    """
+    """The caller of rewards, one for the whole run; it decides what may be called during the rollout."""
 
     def __init__(self, has_thread: bool, draws_globally: Callable[[], bool]):
         self._has_thread, self._draws_globally = has_thread, draws_globally
+        # The first samples are scored when all of them are made: rewards then load what they need, and it shows
+        # whether one draws from torch's global generator; it and the rollout would change each other's random numbers.
         self._is_tried, self._is_refused = False, not has_thread
         self._queue: queue.SimpleQueue | None = None
 
@@ -97,10 +94,7 @@ def waits_for_all(reward: Reward) -> bool:
 
 
 class GroupScoring:
-    """Scoring of samples, group by group. A context manager, which on exit drops the calls that have not begun.
-
-    `make_batch` gets indices, samples and latents.
-    """
+    """Scores samples group by group; a context manager whose exit drops the calls that have not begun."""
 
     def __init__(
         self,
@@ -151,10 +145,7 @@ class GroupScoring:
     def finish(
         self, log_metric: Callable[[str, float], None], advance: Callable[[int], None] = lambda count: None
     ) -> tuple[Tensor, dict[str, list]]:
-        """Wait for all rewards; return them, `(samples, functions)` float32, and the columns that functions logged.
-
-        `advance` is called with the number of samples that have just received all their rewards.
-        """
+        """Wait for all rewards; return them, `(samples, functions)` float32, and the columns that functions logged."""
         if self._late:
             self._prepare(self._late, list(range(len(self.groups))))
         last = self._late or self._early

@@ -160,11 +160,7 @@ def iou(a: tuple, b: tuple) -> float:
 
 
 def find_relations(a: Detection, b: Detection, margin: float = 0.1) -> set[str]:
-    """Return where A lies relative to B: any of "left of", "right of", "above", "below"; none if they are too close.
-
-    The offset between the centres is shortened along each axis by `margin` times the summed sizes. A side counts if
-    the rest is more than half of the whole offset.
-    """
+    """Return where A lies relative to B: any of "left of", "right of", "above", "below"; none if too close."""
     offset, rest = [], []
     for low, high in ((0, 2), (1, 3)):
         apart = (a.box[low] + a.box[high] - b.box[low] - b.box[high]) / 2
@@ -185,12 +181,7 @@ def check_objects(
     name_colors: Callable[[list[Detection], str], list[str]],
     margin: float = 0.1,
 ) -> list[bool]:
-    """Return whether each requirement is met by the objects that were found: a count, a colour or a position.
-
-    Of each class in `include`, the `count` objects with the highest scores are checked. All of them must have the
-    required colour. A position must hold between each of them and each object of the other entry; it fails if that
-    entry failed.
-    """
+    """Return whether each requirement is met by the objects that were found: a count, a colour or a position."""
     checks: list[bool] = []
     matched: list[list[Detection] | None] = []
     for part in include:
@@ -214,19 +205,8 @@ def dense_score(
     name_colors: Callable[[list[Detection], str], list[str]],
     margin: float = 0.1,
 ) -> float:
-    """Return the reward that Flow-GRPO trains on with GenEval's prompts, in (-inf, 1]: how far off the counts are.
-
-    It is the mean over the parts of all entries in `include`. An entry with `count` c, for which n objects were found,
-    has the parts:
-
-    * 1 - |c - n| / c, even if there are too many, so it is below 0 for n > 2c;
-    * if n differs from c, another 0 if a colour or a position is required;
-    * otherwise, for a colour that m of them have, 1 - |c - m| / c;
-    * and for a position, if the colour held: 1 if it holds for all pairs; 0 if the other entry failed; 0 and 1 if it
-      does not hold (Flow-GRPO's server adds the 1 in either case, so a wrong position counts half).
-
-    `exclude` is ignored. After `evaluate_reward` of https://github.com/yifan123/reward-server.
-    """
+    """Return the reward that Flow-GRPO trains on with GenEval's prompts, in (-inf, 1]: how far off the counts are."""
+    # after `evaluate_reward` of https://github.com/yifan123/reward-server; `exclude` is ignored
     parts: list[float] = []
     matched: list[list[Detection] | None] = []
     for part in include:
@@ -243,6 +223,7 @@ def dense_score(
         if holds and "position" in part:
             side, others = part["position"][0], matched[int(part["position"][1])]
             holds = others is not None and all(side in find_relations(a, b, margin) for a in found for b in others)
+            # a wrong position counts half, because Flow-GRPO's server adds a 1 in either case
             parts += [1.0] if holds else [0.0] if others is None else [0.0, 1.0]
         matched.append(found if holds else None)
     return sum(parts) / len(parts) if parts else 0.0

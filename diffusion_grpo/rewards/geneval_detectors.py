@@ -70,15 +70,7 @@ class Detection:
 
 @dataclasses.dataclass(eq=False)
 class TransformersDetector(ModelReward):
-    """An object detector from transformers; not a reward itself, but loaded and offloaded like one.
-
-    Zero-shot detectors (OWL-ViT, OWLv2, Grounding DINO, MM Grounding DINO) are asked for the classes. For other
-    detectors (DETR and similar) and segmenters (Mask2Former, MaskFormer), objects are kept if their class was asked
-    for, by its name in `id2label` or by a synonym in `SYNONYMS`; case and spaces do not matter.
-
-    Grounding DINO scores tokens. The score of a class is the mean over its tokens, as in mmdet, and an object gets the
-    class with the highest score.
-    """
+    """An object detector from transformers; not a reward itself, but loaded and offloaded like one."""
 
     batch_size: int = 8
     min_score: float = 0.1
@@ -178,14 +170,13 @@ class TransformersDetector(ModelReward):
         return _detections(result, {number: [label] for number, label in enumerate(labels)})
 
     def _class_logits(self, logits: torch.Tensor, ids: list[int], labels: list[str]) -> torch.Tensor:
-        """Turn logits of tokens, `(1, queries, tokens)`, into those of classes, `(1, queries, classes)`.
-
-        The text is `[CLS] first class . second class . [SEP]`.
-        """
+        """Turn logits of tokens, `(1, queries, tokens)`, into those of classes, `(1, queries, classes)`."""
+        # the text is `[CLS] first class . second class . [SEP]`
         stop = self.processor.tokenizer.convert_tokens_to_ids(".")
         ends = [place for place, token in enumerate(ids) if token == stop]
         starts = [1, *(end + 1 for end in ends[:-1])]
         parts = [logits[..., start:end] for start, end, _ in zip(starts, ends, labels, strict=True)]
+        # the mean over the tokens of a class, as in mmdet
         return torch.stack([part.sigmoid().mean(-1) for part in parts], -1).logit()
 
     def _boxes(self, outputs: Any, sizes: list, names: dict[int, list[str]]) -> list[list[Detection]]:
@@ -208,10 +199,7 @@ class TransformersDetector(ModelReward):
 
 @dataclasses.dataclass(eq=False)
 class ClipColors(ClipReward):
-    """Model that names the colour of objects with CLIP as GenEval does, comparing crops with phrases for each colour.
-
-    Outside an object's mask, its crop is grey.
-    """
+    """Names the colour of objects with CLIP as GenEval does, comparing crops with phrases for each colour."""
 
     def sources(self) -> list[Source]:
         files = CONFIG + WEIGHTS + TOKENIZER + IMAGE_PROCESSOR
@@ -240,14 +228,12 @@ class ClipColors(ClipReward):
 
 
 def _outputs(network: nn.Module, inputs: Any) -> Any:
-    """Call the network, and return its outputs in float32 on the CPU.
-
-    transformers' post-processing uses the masks as indices of maps that are on the CPU.
-    """
+    """Call the network, and return its outputs in float32 on the CPU."""
     for name, value in inputs.items():
         kind = network.dtype if isinstance(value, torch.Tensor) and value.is_floating_point() else None
         inputs[name] = value.to(network.device, kind) if isinstance(value, torch.Tensor) else value
     outputs = network(**inputs)
+    # transformers' post-processing uses the masks as indices of maps that are on the CPU
     for name, value in outputs.items():
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             outputs[name] = value.float().cpu()
@@ -288,10 +274,7 @@ def _crop(image: Image.Image, detection: Detection) -> Image.Image:
 
 
 def name_pixel_colors(image: Image.Image, objects: list[Detection], label: str) -> list[str]:
-    """Return the named colour nearest (in CIELAB) to the median colour of each object.
-
-    The median is taken in the object's mask, or else in the middle of its box; "" if that lies outside the image.
-    """
+    """Return the named colour nearest (in CIELAB) to each object's median colour; "" for a box outside the image."""
     pixels, names = np.asarray(image.convert("RGB")), list(NAMED)
     known = _lab(np.array(list(NAMED.values())))
     found = []

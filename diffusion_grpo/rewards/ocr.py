@@ -72,10 +72,7 @@ def text(
     engine_kwargs: dict | None = None,
     **columns,
 ) -> list[float | None]:
-    """Score in [0, 1] how well the text in each image agrees with the wanted text.
-
-    For videos, single frames are read (`Reward.frames`).
-    """
+    """Score in [0, 1] how well the text in each image agrees with the wanted text."""
     wanted = find_wanted(prompts, target_column, columns)
     if engine == "paddleocr":
         readings = read_with_paddle(images, engine_kwargs)
@@ -253,12 +250,9 @@ def load_recogniser() -> tuple[InferenceSession, list[str]]:
 @reads_text
 @dataclasses.dataclass(eq=False)
 class ModelText(ModelReward):
-    """Agreement between a transformers image-to-text model's reading and the quoted text or that of a column.
+    """Agreement between a transformers image-to-text model's reading and the quoted text or that of a column."""
 
-    TrOCR (https://arxiv.org/abs/2109.10282) reads an image of one line, GOT-OCR 2.0
-    (`stepfun-ai/GOT-OCR-2.0-hf`, https://arxiv.org/abs/2409.01704) whole images. Decoding is greedy.
-    """
-
+    # TrOCR (https://arxiv.org/abs/2109.10282) reads a line, GOT-OCR 2.0 (https://arxiv.org/abs/2409.01704) a page
     model: str = "microsoft/trocr-base-printed"
     max_new_tokens: int = 64
     target_column: str | None = None

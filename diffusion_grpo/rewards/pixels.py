@@ -39,13 +39,8 @@ def _jpeg_bytes(image: Image.Image) -> int:
 
 
 def sharpness(images: list[Image.Image], **columns) -> list[float]:
-    """Return the variance of the Laplacian of the luma in [0, 1] per image: 0 if flat, at most 16.
-
-    The Laplacian uses four neighbours and is computed inside the border.
-
-    Pech-Pacheco et al. 2000, "Diatom autofocusing in brightfield microscopy: a comparative study",
-    https://doi.org/10.1109/ICPR.2000.903548. Noise counts as sharp. A scene scores lower at a higher resolution.
-    """
+    """Return the variance of the Laplacian of the luma in [0, 1] per image: 0 if flat, at most 16."""
+    # Pech-Pacheco et al. 2000, https://doi.org/10.1109/ICPR.2000.903548
     return [_laplacian_variance(np.asarray(image.convert("L"), dtype=np.float64) / 255) for image in images]
 
 
@@ -57,11 +52,7 @@ def _laplacian_variance(luma: np.ndarray) -> float:
 
 
 def colorfulness(images: list[Image.Image], **columns) -> list[float]:
-    """Return Hasler and Suesstrunk's M3 per image: 0 is grey, 15 slightly, 59 quite, 109 extremely colourful.
-
-    With RGB in 0 to 255, rg = R - G and yb = (R + G) / 2 - B, M3 is sqrt(var(rg) + var(yb)) + 0.3 sqrt(mean(rg)^2 +
-    mean(yb)^2). "Measuring colourfulness in natural images", 2003, https://doi.org/10.1117/12.477378.
-    """
+    """Return M3 (https://doi.org/10.1117/12.477378): 0 is grey, 15 slightly, 59 quite, 109 extremely colourful."""
     return [_colorfulness(np.asarray(image.convert("RGB"), dtype=np.float64)) for image in images]
 
 
@@ -72,11 +63,7 @@ def _colorfulness(pixels: np.ndarray) -> float:
 
 
 def color(images: list[Image.Image], prompts: list[str], **columns) -> list[float | None]:
-    """Return exp(-(d / 80)^2), where d is the RGB distance (0 to 442) from the ink's mean colour to the named one.
-
-    The background is the median pixel. Ink is every pixel whose distance to it is at least 0.7 of the largest (98th
-    percentile). An image without ink scores 0. A prompt that names no known colour outside quotes gives `None`.
-    """
+    """Return exp(-(d / 80)^2), where d is the RGB distance (0 to 442) from the ink's mean colour to the named one."""
     scores: list[float | None] = []
     for image, prompt in zip(images, prompts, strict=True):
         name, ink = find_color_name(prompt), ink_color(image)
@@ -107,30 +94,17 @@ def ink_color(image: Image.Image) -> tuple[float, float, float] | None:
 
 
 def flicker(videos: list[list[Image.Image]], **columns) -> list[float | None]:
-    """Return 1 - mean |x[t+1] - x[t]| / 255 over RGB per video: 1 if it is still, `None` for fewer than two frames.
-
-    This is VBench's temporal flickering (https://huggingface.co/papers/2311.17982) in [0, 1]; high means steady.
-    """
+    """Return VBench's temporal flickering (https://huggingface.co/papers/2311.17982) in [0, 1]; high means steady."""
     return [None if len(video) < 2 else 1 - float(np.abs(np.diff(_rgb(video), axis=0)).mean()) for video in videos]
 
 
 def smoothness(videos: list[list[Image.Image]], **columns) -> list[float | None]:
-    """Return 1 - mean |x[t] - (x[t-1] + x[t+1]) / 2| / 255 over RGB per video: how well neighbours predict a frame.
-
-    It is 1 for a video that is still or fades evenly, and `None` for fewer than three frames.
-    """
+    """Return 1 - mean |x[t] - (x[t-1] + x[t+1]) / 2| / 255 over RGB per video: how well neighbours predict a frame."""
     return [None if len(video) < 3 else 1 - _unevenness(_rgb(video)) for video in videos]
 
 
 def motion(videos: list[list[Image.Image]], **columns) -> list[float | None]:
-    """Return the mean displacement between frames per video, in percent of the longer side; `None` for one frame.
-
-    It is 0 for a still video and at most 9. Displacements are found by exhaustive block matching (smallest absolute
-    difference of luma, of equal ones the shortest displacement) on frames reduced to 128 pixels, with blocks of 8
-    pixels and up to 8 pixels each way. Each frame's mean luma is subtracted, and a block counts as still unless
-    another place fits better by 1/255. So changes of light and faint noise do not count as motion, but strong noise
-    does.
-    """
+    """Return the mean displacement between frames per video, in percent of the longer side: 0 if still, at most 9."""
     return [None if len(video) < 2 else _motion(video) for video in videos]
 
 
@@ -147,7 +121,7 @@ def _motion(video: list[Image.Image]) -> float:
     scale = LONG_SIDE / max(video[0].size)
     size = [max(BLOCK, round(side * scale)) for side in video[0].size]
     frames = [np.asarray(frame.convert("L").resize(size, Image.Resampling.BOX), dtype=np.float32) for frame in video]
-    frames = [frame - frame.mean() for frame in frames]
+    frames = [frame - frame.mean() for frame in frames]  # so that changes of light are no motion
     lengths = [_displacements(before, after) for before, after in zip(frames[:-1], frames[1:])]
     return float(100 * np.mean(lengths) / LONG_SIDE)
 
@@ -163,7 +137,7 @@ def _displacements(before: np.ndarray, after: np.ndarray) -> np.ndarray:
         shifted = padded[down : down + after.shape[0], right : right + after.shape[1]]
         cost = np.abs(after - shifted).reshape(rows, BLOCK, cols, BLOCK).mean(axis=(1, 3))
         if best is None:
-            best = cost - 1
+            best = cost - 1  # still unless another place fits better by 1/255: faint noise is no motion
             continue
         is_better = cost < best
         best = np.where(is_better, cost, best)

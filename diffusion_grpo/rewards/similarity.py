@@ -35,22 +35,14 @@ VGG = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 
 @opens_images
 def ssim(images: list[Image.Image], target_column: str = "target", **columns) -> list[float | None]:
-    """Return the mean structural similarity of the lumas in 0 to 255 per image: in [-1, 1], 1 if equal to its target.
-
-    Follows Wang et al. 2004, "Image quality assessment: from error visibility to structural similarity",
-    https://doi.org/10.1109/TIP.2003.819861: windows of 11 x 11 pixels that lie inside the image, Gaussian of standard
-    deviation 1.5, K1 = 0.01, K2 = 0.03, without the authors' optional downsampling. `None` for an image without a
-    target.
-    """
+    """Return the mean structural similarity of the lumas in 0 to 255 per image: in [-1, 1], 1 if equal."""
+    # https://doi.org/10.1109/TIP.2003.819861, without the authors' optional downsampling
     return compare(lambda *pairs: list(map(_ssim, *pairs)), images, columns[target_column])
 
 
 @opens_images
 def psnr(images: list[Image.Image], target_column: str = "target", **columns) -> list[float | None]:
-    """Return the peak signal-to-noise ratio per image, in dB: 10 log10(255^2 / MSE) over RGB in 0 to 255.
-
-    It is at most 100, the value for equal images. `None` for an image without a target.
-    """
+    """Return the peak signal-to-noise ratio per image, in dB: 10 log10(255^2 / MSE) over RGB, at most 100."""
     return compare(lambda *pairs: list(map(_psnr, *pairs)), images, columns[target_column])
 
 
@@ -95,11 +87,7 @@ def _smooth(pixels: np.ndarray) -> np.ndarray:
 @opens_images
 @dataclasses.dataclass(eq=False)
 class LPIPS(ModelReward):
-    """1 - LPIPS (v0.1) between an image and its target in a column: higher is more alike, 1 means equal.
-
-    Zhang et al. 2018, https://arxiv.org/abs/1801.03924, https://github.com/richzhang/PerceptualSimilarity. A target
-    of another size is resized (Lanczos) to the image's.
-    """
+    """1 - LPIPS v0.1 (https://arxiv.org/abs/1801.03924) between an image and its target: 1 means equal."""
 
     model: str = "official"
     net: Literal["alex", "vgg"] = "alex"

@@ -125,12 +125,9 @@ def load_pipeline_to_sample(settings: SampleSettings) -> "DiffusionPipeline":
 
 
 def place(pipe: "DiffusionPipeline", settings: SampleSettings, device: torch.device) -> None:
-    """Move a pipeline to a device, except for what the settings keep in CPU memory until it is needed.
-
-    As in training, `offload_frozen` keeps all but the network there, and `group_offload` most of the network. A run
-    with `cache_prompt_embeds` frees its text encoders; here they are offloaded with the other parts.
-    """
+    """Move a pipeline to a device, except for what the settings keep in CPU memory until it is needed."""
     train, offload = settings.train, settings.offload_frozen
+    # a run with `cache_prompt_embeds` frees its text encoders; here they are offloaded with the other parts
     if offload is None and train is not None and train.cache_prompt_embeds != "off" and pipe.model_cpu_offload_seq:
         offload = "cpu"
     swaps_blocks = train is not None and train.group_offload is not None
@@ -154,10 +151,7 @@ def write_samples(
     eval_rewards: list[Reward],
     settings: SampleSettings,
 ) -> dict[str, tuple[float, float | None]]:
-    """Generate and score the samples of all rows, and write their files and the table; return the mean scores.
-
-    Sample i has the seed `settings.seed + i`, so its result does not depend on batches or interruptions.
-    """
+    """Generate and score the samples of all rows, and write their files and the table; return the mean scores."""
     folder, count, total = settings.output_dir, settings.num_generations, len(dataset) * settings.num_generations
     table = pyarrow.parquet.read_table(folder / TABLE).to_pylist() if _count_made(settings) else []
     sampler = Sampler(pipe, settings)
@@ -267,10 +261,7 @@ class Sampler:
         return samples
 
     def choose_noise_steps(self, positions: list[int]) -> list[range] | None:
-        """Choose the steps that draw noise for the sample at each position; None for all steps.
-
-        If the trained steps move, they move after as many samples as a training rollout has.
-        """
+        """Choose the steps that draw noise for the sample at each position, as in training; None for all steps."""
         train = self.settings.train
         if train is None or not train.is_noise_limited:
             return None
@@ -319,11 +310,8 @@ def _finish(
     eval_rewards: list[Reward],
     settings: SampleSettings,
 ) -> dict[str, tuple[float, float | None]]:
-    """Add the combined reward and, if there are groups, the advantage to the table. Return the summary.
-
-    Only the first `size` rows belong to this job. An earlier job with more prompts may have left others, which are
-    kept as they are.
-    """
+    """Add the combined reward and, if there are groups, the advantage to the table. Return the summary."""
+    # an earlier job with more prompts may have left other rows, which are kept as they are
     rows, prompts = table[:size], [row // settings.num_generations for row in range(size)]
 
     def summarise(name: str) -> tuple[float, float | None]:

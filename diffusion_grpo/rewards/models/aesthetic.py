@@ -27,12 +27,9 @@ DROPPED = (0, 1, 2)  # layers followed by a dropout, which takes a number in the
 
 @dataclasses.dataclass(eq=False)
 class Aesthetic(ModelReward):
-    """LAION's improved aesthetic predictor: linear layers on the image's normalised CLIP ViT-L/14 embedding.
+    """LAION's aesthetic score: https://github.com/christophschuhmann/improved-aesthetic-predictor."""
 
-    https://github.com/christophschuhmann/improved-aesthetic-predictor. The default weights,
-    `sac+logos+ava1-l14-linearMSE`, are those of DDPO (https://arxiv.org/abs/2305.13301) and Flow-GRPO.
-    """
-
+    # `sac+logos+ava1-l14-linearMSE`, as in DDPO (https://arxiv.org/abs/2305.13301) and Flow-GRPO
     model: str = "trl-lib/ddpo-aesthetic-predictor"
     filename: str = "aesthetic-model.pth"
     backbone: str = "openai/clip-vit-large-patch14"
@@ -72,11 +69,7 @@ class Aesthetic(ModelReward):
 
 @dataclasses.dataclass(eq=False)
 class NsfwFilter(ModelReward):
-    """1 - the probability of the unsafe classes, by an image classifier of transformers.
-
-    To use it as a mask, set `threshold: 0.5` here and `multi_objective_aggregation: product_then_normalize`: the
-    product of all rewards is then 0 for an unsafe image.
-    """
+    """1 - the probability of the unsafe classes, by an image classifier of transformers."""
 
     model: str = "Falconsai/nsfw_image_detection"
     unsafe_labels: list[str] = dataclasses.field(default_factory=lambda: ["nsfw"])

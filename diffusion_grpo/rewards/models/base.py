@@ -52,10 +52,8 @@ class Source(NamedTuple):
         return Path(cached) if isinstance(cached, str) else None
 
     def check(self) -> None:
-        """Raise FileNotFoundError if a file is neither on this machine nor on the Hub, or the Hub does not answer.
-
-        The reward itself is loaded only after the first rollout, which a large run reaches late.
-        """
+        """Raise FileNotFoundError if a file is neither on this machine nor on the Hub, or the Hub does not answer."""
+        # the reward itself is loaded only after the first rollout, which a large run reaches late
         place = f"{self.setting}={self.place}"
         for names in self.files:
             if any(self.path(name) is not None for name in names):
@@ -77,12 +75,7 @@ class Source(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class ModelReward(abc.ABC):
-    """A reward computed by a network.
-
-    Subclasses are dataclasses too (`eq=False`). They add settings and a default model, list in `sources` the files
-    that `load` reads, and score in `__call__` through `in_batches`. Rewards with equal settings are equal, so a reward
-    may be both trained on and evaluated.
-    """
+    """A reward computed by a network; subclasses are dataclasses too (`eq=False`) and score through `in_batches`."""
 
     model: str
     device: str | None = None
@@ -104,10 +97,7 @@ class ModelReward(abc.ABC):
 
     @abc.abstractmethod
     def load(self) -> nn.Module:
-        """Return the network, on the CPU and in `torch_dtype`; set anything else, such as a processor, on `self`.
-
-        It is called once, and the random state is restored afterwards.
-        """
+        """Return the network, on the CPU and in `torch_dtype`; set anything else, such as a processor, on `self`."""
 
     @abc.abstractmethod
     def sources(self) -> list[Source]:
@@ -132,6 +122,7 @@ class ModelReward(abc.ABC):
         """Return all settings by name."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
+    # so that a reward may be both trained on and evaluated
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self.settings() == other.settings()
 
@@ -139,11 +130,7 @@ class ModelReward(abc.ABC):
         return hash((type(self), self.model))
 
     def load_once(self) -> None:
-        """Load the network to CPU memory, unless it is loaded.
-
-        The first call of a reward has to do this even if there is nothing to score. Later calls may run in another
-        thread during the rollout, and loading changes torch's default dtype for the whole process.
-        """
+        """Load the network to CPU memory, unless it is loaded."""
         with self._lock, torch.no_grad(), torch.autocast(self.torch_device.type, enabled=False):
             if self._network is None:
                 with torch.random.fork_rng(devices=[]), without_sharding():
@@ -168,16 +155,10 @@ class ModelReward(abc.ABC):
                 self._network.to("cpu")
 
     def in_batches(self, function: Callable[..., Any], *lists: list) -> list:
-        """Call `function(network, *parts)` on batches of the lists and return its answers as one list.
-
-        Empty lists load the network too; see `load_once`.
-
-        Args:
-            function: returns one value per entry, as a list or as a tensor `(batch, ...)`, whose rows become floats
-                or nested lists.
-        """
+        """Return the values of `function(network, *parts)`, a list or a tensor `(batch, ...)`, for all entries."""
         rows = list(zip(*lists, strict=True))
         answers: list = []
+        # a later call may run beside the rollout, and loading changes torch's default dtype for the whole process
         if not rows:
             self.load_once()
             return answers
@@ -288,10 +269,8 @@ def crop_squares(
 def compare(
     similarity: Callable[[list, list], list[float]], images: list[Image.Image], targets: list
 ) -> list[float | None]:
-    """Return the similarity of each image to its target; None for an image without one.
-
-    `similarity` opens the targets itself, a batch at a time, because all of them may be more than memory holds.
-    """
+    """Return the similarity of each image to its target; None for an image without one."""
     pairs = [(image, target) for image, target in zip(images, targets, strict=True) if target is not None]
+    # `similarity` opens targets a batch at a time, because all of them may be more than memory holds
     found = iter(similarity([image for image, _ in pairs], [other for _, other in pairs]))
     return [None if target is None else next(found) for target in targets]

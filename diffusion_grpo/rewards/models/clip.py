@@ -91,27 +91,20 @@ class ClipReward(ModelReward):
 
 @dataclasses.dataclass(eq=False)
 class ClipScore(ClipReward):
-    """CLIPScore: 100 max(cos(image, prompt), 0), as torchmetrics and diffusers' documentation compute it.
-
-    Hessel et al. 2021, https://arxiv.org/abs/2104.08718, scale by 2.5 instead of 100 and put "A photo depicts" before
-    a caption. Scores by different models cannot be compared, even on the same scale.
-    """
+    """CLIPScore (https://arxiv.org/abs/2104.08718): 100 max(cos(image, prompt), 0), as torchmetrics computes it."""
 
     def __call__(self, images: list[Image.Image], prompts: list[str], **columns) -> list[float]:
         """Return one score in [0, 100] per image and its prompt."""
         return self.in_batches(self._scores, images, prompts)
 
     def _scores(self, network: CLIPModel, images: list, prompts: list) -> Tensor:
+        # the paper scales by 2.5 and puts "A photo depicts" before a caption
         return (100 * self.compare_prompts(network, images, prompts)).clamp(min=0)
 
 
 @dataclasses.dataclass(eq=False)
 class PickScore(ClipReward):
-    """PickScore: exp(logit scale) cos(image, prompt), by a CLIP ViT-H/14 trained on users' choices.
-
-    Kirstain et al. 2023, https://arxiv.org/abs/2305.01569, https://github.com/yuvalkirstain/PickScore. Good images
-    score about 20 to 23. Flow-GRPO divides by 26 (https://github.com/yifan123/flow_grpo): `std: 26`.
-    """
+    """PickScore (https://arxiv.org/abs/2305.01569): exp(logit scale) cos(image, prompt) by a trained CLIP ViT-H/14."""
 
     model: str = "yuvalkirstain/PickScore_v1"
     processor: str | None = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
@@ -127,10 +120,7 @@ class PickScore(ClipReward):
 @opens_images
 @dataclasses.dataclass(eq=False)
 class ClipSimilarity(ClipReward):
-    """Cosine between the CLIP embeddings of an image and of its target in a column.
-
-    This is CLIP-I of DreamBooth (https://arxiv.org/abs/2208.12242).
-    """
+    """CLIP-I of DreamBooth (https://arxiv.org/abs/2208.12242): cosine of an image and its target in a column."""
 
     target_column: str = "target"
 
@@ -146,12 +136,7 @@ class ClipSimilarity(ClipReward):
 @opens_images
 @dataclasses.dataclass(eq=False)
 class DinoSimilarity(ModelReward):
-    """Cosine between the DINO [CLS] embeddings of an image and of its target in a column.
-
-    This is the metric DINO of DreamBooth (https://arxiv.org/abs/2208.12242), which uses the default model. Images are
-    resized to a shorter side of 256 pixels (bicubic), cropped to 224 and normalised with ImageNet's mean and standard
-    deviation, as in DINO's own evaluation (https://arxiv.org/abs/2104.14294).
-    """
+    """DINO of DreamBooth (https://arxiv.org/abs/2208.12242): cosine of an image and its target in a column."""
 
     model: str = "facebook/dino-vits16"
     target_column: str = "target"

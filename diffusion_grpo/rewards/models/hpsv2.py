@@ -57,11 +57,7 @@ PROJECTIONS = {"visual.proj": "visual_projection.weight", "text_projection": "te
 
 @dataclasses.dataclass(eq=False)
 class HPSv2(ClipReward):
-    """HPSv2.1: cos(image, prompt) by a CLIP ViT-H/14 trained on 798k human choices.
-
-    Wu et al. 2023, https://arxiv.org/abs/2306.09341, https://github.com/tgxs002/HPSv2. Prompts are cleaned as
-    in open_clip. Images are resized so that the longer side fits, and padded with black.
-    """
+    """HPSv2.1 (https://arxiv.org/abs/2306.09341): cos(image, prompt) by a CLIP ViT-H/14 trained on human choices."""
 
     model: str = "xswu/HPSv2"
     processor: str | None = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"

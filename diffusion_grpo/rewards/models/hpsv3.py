@@ -21,10 +21,7 @@ LAYERS = ("0", "3", "5")  # the head's layers with weights; ReLU and dropout lie
 
 @dataclasses.dataclass(eq=False)
 class HPSv3(QwenReward):
-    """HPSv3's score of an image: about 0 to 15, higher is better.
-
-    The mean standard deviation is logged as `hpsv3/sigma`.
-    """
+    """HPSv3's score of an image: about 0 to 15, higher is better."""
 
     model: str = "MizzenAI/HPSv3"
     batch_size: int = 8

@@ -44,10 +44,7 @@ VISION = {  # from BLIP's names to transformers'
 
 @dataclasses.dataclass(eq=False)
 class ImageReward(ModelReward):
-    """ImageReward v1.0: BLIP reads the image and the prompt (35 tokens), and linear layers give the score.
-
-    Xu et al. 2023, https://arxiv.org/abs/2304.05977, https://github.com/THUDM/ImageReward.
-    """
+    """ImageReward v1.0 (https://arxiv.org/abs/2304.05977): BLIP on image and prompt, then linear layers."""
 
     model: str = "THUDM/ImageReward"
     filename: str = "ImageReward.pt"

@@ -35,10 +35,7 @@ LONGEST_SIDE = 200  # in multiples of the shorter side
 
 
 class RewardNetwork(nn.Module):
-    """A Qwen2-VL with a reward head on the hidden states of the tokens `marks` instead of its language head.
-
-    The head always computes in float32.
-    """
+    """A Qwen2-VL with a float32 reward head on the hidden states of the tokens `marks`, not its language head."""
 
     def __init__(self, backbone: nn.Module, head: nn.Module, marks: list[int]):
         super().__init__()
@@ -78,10 +75,7 @@ class QwenReward(ModelReward):
         make_head: Callable[[dict[str, Tensor], int], nn.Module],
         prepare: Callable[[nn.Module, dict[str, Tensor]], None] = lambda backbone, weights: None,
     ) -> RewardNetwork:
-        """Load the weights of a checkpoint; LoRAs stay in float32, as in PEFT and the authors' code.
-
-        `make_head` gets the head's weights and the network's width; `prepare` may change the empty backbone.
-        """
+        """Load the weights of a checkpoint; LoRAs stay in float32, as in PEFT and the authors' code."""
         from accelerate import init_empty_weights
         from transformers import AutoConfig, AutoTokenizer, Qwen2VLModel
 
@@ -116,12 +110,9 @@ def read_template(name: str) -> str:
 
 
 def rename_weights(weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Split a checkpoint into the weights of today's `Qwen2VLModel` and those of the reward head.
-
-    This accepts the names of every version of transformers since 4.45, with or without PEFT's prefix, and drops the
-    language head.
-    """
+    """Split a checkpoint into the weights of today's `Qwen2VLModel` and those of the reward head."""
     body, head = {}, {}
+    # names of every version of transformers since 4.45, with or without PEFT's prefix
     for key, value in weights.items():
         name = key.removeprefix("base_model.model.")
         if name.startswith("rm_head."):
@@ -142,17 +133,13 @@ def assign(network: nn.Module, weights: dict[str, Tensor], source: str) -> None:
 
 
 def fit_size(width: int, height: int, min_pixels: int, max_pixels: int, factor: int = 28) -> tuple[int, int]:
-    """Round width and height to multiples of `factor`, keeping the pixel count within limits and the ratio about the
-    same.
-
-    Follows `smart_resize` of qwen-vl-utils operation by operation: for a side that lands on a multiple of `factor`, as
-    with 272 x 272 for HPSv3, another order of the same operations rounds to another size.
-    """
+    """Round width and height to multiples of `factor`, within limits of the pixel count, at about the same ratio."""
     if max(width, height) > LONGEST_SIDE * min(width, height):
         raise ValueError(
             f"An image of {width} x {height} is too elongated; one side may be at most {LONGEST_SIDE} times as long "
             "as the other."
         )
+    # as qwen-vl-utils' `smart_resize`, operation by operation: another order gives 272 x 272 another size for HPSv3
     sides = [max(factor, round(side / factor) * factor) for side in (width, height)]
     if math.prod(sides) > max_pixels:
         shrink = math.sqrt(width * height / max_pixels)
@@ -164,14 +151,7 @@ def fit_size(width: int, height: int, min_pixels: int, max_pixels: int, factor: 
 
 
 def cut_patches(frames: Tensor, config: Qwen2VLConfig) -> tuple[Tensor, Tensor]:
-    """Cut frames into the patches that Qwen2-VL reads; patches that become one token are neighbours.
-
-    Args:
-        frames: `(frames, 3, height, width)`, integers in [0, 255]; the last frame is repeated to fill a patch.
-
-    Returns:
-        Patches `(count, 3 * temporal_patch * patch ** 2)` float32, and the grid `(frames, rows, columns)`.
-    """
+    """Cut `(frames, 3, height, width)` into patches, `(count, values)`, on a grid `(frames, rows, columns)`."""
     size, time = config.vision_config.patch_size, config.vision_config.temporal_patch_size
     merge = config.vision_config.spatial_merge_size
     mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (CLIP_MEAN, CLIP_STD))
@@ -181,6 +161,7 @@ def cut_patches(frames: Tensor, config: Qwen2VLConfig) -> tuple[Tensor, Tensor]:
     grid = torch.tensor([len(pixels) // time, pixels.shape[2] // size, pixels.shape[3] // size])
     moments, rows, columns = grid.tolist()
     cut = pixels.reshape(moments, time, 3, rows // merge, merge, size, columns // merge, merge, size)
+    # patches that become one token are neighbours
     cut = cut.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
     return cut.reshape(grid.prod(), -1), grid
 
@@ -188,11 +169,7 @@ def cut_patches(frames: Tensor, config: Qwen2VLConfig) -> tuple[Tensor, Tensor]:
 def build_batch(
     texts: list[str], frames: list[Tensor], kind: str, config: Qwen2VLConfig, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Tensor]:
-    """Build the arguments of `RewardNetwork` for texts with one image or video each.
-
-    Args:
-        frames: `(frames, 3, height, width)` per text, see `cut_patches`.
-    """
+    """Build the arguments of `RewardNetwork` for texts with frames, `(frames, 3, height, width)` each."""
     cut = [cut_patches(own, config) for own in frames]
     merged = config.vision_config.spatial_merge_size**2
     chats = [

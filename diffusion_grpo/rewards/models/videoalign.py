@@ -28,10 +28,7 @@ _loaded: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 
 @dataclasses.dataclass(eq=False)
 class VideoAlign(QwenReward):
-    """One dimension of VideoAlign's reward, normalised as the checkpoint sets it.
-
-    Rewards that differ only in their dimension share one model and one pass over each video.
-    """
+    """One dimension of VideoAlign's reward, normalised as the checkpoint sets it."""
 
     model: str = "KwaiVGI/VideoReward"
     batch_size: int = 2
@@ -43,6 +40,7 @@ class VideoAlign(QwenReward):
 
     def __post_init__(self):
         super().__post_init__()
+        # rewards that differ only in their dimension share one model and one pass over each video
         key = tuple(value for name, value in self.settings().items() if name != "dimension")
         self._scorer = _loaded.setdefault(key, self)
         self._known: dict[bytes, list[float]] = {}  # of the last call

@@ -249,11 +249,7 @@ class RemoteReward:
     async def score_batch(
         self, client: httpx2.AsyncClient, server: _Server, rows: range, write: Callable[[range, list[str]], bytes]
     ) -> list[float | None]:
-        """Score one batch, with retries; raise `_Broken` to give up the server, `_TooLarge` to send it fewer samples.
-
-        A server whose queue is full is given up only if it scores nothing for `timeout` seconds: other processes may
-        take each place that becomes free.
-        """
+        """Score one batch, with retries; raise `_Broken` to give up the server, `_TooLarge` to send fewer samples."""
         attempt, patience, scored, body = 0, time.monotonic() + self.timeout, None, None
         while True:
             try:
@@ -271,6 +267,7 @@ class RemoteReward:
                 await asyncio.sleep(self.backoff * 2**attempt)
                 attempt += 1
                 continue
+            # other processes may take each place that becomes free, so a queue may stay full while the server scores
             if (count := answer.headers.get(SCORED)) != scored:
                 scored, patience = count, time.monotonic() + self.timeout
             if time.monotonic() > patience:

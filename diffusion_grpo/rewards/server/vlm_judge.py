@@ -211,11 +211,7 @@ class VlmJudge:
 
 @dataclasses.dataclass
 class UnifiedReward(VlmJudge):
-    """UnifiedReward's score of an image (1 to 5) or a video (1 to 10), with its own questions.
-
-    Serve the model, for instance CodeGoat24/UnifiedReward-qwen-7b, with vLLM or SGLang; `model` is the name under
-    which it is served. https://huggingface.co/papers/2503.05236
-    """
+    """UnifiedReward's score (https://huggingface.co/papers/2503.05236): 1 to 5 of an image, 1 to 10 of a video."""
 
     model: str = "UnifiedReward"
     template: str = read_template("unified_reward_image")

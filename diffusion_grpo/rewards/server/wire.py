@@ -73,10 +73,7 @@ def write_request(
 
 
 def read_request(body: bytes, max_pixels: int = MAX_PIXELS, is_safetensors: bool = False) -> dict[str, Any]:
-    """Return the arguments of `write_request`, with PIL images in RGB, and tensors for arrays.
-
-    All samples are of one kind.
-    """
+    """Return the arguments of `write_request`, with PIL images in RGB, and tensors for arrays."""
     try:
         return _read_request(body, max_pixels, is_safetensors)
     except WireError:
@@ -267,12 +264,10 @@ class FailedRequest(Exception):
 
 
 async def ask(client: httpx2.AsyncClient, method: str, url: str, timeout: float, **request: Any) -> httpx2.Response:
-    """Send one request and return its answer, which must be complete within `timeout` seconds.
-
-    httpx's own time-outs limit only pauses: a server that sends a byte now and then could block a run forever.
-    """
+    """Send one request and return its answer, which must be complete within `timeout` seconds."""
     import httpx2
 
+    # httpx's own time-outs limit only pauses: a server that sends a byte now and then could block a run forever
     limit = httpx2.Timeout(None, connect=min(CONNECT_SECONDS, timeout))
     try:
         async with asyncio.timeout(timeout):
