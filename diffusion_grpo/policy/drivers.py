@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from .schedulers import StochasticScheduler
 
@@ -40,7 +41,7 @@ class Driver:
 
     def __init__(self, initial_seeds: Tensor, tokens: Tensor | None = None):
         self.initial_seeds, self.count, self.tokens = initial_seeds, len(initial_seeds), tokens
-        self.current = 0
+        self.current = self.output_ndim = 0
         self.left: dict[int, Tensor] = {}
         self._taken: set[tuple[StochasticScheduler, int]] = set()
 
@@ -78,6 +79,16 @@ class Driver:
 
     def note_call(self, number: int) -> None:
         """Note that the pipeline calls trained network `number` in the current step."""
+
+    def note_output(self, output: Any) -> Any:
+        """Note how many axes the output of a trained network has; return the output."""
+        self.output_ndim = next(x.ndim for x in pytree.tree_leaves(output) if torch.is_tensor(x))
+        return output
+
+    def join_frames(self, batch: Tensor) -> Tensor:
+        """Return (samples, frames, ...) if a pipeline steps as a batch what its network predicts as frames."""
+        has_frames = self.output_ndim == batch.ndim + 1 and len(batch) % self.count == 0
+        return batch.unflatten(0, (self.count, -1)) if has_frames else batch
 
     def take_inputs(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Inspect the arguments of a network's call; return the arguments to call it with."""

@@ -102,10 +102,10 @@ class NetworkGates:
                             key, call() if shapes_only is None else self._shape(real, tensors, args, kwargs)
                         )
                 if key in self._blank_outputs:
-                    return self._blank_outputs[key]
+                    return driver.note_output(self._blank_outputs[key])
             output = call()
             self._remember(key, output)
-            return output
+            return driver.note_output(output)
 
         return gate
 

@@ -22,7 +22,6 @@ from .drivers import (
     join_latents,
 )
 from .schedulers import StochasticScheduler
-from .stochastic_steps import join_frames
 from .trajectory import Prefix, RolloutRequest, StepScale, Trajectory, make_generators, weigh_steps
 
 
@@ -246,7 +245,7 @@ class SolverRecorder(Driver):
     needs_network = True
 
     def leave(self, scheduler: Any, latents: Tensor) -> Tensor:
-        latents = join_frames(latents, self.count)
+        latents = self.join_frames(latents)
         self.count_copies(latents)  # raises if the batch does not divide
         return super().leave(scheduler, latents)
 

@@ -68,13 +68,6 @@ class CleanEstimate(NamedTuple):
         return velocity if self.moves is None else velocity * self.moves
 
 
-def join_frames(batch: Tensor, count: int) -> Tensor:
-    """Return (count, frames, ...) if the batch holds the frames of `count` samples, rather than copies of them."""
-    if len(batch) <= count or len(batch) % count or torch.equal(batch[:count], batch[count : 2 * count]):
-        return batch
-    return batch.unflatten(0, (count, -1))
-
-
 class StochasticScheduler:
     """Mixin in front of a diffusers scheduler: it keeps the schedule, but `step` asks the driver."""
 
@@ -126,7 +119,7 @@ class StochasticScheduler:
             if self.driver is None:
                 latents = self.deterministic(model_output, timestep, sample)
             else:
-                joined = join_frames(sample, self.driver.count)
+                joined = self.driver.join_frames(sample)
                 has_frames = joined is not sample
                 prediction = model_output.unflatten(0, joined.shape[:2]) if has_frames else model_output
                 latents = self.driver.step(self, self.index, prediction, timestep, joined)

@@ -190,6 +190,9 @@ def test_a_step_that_a_replay_ends_leaves_no_argument_for_the_next():
     class Driver:
         count = 1
 
+        def join_frames(self, batch):
+            return batch
+
         def step(self, *args):
             raise StopIteration
 
@@ -365,8 +368,11 @@ def test_mochis_time_runs_from_noise_to_data(process, index):
 class Driver:
     """Notes the steps that it is asked for, and leaves zeros."""
 
-    def __init__(self, count=1):
-        self.count, self.steps = count, []
+    def __init__(self):
+        self.steps = []
+
+    def join_frames(self, batch):
+        return batch
 
     def step(self, scheduler, index, prediction, timestep, sample):
         self.steps.append((index, scheduler.position, dict(scheduler.options)))
@@ -389,16 +395,6 @@ def test_a_driver_chooses_the_next_latent():
         assert torch.equal(scheduler.step(sample, timestep, sample, return_dict=False)[0], torch.zeros(2, 3))
     assert [(index, position) for index, position, _ in driver.steps] == [(0, 0), (1, 1), (2, 2), (3, 3)]
     assert scheduler.loop_length == 4
-
-
-def test_frames_that_a_pipeline_steps_as_a_batch_are_parts_of_their_sample():
-    scheduler, driver = flow(), Driver(count=2)
-    scheduler.driver = driver
-    driver.step = lambda scheduler, index, prediction, timestep, sample: driver.steps.append(sample) or sample + 1
-    frames, copies = torch.arange(12.0).view(4, 3), torch.arange(6.0).view(2, 3).repeat(2, 1)
-    for batch in (frames, copies):
-        assert torch.equal(scheduler.step(batch, scheduler.timesteps[0], batch, return_dict=False)[0], batch + 1)
-    assert [sample.shape for sample in driver.steps] == [(2, 2, 3), (4, 3)]
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["begin index", "timestep"])
