@@ -88,7 +88,9 @@ def small(values, inputs):
     changed["num_generations"] = 4 if "best_of_n" in values else min(2, values["num_generations"])
     for side in ("train", "eval"):  # one sample per call stays one
         changed[f"per_device_{side}_batch_size"] = min(2, values["per_device_train_batch_size"])
-    changed["num_inference_steps"] = changed["eval_num_inference_steps"] = min(STEPS, values["num_inference_steps"])
+    changed["num_inference_steps"] = changed["eval_num_inference_steps"] = min(
+        STEPS, values.get("num_inference_steps", STEPS)
+    )
     if "best_of_n" in values:
         changed["best_of_n"] = 2
     if "rollout_batch_size" in values:

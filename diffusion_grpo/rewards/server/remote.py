@@ -177,7 +177,7 @@ class RemoteReward:
         scores: list[float | None] = [None] * len(completions)
 
         def write(rows: range, image_columns: list[str]) -> bytes:
-            sent = {name: [columns[name][row] for row in rows] for name in self.columns}
+            sent = {name: [columns[name][row] for row in rows] for name in self.columns or ()}
             sent |= {name: list(map(open_image, sent[name])) for name in image_columns}
             groups = [0] * len(rows) if self.is_groupwise else None
             samples = [self._choose_frames(completions[row]) for row in rows]
@@ -250,7 +250,8 @@ class RemoteReward:
         self, client: httpx2.AsyncClient, server: _Server, rows: range, write: Callable[[range, list[str]], bytes]
     ) -> list[float | None]:
         """Score one batch, with retries; raise `_Broken` to give up the server, `_TooLarge` to send fewer samples."""
-        attempt, patience, scored, body = 0, time.monotonic() + self.timeout, None, None
+        body: bytes | None = None
+        attempt, patience, scored = 0, time.monotonic() + self.timeout, None
         while True:
             try:
                 name, image_columns = await self._describe(client, server)
@@ -284,7 +285,7 @@ class RemoteReward:
         if len(names) != 1 or names[0] not in server.served:
             raise RewardError(f"finds {', '.join(server.served)} at {server.url}; set reward to one of these")
         image_columns = server.served[names[0]].get("image_columns", []) if self.opens_paths else []
-        return names[0], [name for name in self.columns if name in image_columns]
+        return names[0], [name for name in self.columns or () if name in image_columns]
 
     async def _look(self, client: httpx2.AsyncClient, server: _Server) -> None:
         """Use a server again if it answers."""
