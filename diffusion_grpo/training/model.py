@@ -230,7 +230,10 @@ def choose_device(name: str | None) -> torch.device:
     if name is None:
         found = None if has_apple_gpu() else torch.accelerator.current_accelerator(check_available=True)
         return found or torch.device("cpu")
-    return torch.device(name)
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device: {name!r} is not a torch device.") from error
 
 
 def load_plain_pipeline(

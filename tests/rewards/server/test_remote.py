@@ -459,7 +459,6 @@ def test_the_command_refuses_what_it_cannot_serve(capsys) -> None:
     for words, message in (
         (["brigthness"], "brightness"),
         (["brightness", "--token_env", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE"),
-        (["brightness", "--max_waiting", "0"], "at least 1"),
     ):
         assert cli.main(["rewards", "serve", *words]) == 2
         assert message in capsys.readouterr().err
