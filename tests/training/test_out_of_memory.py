@@ -5,6 +5,7 @@ import torch
 from command_line import make_config
 from tiny_runs import logged, trained_weights, trainer_for
 
+from diffusion_grpo.data.columns import RowError
 from diffusion_grpo.planning.plan import make_planned_config
 from diffusion_grpo.training.memory import format_size
 from diffusion_grpo.training.out_of_memory import (
@@ -166,7 +167,7 @@ def test_losses_that_compare_the_samples_of_a_prompt_keep_them_in_one_micro_batc
 def test_other_errors_pass(tmp_path):
     trainer = trainer_for(tmp_path, auto_find_batch_size=True, **RUN)
     trainer.policy.network.forward = lambda *args, **kwargs: 1 / 0
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(RowError, match="ZeroDivisionError"):
         trainer.train()
 
 
