@@ -6,6 +6,7 @@ bits.
 """
 
 import dataclasses
+import inspect
 import pkgutil
 from collections.abc import Callable
 from typing import Any
@@ -349,6 +350,14 @@ def load_advantage_fn(path: str | AdvantageFunction | None) -> AdvantageFunction
             ) from error
     if not callable(found):
         raise ValueError(f"advantage_fn={path!r} is a {type(found).__name__}; give the path of a function.")
+    try:
+        inspect.signature(found).bind(None, None, weights=None, batches=None)
+    except TypeError as error:
+        raise ValueError(
+            f"advantage_fn={path!r} is called with (rewards, groups, weights=..., batches=...): {error}."
+        ) from error
+    except ValueError:  # not written in Python, so its signature is unknown
+        pass
     return found
 
 

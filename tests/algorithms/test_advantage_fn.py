@@ -32,18 +32,10 @@ def test_what_no_function_scored_has_the_advantage_0_and_the_rewards_stay_as_the
     assert torch.equal(rewards.nan_to_num(), before.nan_to_num())
 
 
-@pytest.mark.parametrize(
-    ("path", "match"),
-    [
-        ("no_such.ranks", "no_such.ranks"),
-        ("math.pi", "math.pi"),
-    ],
-)
-def test_what_is_no_advantage_function_is_refused_with_the_settings(path, match):
-    with pytest.raises(ValueError, match=match):
+@pytest.mark.parametrize("path", ["no_such.ranks", "math.pi", "json.dumps"])  # the last takes other arguments
+def test_what_is_no_advantage_function_is_refused_with_the_settings(path):
+    with pytest.raises(ValueError, match=path):
         DiffusionGRPOConfig("out", use_cpu=True, advantage_fn=path)
-    with pytest.raises(ValueError, match=match):
-        load_advantage_fn(path)
 
 
 WRONG = {
