@@ -128,7 +128,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         self.monitor = ProcessGroupMonitor(given.args.distributed_state, kinds)
         with explain_out_of_memory(given.args, lambda: "while the model was loaded"):
             loaded = load_policy(given, peft_config, self.monitor)
-            check_own_optimizer(optimizers[0], loaded.model)
+            check_own_optimizer(*optimizers, loaded.model)
             self.policy, self.inputs, self.embeds = loaded.policy, loaded.inputs, loaded.embeds
             super().__init__(
                 backend=self.backend,
@@ -145,6 +145,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
                 self.embeds.share(self.accelerator)
             self.metrics, self.progress = Metrics(), UpdateProgress()
             self._sampler: GroupSampler | None = None
+            self._noted_settings = preflight.note_settings(self.args)
             self._make_collaborators(given.is_full_training)
             self.inputs.check_arguments(self.args.eval_pipeline_kwargs or {})
 
@@ -247,6 +248,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any):
         """Train; see `Trainer.train`."""
+        preflight.refuse_changed_settings(self._noted_settings, self.args)
         self.loader.reset()  # a second call to `train` starts with a new rollout
         self.metrics.reset()
         folder = Path(self.args.output_dir)
@@ -285,6 +287,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
     def _resize(self) -> None:
         """Pass changed micro-batch sizes on to the objects that use them."""
         self._train_batch_size = self.args.train_batch_size
+        self._noted_settings = preflight.note_settings(self.args)
         self.loader.reset()
         self.metrics.reset()
 
@@ -296,7 +299,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
                 f"{self.state.global_step}"
             ),
             lambda: weigh_run(self.model, self.pipe, self.optimizer, self.loader),
-            is_evaluating,
+            "evaluation" if is_evaluating else "training",
         )
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:

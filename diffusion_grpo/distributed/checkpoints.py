@@ -28,6 +28,15 @@ from ..policy.networks import replace_attribute
 from .sharded_weights import as_shard, is_sharded
 
 MODE_FILE = "processes.json"
+# names of transformers for optimizers with the same state; a paged optimizer has that of the ordinary one
+SAME_STATE = {
+    "adamw_torch_fused": "adamw_torch",
+    "adamw_torch_xla": "adamw_torch",
+    "adamw_torch_npu_fused": "adamw_torch",
+    "adamw_8bit": "adamw_bnb_8bit",
+    "ademamix_32bit": "ademamix",
+    "rmsprop_bnb_32bit": "rmsprop_bnb",
+}
 ENGINES = {"ddp": "whole weights", "fsdp2": "FSDP2"} | {f"zero{stage}": f"ZeRO-{stage}" for stage in range(4)}
 Mode = dict[str, Any]
 FOLDER, REST = "optimizer", "optimizer.json"
@@ -43,9 +52,12 @@ def write_mode(folder: Path, mode: Mode, optimizer: str) -> None:
 
 
 def find_other_optimizer(folder: Path, optimizer: str) -> str | None:
-    """Return the name of the optimizer that wrote a checkpoint if it is another one than `optimizer`."""
+    """Return the name of the optimizer that wrote a checkpoint if it keeps another state than `optimizer`."""
     wrote = json.loads((folder / MODE_FILE).read_text(encoding="utf-8"))["optim"]
-    return None if wrote == optimizer else wrote
+    there, here = (
+        SAME_STATE.get(name, name) for name in (wrote.removeprefix("paged_"), optimizer.removeprefix("paged_"))
+    )
+    return None if there == here else wrote
 
 
 def read_mode(folder: Path) -> str:

@@ -5,7 +5,7 @@ import logging
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate.utils import AutocastKwargs
@@ -18,6 +18,7 @@ from transformers.trainer_utils import HubStrategy, rotate_checkpoints
 from transformers.utils import PushInProgress, hf_api
 
 from ..config.files import check_hub_access, check_resume_folder
+from ..config.names import suggest
 from ..distributed import checkpoints as shares
 from ..distributed.backend import DistributedBackend
 from ..distributed.collectives import gather_json, is_shared
@@ -35,6 +36,7 @@ NEVER_CALLED = {
     **dict.fromkeys(("prediction_step", "evaluation_loop", "get_eval_dataloader"), "override evaluate"),
     "_save": "override save_model",
 }
+AFTER_ROLLOUTS = ("_kl", "_velocity/", "_rollouts/")  # metrics that the evaluation before training lacks
 OF_SETTINGS = ("initial_lr", "weight_decay", "betas", "eps")  # entries of an optimizer's groups that settings give
 
 
@@ -118,6 +120,17 @@ class DiffusersTrainer(Trainer):
             if self.accelerator.scaler is not None:  # DeepSpeed's engine restores its own
                 self._load_scaler(resume_from_checkpoint)
         return prepared
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As in `Trainer`, but looks for `metric_for_best_model` in the evaluation before training too."""
+        metrics, name = super()._evaluate(*args, **kwargs), self.args.metric_for_best_model or ""
+        full = name if name.startswith("eval_") else f"eval_{name}"
+        if name and full not in metrics and not any(part in full for part in AFTER_ROLLOUTS):
+            raise ValueError(
+                f"metric_for_best_model={name!r} is not among the metrics of the evaluation, {', '.join(metrics)}."
+                f"{suggest(full, metrics)}"
+            )
+        return metrics
 
     # Where a run starts
 
@@ -326,6 +339,13 @@ class DiffusersTrainer(Trainer):
         self._card_details = self._card_details.add(**given, **kwargs)
         if self.is_world_process_zero():
             self.write_card(self._card_details)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse to search, for which a trainer would have to load its pipeline anew for each trial."""
+        raise NotImplementedError(
+            "hyperparameter_search() cannot load the pipeline anew for each trial; create a trainer per trial, with "
+            "an output_dir of its own, and compare what evaluate() returns."
+        )
 
     def push_to_hub(
         self,

@@ -17,6 +17,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 from ..data.held_out import describe_prompts
 from ..distributed.sharded_weights import TrainedWeights
+from ..media.files import write_whole
 from ..report.gallery import EVALUATIONS, choose_evenly
 from ..report.run_folder import LOG_OF_EVALUATIONS, find_collapse
 from .checkpoints import set_later_aside
@@ -130,7 +131,7 @@ class SampleGridCallback(TrainerCallback):
         last = state.log_history[-1] if state.log_history else {}
         if state.is_world_process_zero and "eval_reward" in last:  # those of another dataset are not logged
             run, step = Path(args.output_dir), state.global_step
-            state.save_to_json(str(run / LOG_OF_EVALUATIONS))
+            write_whole(run / LOG_OF_EVALUATIONS, lambda path: state.save_to_json(str(path)))
             prompts = {}
             for table in (run / "evaluations").glob(f"step-{step:06d}*.parquet"):  # one per process
                 columns = pyarrow.parquet.read_table(table, columns=["image", "prompt"]).to_pydict()

@@ -53,8 +53,15 @@ def check_model(model: Any) -> None:
         )
 
 
-def check_own_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> None:
-    """Refuse a user's own optimizer that would change nothing."""
+def check_own_optimizer(
+    optimizer: torch.optim.Optimizer | None, schedule: torch.optim.lr_scheduler.LRScheduler | None, model: nn.Module
+) -> None:
+    """Refuse a user's own optimizer or schedule that would change nothing."""
+    if schedule is not None and getattr(schedule, "optimizer", optimizer) is not optimizer:
+        raise ValueError(
+            "optimizers: the schedule was made for another optimizer than the one that trains; pass that one too, or "
+            "leave the schedule out and set lr_scheduler_type."
+        )
     groups = [] if optimizer is None else optimizer.param_groups
     held = {id(weight) for group in groups for weight in group["params"]}
     trained = {id(weight) for weight in model.parameters() if weight.requires_grad}

@@ -12,6 +12,7 @@ import transformers
 from accelerate.hooks import AlignDevicesHook, CpuOffload
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, SchedulerMixin
 from diffusers.hooks.group_offloading import GroupOffloadingHook
+from diffusers.models.attention import AttentionModuleMixin
 from diffusers.utils.torch_utils import is_compiled_module
 from peft import PeftConfig
 from torch import nn
@@ -229,7 +230,7 @@ def check_peft_config(peft_config: PeftConfig | None) -> None:
 
 
 def check_given_parts(model: str | DiffusionPipeline, args: DiffusionGRPOConfig, trained: Collection[str]) -> None:
-    """Refuse parts, loaded by the user, that are compiled or offloaded."""
+    """Refuse parts, loaded by the user, that are fused, compiled or offloaded."""
     given = model.components if isinstance(model, DiffusionPipeline) else args.model_init_kwargs or {}
     for name, part in given.items():
         if not isinstance(part, nn.Module):
@@ -240,6 +241,18 @@ def check_given_parts(model: str | DiffusionPipeline, args: DiffusionGRPOConfig,
                 f"{name} is wrapped by torch.compile, which hides the network that is trained and saved; pass it "
                 "uncompiled, and set torch_compile=True."
             )
+        if name in trained and any(map(_is_fused, part.modules())):
+            raise ValueError(
+                f"{name} has fused projections, which a LoRA and saved weights do not reach; call "
+                f"{name}.unfuse_qkv_projections() before training."
+            )
+
+
+def _is_fused(module: nn.Module) -> bool:
+    """Return whether an attention layer runs its fused projections; older layers keep the mark when unfused."""
+    processor = type(getattr(module, "processor", None)).__name__
+    is_marked = getattr(module, "fused_projections", False)
+    return is_marked and (isinstance(module, AttentionModuleMixin) or processor.startswith("Fused"))
 
 
 def check_offload(name: str, part: nn.Module, is_swapped: bool) -> None:

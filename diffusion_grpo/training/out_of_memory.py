@@ -26,7 +26,9 @@ class NotEnoughMemoryError(torch.OutOfMemoryError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that the accelerator or the host is out of memory."""
+    """Return whether an error, or what caused it, means that the accelerator or the host is out of memory."""
+    if error.__cause__ is not None and is_out_of_memory(error.__cause__):
+        return True
     if isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in OTHER_WORDS)
@@ -58,24 +60,24 @@ def list_weights(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
-def list_changes(args: DiffusionGRPOConfig, is_evaluating: bool = False) -> list[str]:
+def list_changes(args: DiffusionGRPOConfig, stage: str) -> list[str]:
     """Return the settings that would take less memory, starting with those that cost the least time."""
-    factor = shrink_factor(args)
+    factor, is_training, is_loaded = shrink_factor(args), stage == "training", stage != "loading"
     smaller = (
         f"per_device_train_batch_size: {args.per_device_train_batch_size // factor} with gradient_accumulation_steps: "
         f"{args.gradient_accumulation_steps * factor} and steps_per_generation: "
         f"{args.micro_batches_per_rollout * factor} (the same samples per update)"
     )
     changes = {
-        "a smaller per_device_eval_batch_size": is_evaluating and args.eval_batch_size > 1,
-        smaller: factor > 1 and not is_evaluating,
-        "rollout_batch_size: 1": (args.rollout_batch_size or 1) > 1 and not is_evaluating,
+        "a smaller per_device_eval_batch_size": stage == "evaluation" and args.eval_batch_size > 1,
+        smaller: is_training and factor > 1,
+        "rollout_batch_size: 1": is_training and (args.rollout_batch_size or 1) > 1,
         "bf16: true, or fp16: true on older GPUs": not (args.bf16 or args.fp16 or args.use_cpu),
-        "gradient_checkpointing: true": not (args.activation_checkpointing or is_evaluating),
+        "gradient_checkpointing: true": is_training and not args.activation_checkpointing,
         "cache_prompt_embeds: memory": args.cache_prompt_embeds == "off",
-        "offload_trajectories: true": not args.offload_trajectories,
+        "offload_trajectories: true": is_loaded and not args.offload_trajectories,
         "offload_frozen: cpu": args.offload_frozen is None,
-        "decode_batch_size: 1": args.decode_batch_size is None and not args.vae_slicing,
+        "decode_batch_size: 1": is_loaded and args.decode_batch_size is None and not args.vae_slicing,
         "a LoRA with group_offload: block_level": args.group_offload is None,
         "load_in_4bit: true (a LoRA, with bitsandbytes)": not asks_for_quantization(args),
     }
@@ -100,7 +102,7 @@ def explain_out_of_memory(
     args: DiffusionGRPOConfig,
     place: Callable[[], str],
     measure: Callable[[], dict[str, int]] = dict,
-    is_evaluating: bool = False,
+    stage: str = "loading",
 ) -> Iterator[None]:
     """Turn an out-of-memory error inside this context into one message: what uses how much, and what to change."""
     try:
@@ -111,10 +113,10 @@ def explain_out_of_memory(
         first_line = next(iter(str(error).strip().splitlines()), "")
         sizes = ", ".join(f"{name} {format_size(count)}" for name, count in measure().items() if count)
         always = f" Always in memory: {sizes}; the rest comes and goes with each pass." if sizes else ""
+        changes = "; ".join(list_changes(args, stage)) or "a larger card, or more processes with zero3"
         raise NotEnoughMemoryError(
-            f"Out of memory {place()}: {first_line}{always} Try one of these, the cheapest first: "
-            f"{'; '.join(list_changes(args, is_evaluating))}. `diffusion-grpo plan CONFIG --fit 24GiB`, with the size "
-            "of your card, says which of them are needed."
+            f"Out of memory {place()}: {first_line}{always} Try one of these, the cheapest first: {changes}. "
+            "`diffusion-grpo plan CONFIG --fit 24GiB`, with the size of your card, says which of them are needed."
         ) from error
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import importlib.util
 import logging
 import os
 import sys
@@ -12,7 +13,9 @@ from diffusers import DiffusionPipeline
 from peft import PeftConfig
 
 from ..config.files import check_hub_access, check_model_name, check_resume_folder
-from ..config.settings import DiffusionGRPOConfig
+from ..config.sampling import SamplingSettings
+from ..config.settings import DiffusionGRPOConfig, describe
+from ..config.update import UpdateSettings
 from ..config.validate import check_settings
 from ..data.columns import list_given, list_types
 from ..data.inputs import PipelineInputs, prepare_inputs
@@ -58,6 +61,10 @@ from .model_checks import (
 from .trackers import check_trackers
 
 logger = logging.getLogger(__name__)
+# settings that a trainer reads only when it is made
+READ_ONCE = {field.name for part in (SamplingSettings, UpdateSettings) for field in dataclasses.fields(part)}
+READ_ONCE |= {"per_device_train_batch_size", "gradient_accumulation_steps", "seed", "data_seed", "shuffle_dataset"}
+READ_ONCE -= {"num_generations_eval", "eval_num_inference_steps"}
 # cheap rewards, watched because a fall of one says that a trained reward may be being hacked
 CHEAP = {"images": ["brightness", "sharpness", "colorfulness", "jpeg_compressibility"]}
 CHEAP["videos"] = [*CHEAP["images"], "flicker", "motion"]
@@ -134,6 +141,7 @@ def check_run(
     backend = choose_backend(args)
     optimizer = getattr(args.optim, "value", args.optim)
     refusals.check_optimizer(backend.sharding, optimizer)
+    check_optimizer_package(optimizer)
     check_block_swap(args, backend, is_full_training)
     datasets = name_datasets(train_dataset, eval_dataset)
     pipeline = pipeline_class(model, args)
@@ -178,6 +186,21 @@ def set_log_level(args: DiffusionGRPOConfig) -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(message)s"))
         ours.addHandler(handler)
+
+
+def note_settings(args: DiffusionGRPOConfig) -> dict[str, Any]:
+    """Return the settings that a trainer reads only when it is made."""
+    return {name: describe(getattr(args, name)) for name in sorted(READ_ONCE)}
+
+
+def refuse_changed_settings(noted: dict[str, Any], args: DiffusionGRPOConfig) -> None:
+    """Refuse settings that were changed since they were read: some would have no effect, others would split groups."""
+    for name, value in note_settings(args).items():
+        if value != noted[name]:
+            raise ValueError(
+                f"{name} was changed from {noted[name]!r} to {value!r} after the trainer was created, which has "
+                "read it; create a new one."
+            )
 
 
 def prepare_training(args: DiffusionGRPOConfig, peft_config: PeftConfig | None) -> bool:
@@ -246,6 +269,13 @@ def check_watched(
     for name, dataset in name_datasets(None, eval_dataset):
         check_columns(watched, list_given(dataset), name, list_types(dataset))
     return watched
+
+
+def check_optimizer_package(name: str) -> None:
+    """Refuse an optimizer whose package is missing, which transformers would notice once the model is loaded."""
+    package = "torchao" if name in refusals.TORCHAO else "bitsandbytes" if name in refusals.BITSANDBYTES else None
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise ImportError(f"optim={name!r} needs the package {package}: pip install {package}.")
 
 
 def check_block_swap(args: DiffusionGRPOConfig, backend: DistributedBackend, is_full_training: bool) -> None:

@@ -1,5 +1,6 @@
 """What transformers' Trainer forces: checkpoints that rotate, folders that are not overwritten, predict."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -239,23 +240,29 @@ def test_a_method_that_is_never_called_cannot_be_overridden():
             return super().training_step(*args, **kwargs)
 
 
-def test_batches_of_ones_own_are_refused(tmp_path):
+def test_batches_of_ones_own_and_searches_are_refused(tmp_path):
     trainer = trainer_for(tmp_path)
     trainer.get_train_dataloader = lambda: torch.utils.data.DataLoader([{"prompt": "a cat"}] * 8)
     with pytest.raises(TypeError, match="train_dataset"):
         trainer.train()
+    with pytest.raises(NotImplementedError, match="a trainer per trial"):
+        trainer.hyperparameter_search()
 
 
-def test_the_best_metric_may_be_one_that_an_own_evaluate_adds(tmp_path):
-    """Gradients may be off around the run."""
-    settings = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 1, "metric_for_best_model": "eval_own"}
+@pytest.mark.parametrize("name", ["eval_own", "ovn"])
+def test_the_best_metric_may_be_one_that_an_own_evaluate_adds(tmp_path, name):
+    """A name that no evaluation has ends the run before its first update. Gradients may be off around the run."""
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 1, "metric_for_best_model": name}
     trainer = trainer_for(tmp_path, eval_on_start=True, **settings)
     evaluate, before = trainer.evaluate, trained_weights(trainer)
     trainer.evaluate = lambda **kwargs: evaluate(**kwargs) | {"eval_own": 2.0}
-    with torch.no_grad():
+    is_known = name == "eval_own"
+    refused = contextlib.nullcontext() if is_known else pytest.raises(ValueError, match="metric_for_best.*'eval_own'")
+    with torch.no_grad(), refused:
         trainer.train()
-    assert trainer.state.best_metric == 2.0
-    assert any(not torch.equal(before[key], value) for key, value in trained_weights(trainer).items())
+    assert trainer.state.best_metric == (2.0 if is_known else None)
+    after = trained_weights(trainer)
+    assert any(not torch.equal(before[key], after[key]) for key in before) == is_known
 
 
 def test_the_reference_model_is_a_copy_in_full_training(tmp_path):

@@ -32,12 +32,13 @@ from diffusion_grpo.training.model_checks import (
 
 CPU = torch.device("cpu")
 CHANGES = {
+    "fused": lambda pipe: pipe.transformer.fuse_qkv_projections(),
     "compiled": lambda pipe: setattr(pipe, "transformer", torch.compile(pipe.transformer, backend="eager")),
     "model offload": lambda pipe: pipe.enable_model_cpu_offload(device="cpu"),
     "sequential offload": lambda pipe: pipe.enable_sequential_cpu_offload(device="cpu"),
     "group offload": lambda pipe: pipe.enable_group_offload(onload_device=CPU, offload_type="leaf_level"),
 }
-MESSAGES = {"compiled": "torch_compile=True"}  # and for the others:
+MESSAGES = {"fused": "unfuse_qkv_projections", "compiled": "torch_compile=True"}  # and for the others:
 OFFLOADED = "set offload_frozen='cpu', or group_offload"
 
 
@@ -67,6 +68,19 @@ def test_what_an_earlier_run_left_is_no_obstacle(tmp_path):
         pipe.unload_lora_weights()  # puts diffusers' hooks in the place of those for training
     with pytest.raises(ValueError, match=OFFLOADED):
         trainer_for(tmp_path / "third", model=pipe)
+
+
+@pytest.mark.parametrize("name", ["sd3", "sd15", "flux"])
+def test_fused_projections_are_seen_until_they_are_unfused(name):
+    """Also on the older layers (sd15), whose mark stays. Those of a frozen part are no obstacle."""
+    pipe, _ = tiny_pipelines.build(name)
+    network = pipe.unet if name == "sd15" else pipe.transformer
+    network.fuse_qkv_projections()
+    pipe.vae.fuse_qkv_projections()
+    with pytest.raises(ValueError, match="has fused projections"):
+        check_given_parts(pipe, make_config(), ["transformer", "unet"])
+    network.unfuse_qkv_projections()
+    check_given_parts(pipe, make_config(), ["transformer", "unet"])
 
 
 def test_frozen_parts_may_be_compiled_and_given_ones_are_looked_at(tmp_path):

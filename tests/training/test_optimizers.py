@@ -54,6 +54,10 @@ def test_what_cannot_work_is_refused_before_a_model_is_loaded(tmp_path, monkeypa
         trainer_for(tmp_path, optim="lion_8bit")
     with pytest.raises(ValueError, match="optim='adamw_torch_4bit': FSDP2's checkpoints cannot hold"):
         trainer_for(tmp_path, optim="adamw_torch_4bit")
+    monkeypatch.undo()
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="pip install bitsandbytes"):
+        trainer_for(tmp_path, optim="lion_8bit")
 
 
 def test_an_optimizer_of_ones_own_has_to_hold_what_is_trained(tmp_path):
@@ -68,3 +72,5 @@ def test_an_optimizer_of_ones_own_has_to_hold_what_is_trained(tmp_path):
     schedule = torch.optim.lr_scheduler.LambdaLR(own, lambda step: 0.5)
     trainer = DiffusionGRPOTrainer(model=pipe, optimizers=(own, schedule), **settings)
     assert trainer.optimizer is own and trainer.lr_scheduler is schedule
+    with pytest.raises(ValueError, match="optimizers: the schedule was made for another optimizer"):
+        DiffusionGRPOTrainer(model=pipe, optimizers=(None, schedule), **settings)

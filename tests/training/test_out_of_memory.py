@@ -28,6 +28,9 @@ def test_memory_may_run_out_outside_of_torchs_allocator():
         assert is_out_of_memory(RuntimeError(words))
     assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
     assert not is_out_of_memory(ValueError("CUDA error: out of memory"))
+    wrapped = RowError("the pipeline fails on a row")
+    wrapped.__cause__ = RuntimeError("CUDA error: out of memory")
+    assert is_out_of_memory(wrapped)
 
 
 def run_out(trainer, largest, begin=0):
@@ -146,8 +149,19 @@ def test_a_model_that_does_not_fit_says_what_to_change(tmp_path, monkeypatch, pa
 def test_only_settings_that_are_open_are_named():
     taken = {"cache_prompt_embeds": "memory", "offload_frozen": "cpu", "group_offload": "block_level"}
     for name in taken:
-        assert any(name in change for change in list_changes(make_config()))
-        assert not any(name in change for change in list_changes(make_config(**taken)))
+        assert any(name in change for change in list_changes(make_config(), "loading"))
+        assert not any(name in change for change in list_changes(make_config(**taken), "loading"))
+    args = make_config(gradient_checkpointing=False)
+    open_in = {stage: " ".join(list_changes(args, stage)) for stage in ("loading", "evaluation", "training")}
+    for name, stages in {
+        "per_device_train_batch_size": ["training"],
+        "per_device_eval_batch_size": ["evaluation"],
+        "gradient_checkpointing": ["training"],
+        "offload_trajectories": ["evaluation", "training"],
+        "decode_batch_size": ["evaluation", "training"],
+        "load_in_4bit": ["loading", "evaluation", "training"],
+    }.items():
+        assert [stage for stage in open_in if name in open_in[stage]] == stages, name
 
 
 def test_losses_that_compare_the_samples_of_a_prompt_keep_them_in_one_micro_batch(tmp_path):

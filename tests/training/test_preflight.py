@@ -24,8 +24,10 @@ from diffusion_grpo.training.preflight import (
     choose_backend,
     describe_run,
     load_run_rewards,
+    note_settings,
     prepare_args,
     prepare_training,
+    refuse_changed_settings,
 )
 
 
@@ -125,6 +127,19 @@ def test_settings_that_were_changed_since_are_checked_again(tmp_path):
     args.num_generations = 1
     with pytest.raises(ValueError, match="num_generations must be at least 2, got 1"):
         prepare_args("owner/name", args)
+
+
+def test_settings_that_a_trainer_has_read_are_not_changed(tmp_path):
+    trainer = trainer_for(tmp_path)
+    noted = note_settings(trainer.args)
+    trainer.args.max_steps, trainer.args.learning_rate, trainer.args.num_generations_eval = 2, 1e-4, 3
+    refuse_changed_settings(noted, trainer.args)
+    for name, value in {"old_log_prob": "replay", "seed": 7, "pipeline_kwargs": {"max_sequence_length": 8}}.items():
+        before = getattr(trainer.args, name)
+        setattr(trainer.args, name, value)
+        with pytest.raises(ValueError, match=f"^{name} was changed"):
+            trainer.train()
+        setattr(trainer.args, name, before)
 
 
 def test_settings_may_have_more_fields(tmp_path):
