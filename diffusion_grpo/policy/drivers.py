@@ -82,7 +82,7 @@ class Driver:
 
     def note_output(self, output: Any) -> Any:
         """Note how many axes the output of a trained network has; return the output."""
-        self.output_ndim = next(x.ndim for x in pytree.tree_leaves(output) if torch.is_tensor(x))
+        self.output_ndim = next((x.ndim for x in pytree.tree_leaves(output) if torch.is_tensor(x)), 0)
         return output
 
     def join_frames(self, batch: Tensor) -> Tensor:

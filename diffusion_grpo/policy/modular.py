@@ -117,7 +117,7 @@ class _Adapted:
             stack.enter_context(replace_attribute(self, "own_guiders", own))
             for scale, name in self.guidance_scales.items():
                 value = inputs.pop(scale, None)
-                if value is not None and own[name].num_conditions == 1:
+                if own[name].num_conditions == 1:
                     own[name].guidance_scale = 2.0  # any that guides: the encoders are not told the call's
                 if value == OFF:
                     guiders[name].disable()

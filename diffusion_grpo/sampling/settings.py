@@ -61,6 +61,9 @@ class SampleSettings:
     train: "DiffusionGRPOConfig | None" = None
 
     def __post_init__(self):
+        for name in ("num_generations", "batch_size", "max_prompts"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}.")
         if self.noise_level is not None and self.noise_level < 0:
             raise ValueError(f"--noise_level must be 0 (no noise) or above, got {self.noise_level}.")
         if self.noise_level != 0 and self.num_inference_steps is None:

@@ -36,6 +36,11 @@ def test_each_scheduler_is_handed_its_part_of_the_latents():
     assert driver.latents.is_used_up
 
 
+def test_an_output_without_tensors_has_no_axes():
+    driver = Driver(SEEDS)
+    assert driver.note_output("text") == "text" and driver.join_frames(torch.ones(4, 3)).shape == (4, 3)
+
+
 def test_the_density_of_several_parts_is_their_mean_over_all_numbers():
     scores = torch.tensor([1.0, 2.0]), torch.tensor([5.0, 10.0])
     assert average_scores(scores, (torch.zeros(2, 6), torch.zeros(2, 2))).tolist() == [2.0, 4.0]

@@ -113,15 +113,18 @@ def test_losses_on_renoised_samples_make_one_pass():
     torch.testing.assert_close(found.clean, denoise(DenoisingPolicy(plain), given, clean, 1).clean, rtol=0, atol=1e-6)
 
 
-def test_a_guider_that_is_switched_off_guides_calls_with_a_scale():
+@pytest.mark.parametrize("scale, is_on, call", [(4.0, False, {"guidance_scale": "off"}), (1.0, True, {})])
+def test_a_guider_of_one_pass_guides_calls_with_a_scale(scale, is_on, call):
     pipe, inputs = tiny_pipelines.build("modular_wan")
     settings = {"seeds": [3, 4], "num_inference_steps": 3, "steps": [[0], [0]]}
-    inputs |= {"guidance_scale": 4.0}
-    _, expected = rollout(pipe, inputs, **settings)
-    pipe.guider.disable()
+    del inputs["guidance_scale"]
+    _, expected = rollout(pipe, inputs | {"guidance_scale": 5.0}, **settings)
+    guider = ClassifierFreeGuidance(scale)
+    guider._enabled = is_on
+    pipe.update_components(guider=guider)
     policy = DenoisingPolicy(pipe)
-    _, alone = rollout(policy, inputs | {"guidance_scale": "off"}, **settings)
-    _, guided = rollout(policy, inputs, **settings)  # with the prompts that the other call encoded
+    _, alone = rollout(policy, inputs | call, **settings)
+    _, guided = rollout(policy, inputs | {"guidance_scale": 5.0}, **settings)  # with the prompts of the other call
     assert torch.equal(guided.next_latents, expected.next_latents)
     assert not torch.equal(alone.next_latents, expected.next_latents)
 
@@ -132,16 +135,6 @@ def test_other_guiders_are_replayed(guider):
     pipe.update_components(guider=guider)
     report = check_pipeline(pipe, {k: v for k, v in inputs.items() if k != "guidance_scale"}, num_inference_steps=3)
     assert report.trains and report.max_ratio_error == 0.0, report.reason
-
-
-def test_a_call_guides_also_where_the_guider_itself_makes_one_pass():
-    scores = []
-    for scale in (1.0, 5.0):
-        pipe, inputs = tiny_pipelines.build("modular_wan")
-        pipe.update_components(guider=ClassifierFreeGuidance(scale))
-        call = inputs | {"guidance_scale": 5.0}
-        scores.append(rollout(DenoisingPolicy(pipe), call, seeds=[3, 4], num_inference_steps=3)[1].log_probs)
-    assert torch.equal(*scores)
 
 
 def test_a_guider_with_a_memory_is_refused():

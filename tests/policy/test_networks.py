@@ -7,12 +7,10 @@ from types import SimpleNamespace
 import pytest
 import tiny_pipelines
 import torch
-from diffusers import DiffusionPipeline, SD3Transformer2DModel
-from quantized import save_pipeline
+from diffusers import DiffusionPipeline
 from tiny_runs import brightness, trainer_for
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from transformers import TrainerCallback
 
 from diffusion_grpo import check_pipeline, tiny
@@ -24,7 +22,6 @@ from diffusion_grpo.policy.networks import (
     avoid_cudnn_attention,
     find_quantization,
     is_quantized_weight,
-    list_quantized_weights,
 )
 from diffusion_grpo.policy.rollout import replay, rollout, run_prefix
 
@@ -196,14 +193,3 @@ def test_methods_have_the_names_of_backends():
 def test_bytes_are_no_plain_numbers(dtype):
     weight = nn.Parameter(torch.zeros(2, dtype=dtype), requires_grad=False)
     assert is_quantized_weight(weight) == (dtype in (torch.uint8, torch.int8))
-
-
-def test_only_weights_of_quantised_networks_are_listed(tmp_path):
-    plain = SD3Transformer2DModel.from_pretrained(save_pipeline(tmp_path / "sd3"), subfolder="transformer")
-    model = nn.ModuleDict({"network": plain})
-    assert list_quantized_weights(model) == []
-    quantize_(plain, Int8WeightOnlyConfig())
-    plain.hf_quantizer = quantizer(quant_method="torchao").hf_quantizer
-    names = list_quantized_weights(model)
-    linear = [f"network.{n}.weight" for n, module in plain.named_modules() if isinstance(module, nn.Linear)]
-    assert names and set(names) == set(linear)
