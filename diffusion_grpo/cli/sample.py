@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     names = {reward.name for reward in rewards}
     eval_rewards = load_rewards(settings.eval_reward_funcs, "eval_reward_funcs")
     eval_rewards = [reward for reward in eval_rewards if reward.name not in names]
-    dataset = load_prompts(settings.prompts, settings.split, getattr(settings.train, "prompt_column", None))
+    dataset = load_prompts(settings.prompts, settings.split, settings.prompt_column)
     check_dataset(dataset, "--prompts")
     check_columns(rewards + eval_rewards, dataset.column_names, "--prompts", list_types(dataset))
     check_needs(rewards + eval_rewards)

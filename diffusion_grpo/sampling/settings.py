@@ -23,7 +23,7 @@ STEPS = ("trained_steps", "num_trained_steps", "step_selection", "step_interval"
 OF_THE_RUN = ("scheduler_kwargs", *STEPS, "train_component", "temperature", "top_k", "top_p")
 OF_THE_RUN += ("bf16", "fp16", "load_in_4bit", "load_in_8bit", "quantization")
 NOT_IDENTITY = {"prompts", "split", "output_dir", "max_prompts", "reward_weights", "batch_size", "device"}
-NOT_IDENTITY |= {"offload_frozen", "train"}
+NOT_IDENTITY |= {"offload_frozen", "train", "prompt_column"}
 CALL = ("guidance_scale", "height", "width", "num_frames")  # arguments of the pipeline's call, passed if given
 
 
@@ -35,6 +35,7 @@ class SampleSettings:
     prompts: str | list[str]
     split: str
     output_dir: Path
+    prompt_column: str | None = None
     max_prompts: int | None = None
     lora: str | None = None
     model_init_kwargs: dict[str, Any] | None = None
@@ -134,6 +135,7 @@ def add_sample_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--prompts", help=f"{PROMPTS_HELP}; default: the YAML file's dataset")
     command.add_argument("--prompt", nargs="+", help="texts to sample, in place of --prompts")
+    command.add_argument("--prompt_column", help="column that holds the prompts; default: found by its name")
     command.add_argument("--split", help="split of the prompts; default: test, or the YAML file's")
     command.add_argument(
         "--max_prompts", type=int, help="use only the first N prompts; default: 16, or all with a YAML file"
@@ -245,7 +247,7 @@ def _read_yaml(arguments: argparse.Namespace, overrides: list[str], given: dict[
         overrides.append(f"--num_inference_steps={arguments.num_inference_steps}")
     script, _, train = parse_train_arguments(arguments.source, overrides)
     names = ("num_generations", "num_inference_steps", "sigmas", "sde_type", "noise_level", "seed", "fps")
-    settings = {name: getattr(train, name) for name in (*names, "reward_weights", *CALL)}
+    settings = {name: getattr(train, name) for name in (*names, "reward_weights", "prompt_column", *CALL)}
     # a number stays even where it is the run's group, as --num_generations may make groups of another size
     is_of_group = train.samples_per_latent in (None, "group") and train.latent_sharing == train.num_generations
     settings |= {

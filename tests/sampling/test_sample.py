@@ -311,12 +311,14 @@ def test_options_replace_columns_and_a_negative_prompt_is_given_to_each_sample(t
 
 
 def test_an_input_named_as_a_column_of_ours_is_kept(models, tmp_path):
-    columns = {"prompt": ["a fox"], "image": ["fox.png"], "level": [3], "reward": [7], "advantage": [8]}
+    columns = {"words": ["a fox"], "image": ["fox.png"], "level": [3], "reward": [7], "advantage": [8]}
     Dataset.from_dict(columns).with_format("torch").save_to_disk(tmp_path / "data")  # keeps the format
     words = [models / "sd3", "--prompts", tmp_path / "data", *SIZE, "--reward_funcs", "brightness"]
+    words += ["--prompt_column", "words"]
     run(*words, "--output_dir", tmp_path / "out", "--num_generations", 2)
     for number, row in enumerate(table_of(tmp_path / "out")):
-        assert (row["input_image"], row["image"], row["level"]) == ("fox.png", f"000{number}.png", 3)
+        assert (row["prompt"], row["image"], row["level"]) == ("a fox", f"000{number}.png", 3)
+        assert row["input_image"] == "fox.png"
         assert (row["input_reward"], row["input_advantage"], row["reward"]) == (7, 8, row["brightness"])
 
 
