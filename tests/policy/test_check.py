@@ -8,7 +8,6 @@ import pytest
 import tiny_pipelines
 import torch
 from datasets import Dataset
-from diffusers import AmusedScheduler, FlowMapEulerDiscreteScheduler
 from tiny_runs import PROMPTS, SETTINGS, brightness
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, check_pipeline
@@ -87,7 +86,8 @@ def test_half_precision_is_named_where_a_replay_differs():
         block = pipe.transformer.transformer_blocks[0].ff
         block.register_forward_hook(lambda module, args, output: output + 0.1 * torch.randn_like(output))
         report = check_pipeline(pipe.to(dtype), inputs)
-        assert "ratio is off" in report.reason and ("check it in float32" in report.reason) == is_named
+        assert not report.trains and "ratio is off" in report.reason
+        assert ("check it in float32" in report.reason) == is_named
 
 
 def test_it_leaves_no_trace_after_an_error_either():
@@ -105,25 +105,6 @@ def test_what_leaves_no_step_to_replay_is_refused(setting, value):
         check_pipeline(pipe, inputs, **{setting: value})
 
 
-def test_a_network_that_is_random_does_not_train():
-    pipe, inputs = tiny_pipelines.build("sd3")
-    pipe.transformer.register_forward_hook(
-        lambda module, args, output: (output[0] + 0.1 * torch.randn_like(output[0]),)
-    )
-    block = pipe.transformer.transformer_blocks[0].ff
-    block.register_forward_hook(lambda module, args, output: output + 0.1 * torch.randn_like(output))
-    report = check_pipeline(pipe, inputs)
-    assert not report.trains and "ratio is off" in report.reason
-
-
-def flow_map(pipe):
-    pipe.scheduler = FlowMapEulerDiscreteScheduler()
-
-
-def discrete(pipe):
-    pipe.scheduler = AmusedScheduler(mask_token_id=0)
-
-
 def inverting(pipe):
     methods = {"invert": lambda self, image: None, "__call__": lambda self, editing_prompt=None: None}
     pipe.__class__ = type("EditingPipeline", (type(pipe),), methods)
@@ -133,16 +114,9 @@ def without_scheduler(pipe):
     pipe.scheduler = None
 
 
-def without_network(pipe):
-    pipe.unet = None
-
-
 REFUSALS = {
-    flow_map: "FlowMapEulerDiscreteScheduler is a flow-map sampler",
-    discrete: "AmusedScheduler draws discrete tokens",
     inverting: "EditingPipeline starts from what its method invert",
     without_scheduler: "has no scheduler",
-    without_network: "has none of the networks transformer, unet, prior, decoder; set train_component .*text_encoder",
 }
 
 

@@ -6,7 +6,6 @@ import tiny_pipelines
 import torch
 from diffusers import WanImageToVideoPipeline
 from PIL import Image
-from torch import nn
 
 from diffusion_grpo.policy.base import call_arguments
 from diffusion_grpo.policy.drivers import UnsupportedPipeline
@@ -124,28 +123,6 @@ def test_two_latents_are_noised_each_by_its_own_scheduler():
     assert torch.isfinite(found.error()).all() and torch.equal(found.target, clean.latents)
 
 
-def test_a_perfect_network_has_no_error(monkeypatch):
-    """The target of each pass is the sample itself: a network that answers noise - data has an error of 0."""
-    policy, inputs, _, clean = clean_rollout("sd3")
-    noise = noise_of(clean, 2, clean.latents.shape)
-    kind = type(policy.scheduler)
-    real = kind.denoise
-    monkeypatch.setattr(kind, "denoise", lambda self, p, t, s: real(self, (noise - clean.latents).to(p), t, s))
-    with torch.no_grad():
-        assert denoise(policy, inputs, clean, 2).error().max() < 1e-9
-
-
-def test_only_the_asked_step_runs_the_network_once_and_without_guidance():
-    pipe, inputs = tiny_pipelines.build("sd3")
-    policy, inputs = DenoisingPolicy(pipe), inputs | {"guidance_scale": 5.0}
-    _, clean = rollout(policy, inputs, seeds=[1, 2], num_inference_steps=STEPS, keeps_clean=True)
-    denoise(policy, inputs, clean, 1)  # shapes are known from here on
-    batches, block = [], next(module for module in policy.network.modules() if isinstance(module, nn.Conv2d))
-    block.register_forward_hook(lambda module, args, output: batches.append(len(args[0])))
-    denoise(policy, inputs, clean, 3)
-    assert batches == [2]  # a guided call has both halves: four
-
-
 def test_it_has_a_gradient_and_an_own_forward():
     policy, inputs, _, clean = clean_rollout("sd3")
     found = denoise(policy, inputs, clean, 2)
@@ -188,12 +165,6 @@ def test_a_solver_that_draws_noise_is_replaced():
         assert (watch_solver(pipe.scheduler, lambda *_: None) is not None) == is_watched
     twice = [clean_rollout("deepfloyd")[3].latents for _ in range(2)]
     assert torch.equal(*twice)
-
-
-def test_step_0_is_refused():
-    policy, inputs, _, clean = clean_rollout("sd3")
-    with pytest.raises(ValueError, match="train at 1 or later"):
-        denoise(policy, inputs, clean, 0)
 
 
 def test_what_the_pipeline_holds_fixed_is_no_target():
@@ -257,9 +228,11 @@ def test_a_step_beyond_the_loop_is_named():
     _, clean = rollout(pipe, inputs, seeds=[1, 2], num_inference_steps=STEPS, keeps_clean=True)
     with pytest.raises(UnsupportedPipeline, match="there is no step 3 to train at"):
         denoise(pipe, inputs, clean, 3)
+    with pytest.raises(ValueError, match="train at 1 or later"):
+        denoise(pipe, inputs, clean, 0)
 
 
-@pytest.mark.parametrize("name", ["sd3", "sd15", "sd2", "pixart", "cogvideox", "cosmos", "svd", "cascade_prior"])
+@pytest.mark.parametrize("name", ["sd3", "sd15", "sd2", "cosmos", "cascade_prior"])
 def test_a_change_is_measured_relative_to_what_the_network_puts_out(name, monkeypatch):
     """Whatever it predicts: 10 % more of it is a difference of 10 %."""
     policy, inputs, _, clean = clean_rollout(name)

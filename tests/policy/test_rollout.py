@@ -162,14 +162,6 @@ def test_a_reference_replays_in_place_of_the_network():
     assert torch.equal(replay(policy, inputs, trajectory, 1).mean, there)
 
 
-@pytest.mark.parametrize("name", ["sd3", "flux", "wan", "sana"])
-def test_the_noise_of_a_flow_rollout_keeps_latents_at_their_scale(name):
-    pipe, inputs = tiny_pipelines.build(name)
-    _, trajectory = rollout(pipe, inputs, seeds=SEEDS, num_inference_steps=6)
-    spread = trajectory.next_latents.flatten(2).std(2)
-    assert 0.3 < spread.min() and spread.max() < 4, spread
-
-
 def test_latents_that_a_callback_edits_between_steps_replay_exactly():
     pipe, inputs = tiny_pipelines.build("sd3")
     plain = rollout(pipe, inputs, seeds=SEEDS, num_inference_steps=4)[1]
@@ -181,14 +173,10 @@ def test_latents_that_a_callback_edits_between_steps_replay_exactly():
     assert ratio_error(policy, inputs, trajectory) == 0.0
 
 
-@pytest.mark.parametrize(("name", "is_refused"), [("sd15", True), ("sdxl", True), ("sd3", False)])
-def test_a_step_cannot_draw_more_noise_than_its_latent_holds(name, is_refused):
+@pytest.mark.parametrize("name", ["sd15", "sdxl"])
+def test_a_step_cannot_draw_more_noise_than_its_latent_holds(name):
     """`ddim` and `ancestral` take the step's noise from that of the latent."""
     pipe, inputs = tiny_pipelines.build(name)
-    policy = DenoisingPolicy(pipe)
-    call = {"seeds": SEEDS, "num_inference_steps": 4, "noise_level": 1.4}
-    if not is_refused:
-        assert rollout(policy, inputs, **call)[1].steps.numel()
-        return
+    policy, call = DenoisingPolicy(pipe), {"seeds": SEEDS, "num_inference_steps": 4, "noise_level": 1.4}
     with pytest.raises(ValueError, match="noise_level must lie in"):
         rollout(policy, inputs, **call)

@@ -62,10 +62,17 @@ def euler_on_sigmas_of(scheduler):
     return Euler()
 
 
+def shifted():
+    """A scheduler whose shift was set after loading."""
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=1.0)
+    scheduler.set_shift(5.0)
+    return scheduler
+
+
 @pytest.mark.parametrize(
     "scheduler",
     [
-        FlowMatchEulerDiscreteScheduler(shift=3.0),
+        shifted(),
         UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
         DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
     ],
@@ -103,15 +110,22 @@ def test_variance_preserving_schedulers_become_ddim_with_their_own_alphas(cls, p
     assert mine.config.clip_sample == scheduler.config.get("clip_sample", False)
 
 
-@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample"])
-def test_the_mean_at_vanishing_noise_is_ddims_own_step(prediction_type):
-    mine = stochastic_scheduler(DDIMScheduler(prediction_type=prediction_type, clip_sample=True))
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        *(DDIMScheduler(prediction_type=kind, clip_sample=True) for kind in ("epsilon", "v_prediction", "sample")),
+        DDPMScheduler(thresholding=True, clip_sample=False, sample_max_value=1.5),
+    ],
+    ids=["epsilon", "v", "sample", "thresholds"],
+)
+def test_the_mean_at_vanishing_noise_is_ddims_own_step(scheduler):
+    mine = stochastic_scheduler(scheduler)
     mine.set_timesteps(5)
-    sample, prediction = torch.randn(2, 2, 4, 4, 4, generator=torch.Generator().manual_seed(0))
+    sample, prediction = 3 * torch.randn(2, 2, 4, 4, 4, generator=torch.Generator().manual_seed(0))
     for timestep in mine.timesteps:
         mean, std = mine.distribution(prediction, timestep, sample, noise_level=0.0)
         stock = mine.deterministic(prediction, timestep, sample)
-        torch.testing.assert_close(mean, stock, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(mean, stock, rtol=1e-4, atol=1e-4)
         assert std == 0
 
 
@@ -122,22 +136,6 @@ def test_what_cannot_be_scored_is_refused_with_what_can():
         stochastic_scheduler(DDIMScheduler(), "cps")
     with pytest.raises(ValueError, match=f"one of {', '.join(SDES)}"):
         stochastic_scheduler(DDIMScheduler(), "euler")
-
-
-def test_the_pipeline_keeps_its_scheduler_and_its_config():
-    pipe, inputs = tiny_pipelines.build("sd3")
-    scheduler, config = pipe.scheduler, dict(pipe.config)
-    rollout(DenoisingPolicy(pipe, sde_type="cps"), inputs, seeds=SEEDS, num_inference_steps=3)
-    assert pipe.scheduler is scheduler and dict(pipe.config) == config
-
-
-def test_a_shift_set_after_loading_is_kept():
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=1.0)
-    scheduler.set_shift(5.0)
-    mine = stochastic_scheduler(scheduler)
-    for each in (scheduler, mine):
-        each.set_timesteps(4)
-    assert torch.equal(mine.sigmas, scheduler.sigmas)
 
 
 CONTINUOUS = {"timestep_type": "continuous", "use_karras_sigmas": True, "sigma_min": 0.002, "sigma_max": 700.0}
@@ -187,18 +185,13 @@ def test_an_estimate_that_is_read_alone_is_no_step():
 
 
 def test_a_step_that_a_replay_ends_leaves_no_argument_for_the_next():
-    class Driver:
-        count = 1
-
-        def join_frames(self, batch):
-            return batch
-
+    class Leaving(Driver):
         def step(self, *args):
             raise StopIteration
 
     scheduler = stochastic_scheduler(EDMEulerScheduler())
     scheduler.set_timesteps(4)
-    scheduler.driver, sample = Driver(), torch.randn(1, 4, 8, 8)
+    scheduler.driver, sample = Leaving(), torch.randn(1, 4, 8, 8)
     with pytest.raises(StopIteration):
         scheduler.step(sample, scheduler.timesteps[0], sample, pred_original_sample=torch.zeros(1))
     estimate = scheduler.step(sample, scheduler.timesteps[0], sample, return_dict=False)[1]
@@ -238,15 +231,6 @@ def test_a_learned_variance_is_left_to_ddims():
     ):
         assert torch.equal(plain, learned)
     assert mine.config.variance_type == "learned_range"
-
-
-def test_dynamic_thresholds_are_ddims_own():
-    mine = stochastic_scheduler(DDPMScheduler(thresholding=True, clip_sample=False, sample_max_value=1.5))
-    mine.set_timesteps(5)
-    sample, prediction = 3 * torch.randn(2, 2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
-    for timestep in mine.timesteps:
-        mean, _ = mine.distribution(prediction, timestep, sample, noise_level=0.0)
-        torch.testing.assert_close(mean, mine.deterministic(prediction, timestep, sample), rtol=1e-4, atol=1e-4)
 
 
 def test_what_a_replaced_scheduler_lacks_is_the_originals():
@@ -387,24 +371,14 @@ def flow(steps=4, begin=None, **config):
     return scheduler
 
 
-def test_a_driver_chooses_the_next_latent():
-    scheduler, driver = flow(), Driver()
+@pytest.mark.parametrize(("begin", "first"), [(None, 0), (2, 2), (None, 2)], ids=["all", "begin index", "timestep"])
+def test_a_driver_chooses_the_next_latent_and_a_loop_may_start_in_the_middle(begin, first):
+    scheduler, driver, sample = flow(begin=begin), Driver(), torch.ones(2, 3)
     scheduler.driver = driver
-    sample = torch.ones(2, 3)
-    for timestep in scheduler.timesteps:
+    for timestep in scheduler.timesteps[first:]:
         assert torch.equal(scheduler.step(sample, timestep, sample, return_dict=False)[0], torch.zeros(2, 3))
-    assert [(index, position) for index, position, _ in driver.steps] == [(0, 0), (1, 1), (2, 2), (3, 3)]
-    assert scheduler.loop_length == 4
-
-
-@pytest.mark.parametrize("told", [True, False], ids=["begin index", "timestep"])
-def test_a_loop_may_start_in_the_middle_of_the_schedule(told):
-    scheduler, driver = flow(begin=2 if told else None), Driver()
-    scheduler.driver = driver
-    for timestep in scheduler.timesteps[2:]:
-        scheduler.step(torch.ones(1, 3), timestep, torch.ones(1, 3))
-    assert [(index, position) for index, position, _ in driver.steps] == [(0, 2), (1, 3)]
-    assert scheduler.loop_length == 2
+    assert [(index, position) for index, position, _ in driver.steps] == list(enumerate(range(first, 4)))
+    assert scheduler.loop_length == 4 - first
 
 
 def test_arguments_of_a_step_are_seen_in_it_and_gone_after_it():

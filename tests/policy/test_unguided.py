@@ -44,11 +44,8 @@ def test_every_scale_of_video_with_sound_is_off():
     off = switch_guidance_off(pipe, [pipe.transformer], inputs)
     assert off["guidance_scale"] == off["audio_guidance_scale"] == off["modality_scale"] == 1.0
     assert off["stg_scale"] == off["audio_stg_scale"] == 0.0
-
-
-def test_perturbed_attention_is_off():
     pipe, inputs = tiny_pipelines.build("sd15_pag")
-    assert switch_guidance_off(pipe, [pipe.unet], inputs)["pag_scale"] == 0.0
+    assert switch_guidance_off(pipe, [pipe.unet], inputs)["pag_scale"] == 0.0  # perturbed attention
 
 
 def test_guidance_as_a_component_is_refused():
