@@ -1,13 +1,21 @@
-"""Advantages: the worked example, what equal rewards and missing ones come to, and every option."""
+"""Advantages: the worked example, equal rewards and missing ones, every option, own functions, and GAE."""
 
 import math
 
 import pytest
 import torch
 
-from diffusion_grpo.algorithms.advantages import best_of_n, combine, compute_advantages
+from diffusion_grpo import DiffusionGRPOConfig
+from diffusion_grpo.algorithms.advantages import (
+    apply_advantage_fn,
+    best_of_n,
+    combine,
+    compute_advantages,
+    estimate_advantages,
+    load_advantage_fn,
+)
 
-NAN = float("nan")
+NAN, ORDERS = float("nan"), ["sum_then_normalize", "normalize_then_sum"]
 EXAMPLE = [3.2, 4.1, 3.8, 2.9, 4.3, 3.5, 3.0, 3.7]
 
 
@@ -35,22 +43,17 @@ def test_worked_example_has_the_unbiased_standard_deviation():
     assert_close(result.group_std, torch.full((8,), 0.50692))
     assert_close(result.rewards, EXAMPLE)
     assert result.frac_reward_zero_std == 0
+    assert {t.dtype for t in (result.advantages, result.rewards, result.group_std)} == {torch.float32}
 
 
-@pytest.mark.parametrize("value", [0.0, 0.1, 1 / 3, -7.3, 1e6])
-@pytest.mark.parametrize("size", [2, 3, 7, 24])
+@pytest.mark.parametrize(("value", "size"), [(0.0, 2), (0.1, 3), (1 / 3, 7), (-7.3, 24), (1e6, 3)])
 @pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
-@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+@pytest.mark.parametrize("aggregation", ORDERS)
 def test_equal_rewards_give_exactly_zero(value, size, scale_rewards, aggregation):
     columns = [[value] * size + [0.0, 1.0], [value / 3] * size + [0.0, 1.0]]
     groups = [0] * size + [1, 1]
-    result = compute(
-        columns,
-        groups,
-        [0.6, 0.4],
-        scale_rewards=scale_rewards,
-        multi_objective_aggregation=aggregation,
-    )
+    options = {"scale_rewards": scale_rewards, "multi_objective_aggregation": aggregation}
+    result = compute(columns, groups, [0.6, 0.4], **options)
     assert result.advantages[:size].eq(0).all() and result.group_std[:size].eq(0).all()
     assert result.advantages[size:].ne(0).all()
     assert result.frac_reward_zero_std == pytest.approx(size / (size + 2))
@@ -74,9 +77,8 @@ def test_scales():
     rewards, groups = [1.0, 2.0, 10.0, 14.0], [0, 0, 1, 1]
     assert_close(compute([rewards], groups, scale_rewards="none").advantages, [-0.5, 0.5, -2.0, 2.0])
     batch_std = torch.tensor(rewards).std()
-    assert_close(
-        compute([rewards], groups, scale_rewards="batch").advantages, torch.tensor([-0.5, 0.5, -2.0, 2.0]) / batch_std
-    )
+    found = compute([rewards], groups, scale_rewards="batch").advantages
+    assert_close(found, torch.tensor([-0.5, 0.5, -2.0, 2.0]) / batch_std)
     half = 0.5**0.5
     assert_close(compute([rewards], groups, scale_rewards="group").advantages, [-half, half, -half, half])
 
@@ -106,14 +108,6 @@ def test_gdpo_tells_apart_what_the_sum_does_not():
     assert apart.advantages[3] > 0 > apart.advantages[0]
 
 
-def test_one_reward_needs_no_aggregation():
-    orders = [compute([EXAMPLE], multi_objective_aggregation=order) for order in ORDERS]
-    assert torch.equal(orders[0].advantages, orders[1].advantages)
-
-
-ORDERS = ["sum_then_normalize", "normalize_then_sum"]
-
-
 @pytest.mark.parametrize("aggregation", ORDERS)
 def test_sample_that_no_function_scores_has_no_part(aggregation):
     result = compute([[1.0, NAN, 2.0, 6.0]], multi_objective_aggregation=aggregation)
@@ -136,11 +130,8 @@ def test_function_that_leaves_a_sample_out_contributes_nothing_to_it():
 
 def test_what_is_missing_is_the_mean_of_the_samples_compared():
     """A judge that failed to answer says nothing about the sample."""
-    judged, plain, groups = (
-        [0.9, NAN, 0.7, NAN, NAN, NAN, NAN, 0.5],
-        [0.0] * 4 + [0.0, 1.0, 0.0, 0.0],
-        [0, 0, 0] + [1] * 5,
-    )
+    judged, groups = [0.9, NAN, 0.7, NAN, NAN, NAN, NAN, 0.5], [0] * 3 + [1] * 5
+    plain = [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0]
     result = compute([judged, plain], groups, weights=[2.0, 1.0])
     assert_close(result.rewards, [1.8, 1.6, 1.4, 1.0, 1.0, 2.0, 1.0, 1.0])
     assert result.advantages[1].abs() < 1e-6 and result.advantages[3] == result.advantages[7]
@@ -175,14 +166,6 @@ def test_clip_comes_last():
     assert free.advantages.max() > 15
     clipped = compute([outlier, outlier], multi_objective_aggregation="normalize_then_sum", advantage_clip=5.0)
     assert torch.equal(clipped.advantages, free.advantages.clamp(-5, 5))
-
-
-def test_results_are_float32_without_gradient_and_the_inputs_stay():
-    rewards = torch.tensor([[1.0], [NAN], [3.0]])
-    before = rewards.clone()
-    result = compute_advantages(rewards, torch.zeros(3, dtype=torch.int64), torch.ones(1))
-    assert {t.dtype for t in (result.advantages, result.rewards, result.group_std)} == {torch.float32}
-    torch.testing.assert_close(rewards, before, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -226,11 +209,6 @@ def test_best_of_n_is_shuffled_by_the_generator():
     assert sorted(orders[0]) == list(range(64)) != orders[0]
 
 
-def test_best_of_n_works_on_groups_of_equals():
-    kept = best_of_n(torch.zeros(6), torch.tensor([1, 2, 1, 2, 1, 2]), 2, torch.Generator())
-    assert len(set(kept.tolist())) == 4 and sum(i % 2 for i in kept.tolist()) == 2
-
-
 @pytest.mark.parametrize("n", [0, 1, 3, 6])
 def test_best_of_n_refuses(n):
     with pytest.raises(ValueError, match=f"even, at least 2 .* 4, not {n}"):
@@ -246,7 +224,8 @@ def test_min_and_product_of_known_rewards():
     torch.testing.assert_close(least, torch.tensor([0.4, 0.9, math.nan, 0.0]), equal_nan=True)
     torch.testing.assert_close(product, torch.tensor([0.02, 0.9 * 0.6**2, math.nan, 0.0]), equal_nan=True)
     alone = torch.arange(4)  # nobody is compared with the second sample, so the reward is left out
-    product = combine(rewards, weights, "product_then_normalize", alone)
+    least, product = (combine(rewards, weights, f"{name}_then_normalize", alone) for name in ("min", "product"))
+    torch.testing.assert_close(least, torch.tensor([0.4, 0.9, math.nan, 0.0]), equal_nan=True)
     torch.testing.assert_close(product, torch.tensor([0.02, 0.9, math.nan, 0.0]), equal_nan=True)
     with pytest.raises(ValueError, match="one is -1; give that reward a clip"):
         combine(torch.tensor([[-1.0, 1.0]]), weights, "product_then_normalize")
@@ -254,26 +233,18 @@ def test_min_and_product_of_known_rewards():
 
 @pytest.mark.parametrize("order", ["min_then_normalize", "product_then_normalize"])
 def test_what_must_all_be_good_is_normalised_after_it_is_combined(order):
-    rewards = torch.tensor([[0.9, 0.1], [0.5, 0.5], [0.1, 0.9], [0.6, 0.6]])
-    result = compute_advantages(
-        rewards, torch.zeros(4, dtype=torch.int64), torch.ones(2), multi_objective_aggregation=order
-    )
-    total = combine(rewards, torch.ones(2), order)
+    rewards = [[0.9, 0.5, 0.1, 0.6], [0.1, 0.5, 0.9, 0.6]]
+    result = compute(rewards, multi_objective_aggregation=order)
+    total = combine(torch.tensor(rewards).T, torch.ones(2), order)
     torch.testing.assert_close(result.advantages, (total - total.mean()) / total.std())
     assert result.advantages.argmax() == 3 and result.advantages[0] < 0
 
 
-@pytest.mark.parametrize("order", ["sum_then_normalize", "normalize_then_sum", "product_then_normalize"])
+@pytest.mark.parametrize("order", [*ORDERS, "product_then_normalize"])
 def test_a_missing_reward_neither_helps_nor_harms(order):
     rewards = [[0.5, 0.5, 0.5, 0.5], [0.9, 0.2, 0.6, NAN]]
     found = compute(rewards, [0, 0, 0, 0], multi_objective_aggregation=order).advantages
     assert abs(found[3]) < 1e-6 and found[:3].abs().min() > 0.05
-
-
-def test_a_missing_reward_does_not_make_a_minimum_smaller_or_larger():
-    rewards = [[0.5, 0.5, 0.4, 0.3], [0.9, 0.2, 0.4, NAN]]
-    found = compute(rewards, [0, 0, 0, 0], multi_objective_aggregation="min_then_normalize")
-    assert_close(found.rewards, [0.5, 0.2, 0.4, 0.3])
 
 
 def test_a_reward_that_scored_no_sample_of_a_prompt_does_not_lower_its_total():
@@ -305,9 +276,6 @@ def test_advantages_of_each_reward_by_itself():
 
 
 def test_where_no_group_has_a_second_sample_spreads_are_of_the_batch():
-    def double(rewards, groups, *, weights, batches):
-        return 2 * rewards[:, 0]
-
     rewards, batches = [1.0, 3.0, 5.0, 5.0], torch.tensor([0, 0, 1, 1])
     alone = compute([rewards], [0, 1, 2, 3], advantage_fn=double, batches=batches)
     assert_close(alone.group_std, [math.sqrt(2), math.sqrt(2), 0, 0])
@@ -330,3 +298,64 @@ def test_samples_are_ranked_before_the_clip():
     assert result.advantages.abs().max() == 5.0
     kept = best_of_n(result.ranking, torch.zeros(8, dtype=torch.int64), 2, torch.Generator())
     assert sorted(kept.tolist()) == [0, 5]
+
+
+# An advantage function of the user's own
+
+
+def double(rewards, groups, *, weights, batches):
+    """Twice the first reward; what it is given is its own to change."""
+    for values in (rewards, groups, weights, batches):
+        values.add_(1)
+    return 2 * (rewards[:, 0] - 1)
+
+
+def given_to_a_function(seed=0):
+    rewards = torch.randn(16, 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return rewards, torch.arange(16) // 4, torch.ones(1, dtype=torch.float64), torch.zeros(16).long()
+
+
+def test_an_advantage_function_is_imported():
+    assert load_advantage_fn(None) is None
+    assert load_advantage_fn(f"{__name__}.double") is double and load_advantage_fn(double) is double
+
+
+def test_an_advantage_function_changes_nothing_else_and_unscored_samples_have_the_advantage_0():
+    given = given_to_a_function()
+    given[0][5] = NAN
+    before = [values.clone() for values in given]
+    found = apply_advantage_fn(double, *given)
+    assert found[5] == 0 and torch.allclose(found[:5], 2 * before[0][:5, 0]) and found.dtype == torch.float64
+    assert all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(given, before, strict=True))
+
+
+@pytest.mark.parametrize("path", ["no_such.ranks", "math.pi", "json.dumps"])  # the last takes other arguments
+def test_what_is_no_advantage_function_is_refused_with_the_settings(path):
+    with pytest.raises(ValueError, match=path):
+        DiffusionGRPOConfig("out", use_cpu=True, advantage_fn=path)
+
+
+@pytest.mark.parametrize(
+    ("function", "match"),
+    [
+        (lambda rewards, *_, **__: rewards[:3, 0], r"\(3,\)"),
+        (lambda rewards, *_, **__: rewards[:, 0].log(), "returned nan"),
+    ],
+)
+def test_what_an_advantage_function_may_not_return(function, match):
+    with pytest.raises(ValueError, match=match):
+        apply_advantage_fn(function, *given_to_a_function())
+
+
+# Generalized advantage estimation
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+@pytest.mark.parametrize("lam", [0.0, 0.95, 1.0])
+def test_gae_is_the_discounted_sum_of_temporal_differences(gamma, lam):
+    rewards, values = torch.randn(2, 7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    following = torch.cat([values[:, 1:], torch.zeros(7, 1)], 1)
+    delta = rewards + gamma * following - values
+    expected = [sum((gamma * lam) ** k * delta[:, step + k] for k in range(5 - step)) for step in range(5)]
+    found = estimate_advantages(rewards, values, gamma, lam)
+    torch.testing.assert_close(found, torch.stack(expected, 1), rtol=1e-12, atol=1e-12)
