@@ -9,12 +9,11 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from tiny_runs import PROMPTS, brightness, logged, trained_weights, trainer_for
 from transformers import TrainerCallback
 
-from diffusion_grpo.algorithms.advantages import best_of_n
 from diffusion_grpo.algorithms.losses import kl_divergence
 from diffusion_grpo.policy.recording import Recorder
 from diffusion_grpo.policy.rollout import DenoisingPolicy, replay, rollout
 from diffusion_grpo.policy.schedulers import stochastic_scheduler
-from diffusion_grpo.policy.sde import cps, flow_sde, log_density, squared_error
+from diffusion_grpo.policy.sde import cps, log_density, squared_error
 from diffusion_grpo.policy.trajectory import RolloutRequest, Trajectory
 
 SEEDS = [1, 2]
@@ -43,7 +42,7 @@ def their_cps(prediction, sample, sigma, sigma_next, level):
     return mean, std, lambda value: -((value - mean) ** 2).mean((1, 2, 3))
 
 
-@pytest.mark.parametrize("step", range(9))
+@pytest.mark.parametrize("step", [0, 4, 8])
 def test_flow_grpos_log_probability_of_cps(step):
     sigma, sigma_next = sigmas_of(10, shift=3.0)[step : step + 2]
     torch.manual_seed(step)
@@ -68,11 +67,6 @@ def test_flow_grpos_log_probability_of_cps(step):
     torch.testing.assert_close(kl_divergence(ours, ref_mean, own_std), theirs, rtol=1e-9, atol=0)
 
 
-def test_the_factors_of_cps_that_the_page_names():
-    factors = [2 * (sigma * math.sin(0.4 * math.pi)) ** 2 for sigma in sigmas_of(10, shift=3.0)[1:6].tolist()]
-    assert (factors[0], factors[-1]) == (pytest.approx(1.7, abs=0.05), pytest.approx(0.9, abs=0.05))
-
-
 def test_what_is_held_fixed_does_not_count_in_a_squared_error():
     value, mean = torch.tensor([[1.0, 5.0], [2.0, 9.0]]), torch.zeros(2, 2)
     assert squared_error(value, mean, torch.tensor([1.0, 0.0])).tolist() == [-1.0, -4.0]
@@ -89,14 +83,6 @@ def test_a_squared_error_is_recorded_and_replayed():
         torch.testing.assert_close(now.log_prob.double(), by_hand, rtol=1e-5, atol=0)
 
 
-def test_a_squared_error_is_of_cps_alone():
-    pipe, _ = tiny_pipelines.build("sd3")
-    with pytest.raises(ValueError, match="log_prob_type"):
-        DenoisingPolicy(pipe, log_prob_type="squared_error")
-    with pytest.raises(ValueError, match="log_prob_type"):
-        DenoisingPolicy(pipe, sde_type="cps", log_prob_type="square")
-
-
 def test_the_setting_reaches_the_ratio(tmp_path):
     settings = {"sde_type": "cps", "max_steps": 1}
     forms = [trainer_for(tmp_path / form, log_prob_type=form, **settings) for form in ("gaussian", "squared_error")]
@@ -110,17 +96,6 @@ def test_the_setting_reaches_the_ratio(tmp_path):
 
 
 # Noise in the last step
-
-
-def test_the_noise_of_the_last_step_that_the_page_names():
-    sd3 = sigmas_of(10, shift=3.0)
-    flux = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
-    mu = 0.5 + (1.15 - 0.5) * (1024 - 256) / (4096 - 256)  # 512 x 512
-    flux.set_timesteps(sigmas=[1 - i / 6 for i in range(6)], mu=mu)
-    for sigmas, level, expected in ((sd3, 0.7, 0.006), (flux.sigmas.double(), 0.9, 0.288)):
-        x = torch.zeros(1, 1, dtype=torch.float64)
-        _, std = flow_sde(x, x, sigmas[-2], sigmas[-1], noise_level=level, sigma_max=sigmas[1])
-        assert std.item() == pytest.approx(expected, abs=5e-4)
 
 
 @pytest.mark.parametrize("process", ["flow_sde", "dance_sde"])
@@ -186,20 +161,7 @@ def test_the_last_step_of_a_loop_is_where_it_ends(begin, noise_steps):
     every = set(range(6 - begin))
     assert steps_of_a_loop(begin, noise_steps, False) == every - {5 - begin}
     assert steps_of_a_loop(begin, noise_steps, True) == every
-
-
-def test_a_window_keeps_the_last_step_without_noise():
-    assert steps_of_a_loop(0, {0, 1, 2}, True) == {0, 1, 2}
-
-
-def test_the_setting_reaches_the_rollout(tmp_path):
-    samples = []
-    for last in ("all", "all_and_last"):
-        trainer = trainer_for(tmp_path / last, noisy_steps=last, max_steps=1)
-        trainer.train()
-        samples.append((joined_buffer(trainer).next_latents, logged(trainer, "reward")))
-        assert logged(trainer, "ratio/max_error") == [0.0]
-    assert torch.equal(samples[0][0], samples[1][0]) and samples[0][1] != samples[1][1]
+    assert steps_of_a_loop(0, {0, 1, 2}, True) == {0, 1, 2}  # a window
 
 
 # Samples whose advantage is 0
@@ -226,16 +188,9 @@ def test_dropping_a_group_of_equals_doubles_what_the_other_says(tmp_path):
     gradients = []
     for drop in (False, True):
         keep = KeepGradients()
-        trainer = trainer_for(
-            tmp_path / str(drop),
-            rewards=one_group_of_equals,
-            shuffle_dataset=False,
-            drop_zero_advantages=drop,
-            callbacks=[keep],
-            max_steps=1,
-            max_grad_norm=0,
-            beta=0.1,
-        )
+        settings = {"drop_zero_advantages": drop, "max_steps": 1, "max_grad_norm": 0, "beta": 0.1}
+        settings |= {"shuffle_dataset": False, "callbacks": [keep]}
+        trainer = trainer_for(tmp_path / str(drop), rewards=one_group_of_equals, **settings)
         trainer.train()
         assert logged(trainer, "frac_reward_zero_std") == [0.5] and logged(trainer, "ratio/max_error") == [0.0]
         gradients.append(keep.gradients)
@@ -245,13 +200,8 @@ def test_dropping_a_group_of_equals_doubles_what_the_other_says(tmp_path):
 
 
 def test_where_every_advantage_is_zero_nothing_moves(tmp_path):
-    trainer = trainer_for(
-        tmp_path,
-        rewards=lambda images, **columns: [1.0] * len(images),
-        drop_zero_advantages=True,
-        max_steps=1,
-        weight_decay=0.0,
-    )
+    settings = {"drop_zero_advantages": True, "max_steps": 1, "weight_decay": 0.0}
+    trainer = trainer_for(tmp_path, rewards=lambda images, **columns: [1.0] * len(images), **settings)
     before = trained_weights(trainer)
     trainer.train()
     assert logged(trainer, "grad_norm") == [0.0] and logged(trainer, "loss") == [0.0]
@@ -269,15 +219,3 @@ def test_weights_survive_a_resume_within_a_rollout(tmp_path):
     assert 2.0 in whole.loader.buffer.advantages.weights.tolist()
     expected = trained_weights(whole)
     assert all(torch.equal(value, expected[name]) for name, value in trained_weights(again).items())
-
-
-# Best of n
-
-
-def test_dancegrpos_best_of_n_of_one_prompt():
-    """Its `argsort` over the samples of a process, which are those of one prompt in its scripts."""
-    scores = torch.randn(24, generator=torch.Generator().manual_seed(0))
-    order = torch.argsort(scores)
-    theirs = {*order[-8 // 2 :].tolist(), *order[: 8 // 2].tolist()}
-    chosen = best_of_n(scores, torch.zeros(24, dtype=torch.int64), 8, torch.Generator().manual_seed(0))
-    assert set(chosen.tolist()) == theirs

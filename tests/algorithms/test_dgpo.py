@@ -117,24 +117,6 @@ def test_loss_and_gradient_of_dpo(is_masked, sigma_by_element, groups, has_weigh
     assert (found.flatten(1).abs().sum(1) > 0).sum() == 4  # the best and the worst of two groups
 
 
-def test_dpo_counts_once_per_group_whatever_its_size():
-    """A group of two and the same with two more between them weigh the same in a mean over samples."""
-    losses = []
-    for size, advantages in ((2, [1.0, -1.0]), (4, [1.0, -1.0, 0.5, 0.2])):
-        given = problem(count=4, group_size=4, advantages=[1.0, -1.0, 0.5, 0.2])
-        part = changed(
-            given,
-            rows=given.part.rows[:size],
-            trajectory=given.part.trajectory[:size],
-            advantages=torch.tensor(advantages),
-            groups=given.part.groups[:size],
-            group_size=size,
-        )
-        out = DPO(preference_beta=4.0).loss(given.policy, given.reference, part, 3)
-        losses.append((out.loss / size, gradient(out.loss, given) / size))
-    assert_close(*losses)
-
-
 def test_a_group_of_equal_advantages_counts_nothing_for_dpo():
     given = problem(advantages=[0.5] * 3 + [1.0, 0.0, -1.0])
     out = DPO(preference_beta=4.0).loss(given.policy, given.reference, given.part, 3)

@@ -51,18 +51,6 @@ def test_at_the_old_policy_the_gradient_is_that_of_the_error(strength, is_masked
     assert_close(found, gradient((factor * mean(given, error**2)).sum(), given))
 
 
-def test_the_gain_is_inverse_to_the_strength():
-    """Which the distance to the reference is not."""
-    given = problem()
-    losses = [NFT(strength=b).loss(given.policy, None, given.part, 3).loss.item() for b in (1.0, 0.1)]
-    assert losses[1] == pytest.approx(10 * losses[0])
-    pulls = [
-        NFT(strength=b, beta=0.7).loss(given.policy, given.reference, given.part, 3).loss.item() - loss
-        for b, loss in zip((1.0, 0.1), losses, strict=True)
-    ]
-    assert pulls[0] == pytest.approx(pulls[1])
-
-
 def test_a_perfect_prediction_is_not_divided_by_zero():
     given = problem(distance=0.0)
     out = NFT().loss(given.policy, None, given.part, 3)

@@ -2,20 +2,18 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import tiny_pipelines
 import torch
-from diffusers import DDIMScheduler, EDMEulerScheduler, EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler
 
 from diffusion_grpo.algorithms.base import RatioError
-from diffusion_grpo.algorithms.batch import MicroBatch, Part
+from diffusion_grpo.algorithms.batch import Part
 from diffusion_grpo.algorithms.grpo import GRPO
 from diffusion_grpo.algorithms.losses import LossInputs, dppo, grpo, grpo_guard, loss_per_reward
 from diffusion_grpo.algorithms.registry import load_algorithm
 from diffusion_grpo.policy.rollout import DenoisingPolicy, replay, rollout
-from diffusion_grpo.policy.schedulers import stochastic_scheduler
 from diffusion_grpo.policy.trajectory import STEP_WEIGHTS, StepDistribution, StepScale
 
 SEEDS = [11, 12]
@@ -72,18 +70,6 @@ def test_guard_equals_its_paper_sample_by_sample(clip_range):
     assert output.metrics["kl/old"].item() == pytest.approx(given.old_divergence.mean().item())
 
 
-def test_guards_ratio_is_centred_where_the_plain_one_is_not():
-    """Averaged over the noise of the rollout, log p - log p_old is minus the KL; the bias takes that away."""
-    std, old_mean, mean = 0.4, torch.zeros(1, 3, dtype=torch.float64), torch.full((1, 3), 0.2, dtype=torch.float64)
-    drawn = torch.Generator().manual_seed(0)
-    values = old_mean + std * torch.randn(200_000, 3, generator=drawn, dtype=torch.float64)
-    normal = torch.distributions.Normal
-    log_ratio = (normal(mean, std).log_prob(values) - normal(old_mean, std).log_prob(values)).mean(1)
-    divergence = ((mean - old_mean) ** 2).mean() / (2 * std**2)
-    assert log_ratio.mean() == pytest.approx(-divergence.item(), abs=2e-3) and divergence > 0.1
-    assert (log_ratio + divergence).mean() == pytest.approx(0, abs=2e-3)
-
-
 @pytest.mark.parametrize("threshold", [1e-3, 0.03, 10.0])
 def test_dppo_equals_its_paper(threshold):
     given = step_inputs(0.3, [1.0, -2.0, 0.5, -0.5], beta=0.7)
@@ -125,14 +111,6 @@ def test_on_the_first_pass_all_have_grpos_gradient_up_to_the_weights():
     torch.testing.assert_close(gradient(weighted, grpo), weights[:, None] * plain, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("loss", [grpo, grpo_guard, dppo])
-def test_each_policy_term_is_homogeneous_in_the_advantage_and_the_kl_does_not_see_it(loss):
-    """So the weight of a step may as well be a factor of the advantage."""
-    given = step_inputs(0.3, [1.0, -2.0, 0.5, -0.5], beta=0.7)
-    once, twice = (loss(dataclasses.replace(given, advantages=k * given.advantages)).metrics for k in (1.0, 2.0))
-    assert twice["loss/policy"] == 2 * once["loss/policy"] != 0 and twice["loss/kl"] == once["loss/kl"] != 0
-
-
 def test_terms_of_a_loss_per_reward_are_those_of_the_sum():
     given = step_inputs(0.3, [1.0, -2.0, 0.5, -0.5], beta=0.7)
     columns = dataclasses.replace(given, advantages=torch.stack([given.advantages, -given.advantages], 1))
@@ -172,52 +150,6 @@ def test_weights_are_those_of_their_papers(process, name):
         size = trajectory.step_weights[0].double() / torch.stack(reach)  # weight * |J| / std
         torch.testing.assert_close(size, size[:1].expand(5), rtol=1e-5, atol=0)
     torch.testing.assert_close(trajectory.step_weights.double(), expected.expand(2, 5), rtol=1e-4, atol=0)
-
-
-PULLS = {"flow_sde": (0.7, 17), "cps": (0.8, 30), "precise": (1.5, 31), "wan_sde": (1.0, 6), "dance_sde": (0.3, 2.4)}
-
-
-@pytest.mark.parametrize("process", PULLS)
-def test_how_much_steps_differ_as_the_page_says(process):
-    level, factor = PULLS[process]
-    scheduler = stochastic_scheduler(FlowMatchEulerDiscreteScheduler(shift=3.0), process)
-    factors = []
-    for spacing in ({"sigmas": np.linspace(1, 0.1, 10)}, {"num_inference_steps": 10}):
-        scheduler.set_timesteps(**spacing)
-        scheduler.first, pulls = 0, []
-        for scheduler.index in range(9):
-            scale = scheduler.scale(scheduler.timesteps[scheduler.index], torch.zeros(1, 4), level)
-            pulls.append((scale.jacobian / scale.std).item())
-        factors.append(max(pulls) / min(pulls))
-    assert factors[0] == pytest.approx(factor, rel=0.04)
-    assert process != "cps" or factors[1] == pytest.approx(740, abs=5)
-
-
-SD_STEPS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
-
-
-@pytest.mark.parametrize(
-    ("scheduler", "level", "spacing", "first_half", "largest"),
-    [
-        (FlowMatchEulerDiscreteScheduler(shift=3.0), 0.7, {"sigmas": np.linspace(1, 0.1, 10)}, (0.0013, 0.024), 0.38),
-        (EulerDiscreteScheduler(**SD_STEPS, timestep_spacing="leading"), 1.0, 20, (0.20, 0.36), 15),
-        (DDIMScheduler(**SD_STEPS, set_alpha_to_one=False, clip_sample=False), 1.0, 50, (0.071, 0.13), 5.4),
-        (EDMEulerScheduler(), 1.0, 20, (0.000016, 0.019), 5.0),
-    ],
-    ids=["flow", "sdxl", "sd15", "edm"],
-)
-def test_how_far_a_change_of_the_prediction_moves_a_step_as_the_page_says(
-    scheduler, level, spacing, first_half, largest
-):
-    """The factors on the page of dppo: KL_old by the mean squared change of the prediction."""
-    scheduler = stochastic_scheduler(scheduler)
-    scheduler.set_timesteps(**(spacing if isinstance(spacing, dict) else {"num_inference_steps": spacing}))
-    scheduler.first, factors, steps = 0, [], len(scheduler.timesteps) - 1
-    for scheduler.index in range(steps):
-        scale = scheduler.scale(scheduler.timesteps[scheduler.index], torch.zeros(1, 4), level)
-        factors.append(((scale.jacobian / scale.std) ** 2 / 2).item())
-    half = factors[: (steps + 1) // 2]
-    assert (min(half), max(half), max(factors)) == pytest.approx((*first_half, largest), rel=0.04)
 
 
 def test_a_step_drawn_from_the_window_has_its_weight_in_the_window():
@@ -268,21 +200,6 @@ def test_the_weight_multiplies_the_policy_term_alone(loss):
         assert other.metrics[name] == pytest.approx(weight * once.metrics[name], rel=1e-5) and once.metrics[name] > 0
 
 
-def test_the_logged_size_is_that_of_the_gradient_at_the_prediction(monkeypatch):
-    policy, inputs, trajectory = weighted("none")
-    real, handed = policy.scheduler.distribution, []
-
-    def watched(prediction, *rest):
-        handed.append(prediction)
-        return real(prediction, *rest)
-
-    monkeypatch.setattr(policy.scheduler, "distribution", watched)
-    output = GRPO(anchor="own").loss(policy, None, part_of(policy, inputs, trajectory, [1.0, -0.5]), 2)
-    (found,) = torch.autograd.grad(output.loss, handed[0])
-    expected = found.flatten(1).norm(dim=1).mean().item()
-    assert output.metrics["grad_size/step_02"] == pytest.approx(expected, rel=1e-4)
-
-
 class Shifted:
     """A reference whose means are some way off."""
 
@@ -295,10 +212,10 @@ class Shifted:
         return dataclasses.replace(now, mean=now.mean + 0.01)
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.5])
-@pytest.mark.parametrize("loss", ["grpo", "grpo_guard"])
-def test_the_logged_size_is_that_of_video_and_sound_together(monkeypatch, loss, beta):
-    pipe, inputs = tiny_pipelines.build("ltx2")
+@pytest.mark.parametrize(("name", "loss", "beta"), [("sd3", "grpo", 0.0), ("ltx2", "grpo_guard", 0.5)])
+def test_the_logged_size_is_that_of_the_gradient_at_the_predictions(monkeypatch, name, loss, beta):
+    """At all of them together: LTX-2 makes video and sound."""
+    pipe, inputs = tiny_pipelines.build(name)
     policy, handed = DenoisingPolicy(pipe), []
     settings = {"seeds": SEEDS, "num_inference_steps": 4, "is_complete": False, "keeps_means": True}
     _, trajectory = rollout(policy, inputs, **settings)
@@ -315,7 +232,9 @@ def test_the_logged_size_is_that_of_video_and_sound_together(monkeypatch, loss, 
     output = algorithm.loss(policy, Shifted(policy) if beta else None, part, 1)
     found = torch.autograd.grad(output.loss, [prediction for prediction in handed if prediction.requires_grad])
     expected = torch.cat([part.flatten(1) for part in found], 1).norm(dim=1).mean().item()
-    assert len(found) == 2 and output.metrics["grad_size/step_01"] == pytest.approx(expected, rel=1e-4)
+    assert len(found) == (2 if name == "ltx2" else 1) and output.metrics["grad_size/step_01"] == pytest.approx(
+        expected, rel=1e-4
+    )
 
 
 class Fixed:
@@ -367,10 +286,10 @@ def test_what_is_compared_is_v_whatever_the_network_predicts(name):
         if name == "sd3":
             expected = prediction  # noise - data
         else:
-            sigma = scheduler.sigmas[step].double() if name == "svd" else None
-            alpha = (
-                1 / (1 + sigma**2) if name == "svd" else scheduler.alphas_cumprod[scheduler.timesteps[step]].double()
-            )
+            if name == "svd":
+                alpha = 1 / (1 + scheduler.sigmas[step].double() ** 2)
+            else:
+                alpha = scheduler.alphas_cumprod[scheduler.timesteps[step]].double()
             a, b = alpha.sqrt(), (1 - alpha).sqrt()
             x = a * x if name == "svd" else x
             kinds = {"epsilon": (x - b * prediction) / a, "v_prediction": a * x - b * prediction, "sample": prediction}
@@ -386,42 +305,24 @@ def test_what_is_compared_is_v_whatever_the_network_predicts(name):
 # How far a replay may be from the rollout
 
 
-def batch_of(part, is_on_policy=True):
-    return MicroBatch(
-        part.rows, [], [], part.advantages, part.old_log_probs, part.make_inputs, is_on_policy=is_on_policy
-    )
-
-
-def checked(drift, *, anchor="own", is_on_policy=True, algorithm=None, **settings):
+def checked(drift, algorithm):
     """What the check after one pass gives, where the replay's log-probability is off by log(1 + drift)."""
     _, inputs, trajectory = weighted("none", num_inference_steps=3)
     part = part_of(None, inputs, trajectory[[0]], [1.0])
     now = distribution(1.2, float(trajectory.log_probs[0, 0]) + math.log1p(drift))
-    algorithm = algorithm or GRPO(anchor=anchor, **settings)
-    output = algorithm.loss(Fixed(now), None, part, 0)
-    return algorithm.check(batch_of(part, is_on_policy), output.drift)
-
-
-@pytest.mark.parametrize("anchor", ["rollout", "own"])
-def test_in_float32_the_run_stops_wherever_the_anchor_is(anchor):
-    assert checked(5e-5, anchor=anchor)["ratio/max_error"] == pytest.approx(5e-5, rel=0.02)
-    for drift in (2e-4, -2e-4, float("nan")):
-        with pytest.raises(RatioError, match="max_ratio_error=1e-04: the replay does not see"):
-            checked(drift, anchor=anchor)
-        assert checked(drift, max_ratio_error=None)  # never
-        assert checked(drift, is_on_policy=False) == {}
+    return algorithm.check(SimpleNamespace(is_on_policy=True), algorithm.loss(Fixed(now), None, part, 0).drift)
 
 
 def test_in_half_precision_rounding_is_warned_of_once_and_more_than_that_stops(caplog):
     # |J| / std * rms(prediction) * 0.25 = 0.2 / 0.5 * 1.2 / 4 = 0.12
     bound = math.expm1(0.12**2 / 2 + 6 * 0.12 / math.sqrt(400))
     algorithm = GRPO(is_half_precision=True, anchor="own")
-    checked(5e-5, algorithm=algorithm)
+    checked(5e-5, algorithm)
     assert not caplog.records
     for _ in range(2):
-        assert checked(0.98 * bound, algorithm=algorithm)["ratio/max_error"] == pytest.approx(0.98 * bound, rel=1e-4)
+        assert checked(0.98 * bound, algorithm)["ratio/max_error"] == pytest.approx(0.98 * bound, rel=1e-4)
     assert len(caplog.records) == 1 and "rounding in half precision explains" in caplog.text
     for drift in (1.02 * bound, float("nan")):
         with pytest.raises(RatioError, match="than half precision explains"):
-            checked(drift, algorithm=algorithm)
-        checked(5e-5, algorithm=algorithm)  # what is found is forgotten
+            checked(drift, algorithm)
+        checked(5e-5, algorithm)  # what is found is forgotten

@@ -1,6 +1,5 @@
 """What algorithms on re-noised samples share, on predictions made by hand; and the gradient they have in common."""
 
-import dataclasses
 import functools
 import math
 
@@ -16,7 +15,7 @@ from diffusion_grpo.algorithms.batch import MicroBatch
 from diffusion_grpo.algorithms.dgpo import DGPO, DPO
 from diffusion_grpo.algorithms.nft import NFT
 from diffusion_grpo.algorithms.registry import check_loss_kwargs, load_algorithm
-from diffusion_grpo.algorithms.renoised import Renoised, refuse_torn_groups, sum_over_group
+from diffusion_grpo.algorithms.renoised import Renoised, sum_over_group
 from diffusion_grpo.policy.trajectory import Denoised
 
 RENOISED = {name: ALGORITHMS[name] for name in ("nft", "awm", "dgpo", "dpo")}
@@ -132,13 +131,6 @@ def test_without_an_old_policy_the_policy_stands_for_it():
     assert torch.equal(plain.given[1], given.part.trajectory.old_clean[:, STEPS.index(1)])
 
 
-def test_elements_that_do_not_move_have_neither_weight_nor_gradient():
-    given = problem(is_masked=True)
-    out = NFT(beta=0.1).loss(given.policy, given.reference, given.part, 3)
-    found = gradient(out.loss, given)
-    assert (found[~given.moves] == 0).all() and (found[given.moves] != 0).all()
-
-
 def test_passes_train_each_sample_at_its_own_steps():
     """The part of a pass holds those samples alone, with what the old policy took them for at that step."""
     given = problem(count=4, group_size=2, has_old=True)
@@ -225,8 +217,7 @@ def test_the_size_of_a_prediction_is_that_of_the_networks_own_output():
 @pytest.mark.parametrize("drift", [1.1e-4, math.nan, math.inf])
 def test_a_first_prediction_that_is_off_stops_the_run(drift):
     algorithm = Plain(anchor="rollout")
-    message = "Relative to their size, the first predictions after a rollout are off by .*max_ratio_error=1e-04: the "
-    with pytest.raises(RatioError, match=message):
+    with pytest.raises(RatioError, match="max_ratio_error=1e-04"):
         algorithm.check(batch_of(problem()), drift)
     assert algorithm.check(batch_of(problem()), 0.9e-4) == {"prediction/max_error": 0.9e-4}
     never = Plain(anchor="rollout", max_ratio_error=None).check(batch_of(problem()), drift)
@@ -247,29 +238,16 @@ def test_only_passes_that_were_recorded_are_compared():
     assert math.isnan(algorithm.loss(given.policy, None, part, 3).drift)
 
 
-def test_in_half_precision_what_rounding_explains_is_warned_of_and_more_stops(caplog):
-    algorithm, batch = Plain(is_half_precision=True), batch_of(problem(), has_current_old=True)
-    algorithm.check(batch, 0.9e-4)
-    assert not caplog.records
-    for _ in range(2):
-        assert algorithm.check(batch, 0.0624) == {"prediction/max_error": 0.0624}  # 8 / 128
-    assert len(caplog.records) == 1 and "rounding in half precision explains it" in caplog.text
-    for drift in (0.0626, math.nan, math.inf):
-        with pytest.raises(RatioError, match="than half precision explains, and the update does not see"):
-            algorithm.check(batch, drift)
-    assert Plain(is_half_precision=True, max_ratio_error=0.1).check(batch, 0.09)
-    with pytest.raises(RatioError, match="max_ratio_error=1e-04: the update does not see"):
-        Plain().check(batch, 0.0624)
-
-
 @pytest.mark.parametrize("warns", [True, False])
 @pytest.mark.parametrize("loss", ["nft", "grpo"])
-def test_drift_is_warned_of_by_one_process(caplog, loss, warns):
+def test_in_half_precision_one_process_warns_of_what_rounding_explains(caplog, loss, warns):
     algorithm = load_algorithm(loss, is_half_precision=True, anchor="rollout", warns=warns)
-    batch = batch_of(problem(), has_current_old=True)
-    for _ in range(2):
-        algorithm.check(batch, 1e-3)
+    batch, drifts = batch_of(problem(), has_current_old=True), (1e-4, 0.0625, 0.0625)  # 8 / 128
+    assert [list(algorithm.check(batch, drift).values()) for drift in drifts] == [[drift] for drift in drifts]
     assert len(caplog.records) == warns
+    for drift in (0.0626, math.nan, math.inf) if loss == "nft" else ():
+        with pytest.raises(RatioError):
+            algorithm.check(batch, drift)
 
 
 def test_only_first_predictions_are_checked():
@@ -306,54 +284,39 @@ def test_an_old_policy_that_is_the_policy_of_each_rollout():
 # Settings
 
 OUT_OF_RANGE = [
-    ("nft", {"strength": 0.0}, "strength must be a number above 0, got 0.0"),
-    ("nft", {"advantage_range": -1}, "advantage_range must be a number above 0, got -1"),
-    ("nft", {"decay_max": 1.0}, r"decay_max must be a number in \[0, 1\), got 1.0"),
-    ("nft", {"decay_rate": -0.1}, "decay_rate must be a number of at least 0, got -0.1"),
-    ("nft", {"decay_rate": "1e-3"}, "decay_rate must be a number of at least 0, got '1e-3'"),
-    ("nft", {"decay_start": -1}, "decay_start must be a number of at least 0, got -1"),
-    ("nft", {"strength": True}, "strength must be a number above 0, got True"),
-    ("nft", {"strengh": 1.0}, "nft has no setting 'strengh'.*Did you mean 'strength'"),
-    ("nft", {"beta": 1.0}, "beta comes from the run's own settings"),
-    ("awm", {"weight": "huber"}, "weight must be one of ghuber, uniform, t, t2, got 'huber'"),
-    ("awm", {"power": 0}, "power must be a number above 0, got 0"),
-    ("awm", {"clip": -1.0}, "clip must be a number above 0, got -1.0"),
-    ("awm", {"advantage_range": 0}, "advantage_range must be a number above 0, got 0"),
-    ("awm", {"ema_beta": -1}, "ema_beta must be a number of at least 0, got -1"),
-    ("awm", {"ema_beta": 0}, "clip=1.0 is off, and ema_beta=0, so nothing limits how far"),
-    (
-        "awm",
-        {"clip": 0.1, "ema_beta": 0},
-        "clip=0.1 has no effect with one update per rollout, and ema_beta=0, so nothing",
-    ),
-    ("awm", {"decay_max": 0}, "clip=1.0 is off, and decay_max=0 keeps the average equal to the policy, so nothing"),
-    (
-        "awm",
-        {"ema_beta": 0, "clip": 0.1, "decay_rate": 0.1},
-        "decay_rate is a setting of the average, which ema_beta=0",
-    ),
-    ("awm", {"weight": "t", "power": 0.5}, "power=0.5 has an effect only with weight='ghuber'.*with weight='t'"),
-    ("dgpo", {"preference_beta": 0}, "preference_beta must be a number above 0, got 0"),
-    ("dgpo", {"clip": 0}, "clip must be a number above 0, got 0"),
-    ("dgpo", {"decay_max": math.nan}, r"decay_max must be a number in \[0, 1\), got nan"),
-    ("dpo", {"preference_beta": -2000}, "preference_beta must be a number above 0, got -2000"),
-    ("dpo", {"decay_max": 0.3}, "dpo has no setting 'decay_max'; it has preference_beta"),
+    ("nft", {"strength": 0.0}, "strength"),
+    ("nft", {"strength": True}, "strength"),
+    ("nft", {"advantage_range": 0}, "advantage_range"),
+    ("nft", {"decay_max": 1.0}, "decay_max"),
+    ("nft", {"decay_rate": -0.1}, "decay_rate"),
+    ("nft", {"decay_rate": "1e-3"}, "decay_rate"),
+    ("nft", {"decay_start": -1}, "decay_start"),
+    ("awm", {"weight": "huber"}, "weight"),
+    ("awm", {"power": 0}, "power"),
+    ("awm", {"clip": 0}, "clip"),
+    ("awm", {"advantage_range": 0}, "advantage_range"),
+    ("awm", {"ema_beta": -1}, "ema_beta"),
+    ("awm", {"ema_beta": 0}, "clip=1.0 is off, and ema_beta=0"),  # so that nothing limits how far it goes
+    ("awm", {"clip": 0.1, "ema_beta": 0}, "clip=0.1 has no effect"),
+    ("awm", {"decay_max": 0}, "decay_max=0"),
+    ("awm", {"ema_beta": 0, "clip": 0.1, "decay_rate": 0.1}, "decay_rate"),
+    ("awm", {"weight": "t", "power": 0.5}, "power"),
+    ("dgpo", {"preference_beta": 0}, "preference_beta"),
+    ("dgpo", {"clip": 0}, "clip"),
+    ("dgpo", {"decay_max": math.nan}, "decay_max"),
+    ("dpo", {"preference_beta": 0}, "preference_beta"),
 ]
 
 
 @pytest.mark.parametrize(("name", "settings", "message"), OUT_OF_RANGE)
-def test_settings_out_of_range_are_refused_in_a_sentence(name, settings, message):
-    with pytest.raises(ValueError, match=f"^loss_kwargs: {message}"):
+def test_settings_out_of_range_are_refused(name, settings, message):
+    with pytest.raises(ValueError, match=f"^loss_kwargs: .*{message}"):
         check_loss_kwargs(name, settings)
 
 
-def test_usual_settings_are_taken():
-    for name, settings in {
-        "nft": {"strength": 0.1},
-        "awm": {"clip": 1e-5, "ema_beta": 0.1},
-        "dgpo": {"clip": 5e-2},
-    }.items():
-        check_loss_kwargs(name, settings)
+def test_settings_in_range_are_taken():
+    check_loss_kwargs("nft", {"strength": 0.1, "decay_max": 0.0, "decay_rate": 0, "decay_start": 0})
+    check_loss_kwargs("awm", {"clip": 1e-5, "ema_beta": 0.1})
     check_loss_kwargs("awm", {"clip": 1e-5, "ema_beta": 0}, anchor="rollout")
     check_loss_kwargs("awm", {"decay_max": 0}, anchor="rollout")  # the average stays behind within a rollout
 
@@ -366,22 +329,13 @@ def test_a_sum_over_each_group():
     assert sum_over_group(values, torch.tensor([7, 3, 7, 3, 9])).tolist() == [5.0, 10.0, 5.0, 10.0, 16.0]
 
 
-@pytest.mark.parametrize(
-    ("kept", "found"), [([0, 1, 2, 3], r"\[1, 3\]"), ([0, 1], r"\[2\]"), ([0, 0, 1, 2], r"\[4\]")]
-)
-def test_torn_groups_are_refused(kept, found):
-    part = problem().part
-    torn = dataclasses.replace(part, groups=part.groups[kept])
-    with pytest.raises(ValueError, match=f"'dgpo' compares the 3 samples of a prompt.*a call holds {found} of them"):
-        refuse_torn_groups(torn, "dgpo")
-    refuse_torn_groups(part, "dgpo")
-
-
 @pytest.mark.parametrize("name", ["dgpo", "dpo"])
-def test_losses_within_groups_refuse_a_torn_one(name):
-    given = problem(group_size=3)
-    with pytest.raises(ValueError, match=f"loss_type='{name}' compares the 3 samples.*use loss_type='nft' or 'awm'"):
-        ALGORITHMS[name]().loss(given.policy, given.reference, changed(given, groups=torch.arange(6) // 2), 3)
+def test_torn_groups_are_refused(name):
+    given, algorithm = problem(), ALGORITHMS[name]()
+    algorithm.loss(given.policy, given.reference, given.part, 3)
+    for groups in ([0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 1, 1], [0, 1, 1, 1, 2, 2, 2]):
+        with pytest.raises(ValueError, match="'nft' or 'awm'"):
+            algorithm.loss(given.policy, given.reference, changed(given, groups=torch.tensor(groups)), 3)
 
 
 # All of them
