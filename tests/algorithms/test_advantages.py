@@ -327,9 +327,14 @@ def test_an_advantage_function_changes_nothing_else_and_unscored_samples_have_th
     found = apply_advantage_fn(double, *given)
     assert found[5] == 0 and torch.allclose(found[:5], 2 * before[0][:5, 0]) and found.dtype == torch.float64
     assert all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(given, before, strict=True))
+    assert apply_advantage_fn(lambda *_, **__: [0.5] * 16, *given).eq(0.5).sum() == 15  # a list does as well
 
 
-@pytest.mark.parametrize("path", ["no_such.ranks", "math.pi", "json.dumps"])  # the last takes other arguments
+def without_weights(rewards, groups, *, batches):
+    """Takes other arguments than it is given."""
+
+
+@pytest.mark.parametrize("path", ["no_such.ranks", "math.pi", f"{__name__}.without_weights"])
 def test_what_is_no_advantage_function_is_refused_with_the_settings(path):
     with pytest.raises(ValueError, match=path):
         DiffusionGRPOConfig("out", use_cpu=True, advantage_fn=path)

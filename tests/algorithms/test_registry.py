@@ -17,13 +17,8 @@ from examples.own_algorithm import Reinforce
 NOT_A_LOSS = math.pi
 
 
-def reinforce(given: LossInputs) -> LossOutput:
-    """A loss of the user's own."""
-    return LossOutput(-(given.advantages * given.log_prob).mean(), {})
-
-
-def scaled_reinforce(given: LossInputs, *, scale: float, offset: float = 0.0) -> LossOutput:
-    """One with settings."""
+def reinforce(given: LossInputs, *, scale: float, offset: float = 0.0) -> LossOutput:
+    """A loss of the user's own, with settings."""
     loss = -((given.advantages + offset) * given.log_prob).mean()
     return LossOutput(scale * loss, {"offset": torch.tensor(offset), "scale": scale})  # numbers do as well
 
@@ -74,11 +69,10 @@ def test_what_is_not_known_is_refused(name, message):
     [
         ("grpo", {"epsilon": 1.0}, "epsilon"),
         ("grpo", {"loss": "x"}, "'loss'"),
-        (path(reinforce), {"scale": 1.0}, "'scale'"),
-        (path(scaled_reinforce), {"scal": 1.0}, "'scale'"),
-        (path(scaled_reinforce), {"given": 1.0, "scale": 1.0}, "'given'"),
-        (path(scaled_reinforce), {"offset": 1.0}, "needs scale"),
-        (path(scaled_reinforce), None, "needs scale"),
+        (path(reinforce), {"scal": 1.0}, "'scale'"),
+        (path(reinforce), {"given": 1.0, "scale": 1.0}, "'given'"),
+        (path(reinforce), {"offset": 1.0}, "needs scale"),
+        (path(reinforce), None, "needs scale"),
         (path(Reinforce), {"beta": 1.0}, "beta"),
         ("dppo", {"threshold": 0}, "threshold"),
         ("grpo_guard", {"clip_range": "4e-6"}, "clip_range"),
@@ -89,22 +83,14 @@ def test_the_config_refuses_settings_that_the_loss_does_not_have(loss_type, loss
         DiffusionGRPOConfig("out", use_cpu=True, loss_type=loss_type, loss_kwargs=loss_kwargs)
 
 
-def test_what_takes_any_setting_gets_any_but_the_runs():
-    def loose(given, **settings):
-        return LossOutput(given.log_prob.sum(), settings)
-
-    check_loss_kwargs(loose, {"anything": 1})
+def test_settings_of_functions():
+    """One that takes any gets any but the run's; one may have a setting with the name of one of these."""
+    check_loss_kwargs(lambda given, **settings: None, {"anything": 1})
     with pytest.raises(ValueError, match="beta"):
-        check_loss_kwargs(loose, {"beta": 1})
-
-
-def test_a_function_may_have_a_setting_with_the_name_of_one_of_the_runs():
-    def clipped(given, *, epsilon):
-        return LossOutput(given.log_prob.sum() * epsilon, {})
-
-    check_loss_kwargs(clipped, {"epsilon": 0.1})
+        check_loss_kwargs(lambda given, **settings: None, {"beta": 1})
+    check_loss_kwargs(lambda given, *, epsilon: None, {"epsilon": 0.1})
     with pytest.raises(ValueError, match="needs epsilon"):
-        check_loss_kwargs(clipped, None)
+        check_loss_kwargs(lambda given, *, epsilon: None, None)
 
 
 class Deaf(Reinforce):
@@ -141,33 +127,21 @@ def test_settings_of_the_run_that_a_class_does_not_take_are_refused(settings, me
     ],
 )
 def test_what_a_loss_of_the_users_own_must_not_return(returned, message):
-    def mine(given, *, scale):
-        return returned(given)
-
-    log_prob = torch.zeros(2, requires_grad=True)
-    inputs = LossInputs(
-        log_prob=log_prob,
-        old_log_prob=log_prob.detach(),
-        advantages=torch.ones(2),
-        mean=torch.zeros(2, 4),
-        std=torch.tensor(0.1),
-        ref_mean=None,
-        epsilon=1e-4,
-        epsilon_high=1e-4,
-        beta=0.0,
-    )
-    for weights in (None, torch.tensor([1.0, 1.0])):
+    log_prob, settings = torch.zeros(2, requires_grad=True), {"ref_mean": None, "beta": 0.0}
+    settings |= {"epsilon": 1e-4, "epsilon_high": 1e-4, "mean": torch.zeros(2, 4), "std": torch.tensor(0.1)}
+    inputs = LossInputs(log_prob=log_prob, old_log_prob=log_prob.detach(), advantages=torch.ones(2), **settings)
+    for weights in (None, torch.ones(2)):
         with pytest.raises(TypeError, match=message):
-            sum_loss(partial(mine, scale=1.0), inputs, weights)
+            sum_loss(returned, inputs, weights)
 
 
 def test_a_function_becomes_grpos_step_loss_and_a_class_gets_what_it_names():
     run = {"beta": 0.5, "epsilon": 0.2, "take_turns": True}
-    plain = load_algorithm(reinforce, None, **run)
-    assert isinstance(plain, GRPO) and plain.step_loss is reinforce
+    plain = load_algorithm("diffusion_grpo.losses.grpo", None, **run)
+    assert isinstance(plain, GRPO) and plain.step_loss is grpo
     assert (plain.beta, plain.epsilon, plain.epsilon_high, plain.take_turns) == (0.5, 0.2, 0.2, True)
-    partly = load_algorithm(path(scaled_reinforce), {"scale": 3.0}, **run).step_loss
-    assert isinstance(partly, partial) and partly.func is scaled_reinforce and partly.keywords == {"scale": 3.0}
+    partly = load_algorithm(path(reinforce), {"scale": 3.0}, **run).step_loss
+    assert isinstance(partly, partial) and partly.func is reinforce and partly.keywords == {"scale": 3.0}
     own = load_algorithm(path(Reinforce), {"temperature": 2.0}, **run)
     assert isinstance(own, Reinforce) and (own.beta, own.temperature) == (0.5, 2.0)
 
@@ -181,37 +155,17 @@ def test_a_function_becomes_grpos_step_loss_and_a_class_gets_what_it_names():
 # training
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Weights after two updates under several losses, each beside its trainer."""
-    kinds = {
-        "function": {"loss_type": path(reinforce)},
-        "offset": {"loss_type": path(scaled_reinforce), "loss_kwargs": {"scale": 1.0, "offset": 0.5}},
-        "class": {"loss_type": path(Reinforce)},
-        "cooler": {"loss_type": path(Reinforce), "loss_kwargs": {"temperature": 1e3}},
-    }
-    made = {}
-    for name, settings in kinds.items():
-        trainer = trainer_for(tmp_path_factory.mktemp(name), max_grad_norm=0.0, **settings)
-        trainer.train()
-        made[name] = trainer, trained_weights(trainer)
-    return made
-
-
-def distance(one: dict, other: dict) -> float:
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
-
-
-def test_a_loss_with_settings_trains_by_them(runs):
-    assert distance(runs["function"][1], runs["offset"][1]) > 0
-    assert logged(runs["offset"][0], "offset") == [0.5, 0.5]
-
-
-def test_an_algorithm_of_ones_own_trains(runs):
+def test_an_algorithm_of_ones_own_trains(tmp_path):
     """The class and the function are one loss, summed over samples, written in two ways."""
-    trainer, weights = runs["class"]
-    assert isinstance(trainer.learner.algorithm, Reinforce)
-    assert distance(weights, runs["function"][1]) < 1e-6
-    assert logged(trainer, "reinforce/drift") == [0.0, 0.0] and len(logged(trainer, "reinforce/log_prob")) == 2
-    assert not logged(trainer, "ratio/mean")
-    assert logged(runs["cooler"][0], "grad_norm")[0] == pytest.approx(logged(trainer, "grad_norm")[0] / 1e3, rel=1e-3)
+    runs = []
+    for loss, settings in ((reinforce, {"scale": 1.0}), (Reinforce, {}), (Reinforce, {"temperature": 1e3})):
+        folder = tmp_path / str(len(runs))
+        runs.append(trainer_for(folder, max_grad_norm=0.0, loss_type=path(loss), loss_kwargs=settings))
+        runs[-1].train()
+    function, own, cooler = runs
+    expected = trained_weights(function)
+    assert max((value - expected[name]).abs().max() for name, value in trained_weights(own).items()) < 1e-6
+    assert logged(function, "scale") == [1.0, 1.0] and logged(function, "offset") == [0.0, 0.0]
+    assert isinstance(own.learner.algorithm, Reinforce) and not logged(own, "ratio/mean")
+    assert logged(own, "reinforce/drift") == [0.0, 0.0] and len(logged(own, "reinforce/log_prob")) == 2
+    assert logged(cooler, "grad_norm")[0] == pytest.approx(logged(own, "grad_norm")[0] / 1e3, rel=1e-3)

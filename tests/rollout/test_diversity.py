@@ -12,6 +12,7 @@ from diffusion_grpo.rewards import load_rewards
 from diffusion_grpo.rollout.score import (
     FRAMES,
     SIDE,
+    batch_groups,
     cosine_distance,
     embed_samples,
     find_embedders,
@@ -82,3 +83,8 @@ def test_rewards_that_embed_images() -> None:
     points = embed_samples(rewards[0], colours)
     assert measure_diversity(points, torch.zeros(3), cosine_distance) == pytest.approx(2 / 3)
     assert torch.equal(embed_samples(rewards[0], [[colours[0], colours[1]]]), points[:2].mean(0, keepdim=True))
+
+
+def test_samples_that_are_scored_in_parts_stay_with_their_group() -> None:
+    assert batch_groups([0, 0, 1, 1, 2, 2], batch_size=4) == [[0, 1, 2, 3], [4, 5]]
+    assert batch_groups([7, 3, 7, 3, 3], batch_size=2) == [[0, 2], [1, 3, 4]]  # a group that is larger

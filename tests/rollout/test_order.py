@@ -1,12 +1,17 @@
 """The order of a rollout: of any number of processes, the same samples share an update."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.config.batch_sizes import BatchSizes
 from diffusion_grpo.data.sampler import GroupSampler
+from diffusion_grpo.distributed.backend import DistributedBackend
+from diffusion_grpo.distributed.context_parallel import ContextGroups
 from diffusion_grpo.rollout.order import RolloutOrder, invert, update_order
+from diffusion_grpo.rollout.score import gather_by_position
 
 
 def order_of(processes, generation, seed=0, process=0, **sizes):
@@ -102,11 +107,8 @@ def test_best_of_n_needs_whole_groups_in_each_processs_share_of_an_update(monkey
     monkeypatch.setattr(DiffusionGRPOConfig, "world_size", 2)
     common = {"output_dir": "out", "use_cpu": True, "per_device_train_batch_size": 2, "num_generations": 8}
     args = DiffusionGRPOConfig(**common, gradient_accumulation_steps=2, steps_per_generation=4, best_of_n=4)
-    assert (
-        args.batch_sizes.update_share,
-        args.batch_sizes.samples_per_update,
-        args.batch_sizes.consecutive_samples,
-    ) == (4, 8, 8)
+    sizes = args.batch_sizes
+    assert (sizes.update_share, sizes.samples_per_update, sizes.consecutive_samples) == (4, 8, 8)
     with pytest.raises(ValueError, match="best_of_n=4"):
         DiffusionGRPOConfig(**common, gradient_accumulation_steps=1, steps_per_generation=4, best_of_n=4)
 
@@ -131,3 +133,20 @@ def test_groups_of_any_dataset_are_whole_and_the_same_for_any_number_of_processe
             first = position // 4 * 4
             assert chunk[position] == chunk[first]  # the row of its group, also where another group has that row
     assert seen == set(range(rows))
+
+
+@pytest.mark.parametrize(("processes", "context"), [(1, 1), (2, 1), (4, 1), (2, 2)])
+def test_what_is_gathered_from_processes_lies_where_its_sample_does(processes, context):
+    every = [order_of(processes, 0, process=process, steps=16) for process in range(processes)]
+    own = [torch.stack([order.own() * 10, order.own() * 10 + 1], dim=1) for order in every]  # (samples, 2)
+    # of a context-parallel group only the first process counts
+    rows = torch.cat([values if copy == 0 else values - 1000 for values in own for copy in range(context)])
+    accelerator = SimpleNamespace(device=torch.device("cpu"), gather=lambda tensor: rows)
+    for process, order in enumerate(every):
+        backend = DistributedBackend(None, ContextGroups(context, processes * context, process * context))
+        backend.bind(accelerator, torch.nn.Module(), [])
+        found = gather_by_position(backend, own[process], order)
+        assert torch.equal(found[:, 0], 10 * torch.arange(32)) and torch.equal(found[:, 1], found[:, 0] + 1)
+        assert gather_by_position(backend, None, order) is None
+    if processes > 1:
+        assert not torch.equal(torch.cat([order.own() for order in every]), every[0].made)  # the order matters

@@ -1,5 +1,6 @@
 """Replays without a gradient: the values of each sample at each of its steps."""
 
+import contextlib
 import dataclasses
 from types import SimpleNamespace
 
@@ -9,6 +10,8 @@ import torch
 from diffusion_grpo.algorithms.base import Recording
 from diffusion_grpo.algorithms.batch import MicroBatch
 from diffusion_grpo.policy.trajectory import StepDistribution, StepScale
+from diffusion_grpo.rollout.buffer import RolloutBuffer
+from diffusion_grpo.rollout.estimator import SampleAdvantages
 from diffusion_grpo.rollout.passes import Passes
 from tests.algorithms.test_batch import batch_of, make_inputs, rows_of, samples_of
 from tests.renoised_parts import mean, problem, squares
@@ -48,11 +51,10 @@ class Inputs:
         return [list(range(len(rows)))]
 
 
-def make(policy, reference=None, anchor="own", old=None):
-    recording = Recording(old=old)
-    args = SimpleNamespace(rollout_call_size=2, beta=1.0, recording=recording, anchor=anchor)
-    runtime = SimpleNamespace(backend=Backend(), metrics=None)
-    return Passes(args, policy, Inputs(), runtime, reference=reference)
+def make(policy, reference=None, anchor="own", old_policy=None, beta=1.0, metrics=None, **recording):
+    args = SimpleNamespace(rollout_call_size=2, beta=beta, recording=Recording(**recording), anchor=anchor)
+    runtime = SimpleNamespace(backend=Backend(), metrics=metrics)
+    return Passes(args, policy, Inputs(), runtime, reference=reference, old_policy=old_policy)
 
 
 STEPS = [[0, 1], [1, 2], [0, 2], [1, 2]]
@@ -125,3 +127,54 @@ def test_a_replayed_anchor_is_the_denominator_of_every_slot():
     assert [seeds for seeds, _ in policy.passes] == [[n, n + 1] for n in (0, 2, 4, 6) for _ in range(3)]
     assert torch.equal(buffer.old_log_probs, recorded + 0.5)
     assert all((sample.means == 3.0).all() and sample.means.shape == (1, 2, 1, 2, 2) for sample in buffer.samples)
+
+
+# Re-noised samples
+
+
+def clean_buffer():
+    """Six re-noised samples in micro-batches of two, and what the network takes them for."""
+    given = problem()
+    samples = [given.part.trajectory[[row]] for row in range(6)]
+    sizes = SimpleNamespace(micro_batch=2, accumulation=3, num_generations=1, trained_per_prompt=1)
+    order = SimpleNamespace(seed=5, updates=1, sizes=sizes)
+    return RolloutBuffer(
+        rows_of(6), samples, SampleAdvantages(given.advantages), Inputs(), order, torch.arange(6)
+    ), given
+
+
+FIRST = [([0, 1], 1), ([0, 1], 3), ([0, 1], 3)]  # the passes of a micro-batch; the last is repeated beside others
+
+
+def test_errors_are_measured_before_the_first_update_and_the_first_pass_is_kept():
+    buffer, given = clean_buffer()
+    make(given.policy, anchor="replay", keeps="clean", old="error").record_old(buffer)
+    expected = -squares(given, given.clean)[:, None].expand(6, 2).detach()
+    torch.testing.assert_close(buffer.old_log_probs, expected)
+    assert given.policy.calls == [([row + first for row in rows], step) for first in (0, 2, 4) for rows, step in FIRST]
+    assert buffer.recorded_clean.keys() == {(0, 1), (1, 1)} and not buffer.has_current_old
+    assert torch.equal(buffer.recorded_clean[1, 1], given.clean[1].detach())
+    assert [len(buffer.micro_batch(slot).recorded_clean) for slot in range(3)] == [2, 0, 0]
+
+
+def test_of_an_anchor_of_the_rollout_only_the_first_pass_is_made():
+    buffer, given = clean_buffer()
+    make(given.policy, anchor="rollout", keeps="clean").record_old(buffer)
+    assert given.policy.calls == FIRST[:1] and buffer.recorded_clean.keys() == {(0, 1), (1, 1)}
+
+
+@pytest.mark.parametrize("has_moved", [False, True])
+def test_the_old_policy_predicts_each_sample_with_its_own_weights(has_moved):
+    buffer, given = clean_buffer()
+    shown = []
+
+    def place(is_shown):
+        shown.append(is_shown)
+        return contextlib.nullcontext()
+
+    old_policy = SimpleNamespace(has_moved=has_moved, place=place)
+    make(given.policy, anchor="rollout", keeps="clean", old_policy=old_policy).record_old(buffer)
+    assert shown == [True] and buffer.has_current_old is not has_moved
+    for row, sample in enumerate(buffer.samples):
+        assert torch.equal(sample.old_clean, given.clean[row].detach().expand(1, 2, 3, 4))
+    assert bool(buffer.recorded_clean) == has_moved  # the old policy's own prediction is checked instead

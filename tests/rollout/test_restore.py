@@ -1,17 +1,28 @@
 """What several processes kept of a rollout is read back by fewer or more of them, bit for bit."""
 
+import inspect
+import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from command_line import make_config
+from PIL import Image
 
 from diffusion_grpo.policy.token_process import TokenTrajectory
 from diffusion_grpo.policy.trajectory import Trajectory
-from diffusion_grpo.report.record import ResumeError
+from diffusion_grpo.report.record import ResumeError, find_difference
 from diffusion_grpo.rollout.buffer import RolloutBuffer
 from diffusion_grpo.rollout.estimator import SampleAdvantages
-from diffusion_grpo.rollout.restore import restore_buffer, rollout_file, save_buffer
+from diffusion_grpo.rollout.restore import (
+    check_rows,
+    describe_rollout,
+    hash_rows,
+    restore_buffer,
+    rollout_file,
+    save_buffer,
+)
 from diffusion_grpo.rollout.value_model import ValueTargets
 from tests.rollout.test_order import order_of
 
@@ -37,7 +48,8 @@ def buffer_of(order, ranking):
     targets = ValueTargets(numbers[..., None], numbers, numbers + 1)
     rows = [{"prompt": str(position)} for position in positions.tolist()]
     samples = [sample(position) for position in positions.tolist()]
-    return RolloutBuffer(rows, samples, SampleAdvantages(numbers / 7, targets), inputs_of(), order, positions)
+    advantages = SampleAdvantages(numbers / 7, targets, positions / 3)
+    return RolloutBuffer(rows, samples, advantages, inputs_of(), order, positions)
 
 
 def restore(folder, order, shift=0, **settings):
@@ -61,6 +73,7 @@ def test_any_number_of_processes_goes_on_with_the_rollout_of_any_other(tmp_path,
         found, expected = restore(tmp_path, order), buffer_of(order, ranking)
         assert found.rows == expected.rows and torch.equal(found.positions, expected.positions)
         assert torch.equal(found.advantages.values, expected.advantages.values)
+        assert torch.equal(found.advantages.weights, expected.advantages.weights)
         assert torch.equal(found.old_log_probs, expected.old_log_probs + 1)
         assert torch.equal(found.advantages.targets.returns, expected.advantages.targets.returns)
         for one, other in zip(found.samples, expected.samples, strict=True):
@@ -98,11 +111,81 @@ def test_a_file_that_is_missing_is_refused(tmp_path):
 def test_a_rollout_of_other_settings_or_prompts_is_refused(tmp_path):
     order, path = order_of(1, 0), rollout_file(tmp_path, 0)
     save_buffer(buffer_of(order, torch.zeros(16)), path)
-    with pytest.raises(
-        ResumeError, match="step_selection is 'rollout' there and 'sample' here.*a checkpoint between two roll"
-    ):
+    with pytest.raises(ResumeError, match="step_selection"):
         restore(tmp_path, order, step_selection="sample")
-    with pytest.raises(ResumeError, match="aggregation is 'one advantage per sample' there and 'loss_per_"):
+    with pytest.raises(ResumeError, match="multi_objective_aggregation"):
         restore(tmp_path, order, multi_objective_aggregation="loss_per_reward")
     with pytest.raises(ResumeError, match="other dataset rows"):
         restore(tmp_path, order, shift=1)
+
+
+# settings and rows that a run has to share with its checkpoint
+
+
+def call(prompt, guidance_scale=7.0, max_sequence_length=256, image=None, seed=None):
+    """Take what a pipeline's call takes."""
+
+
+def call_inputs(pipeline_kwargs=None, **settings):
+    args = make_config(pipeline_kwargs=pipeline_kwargs, **settings)
+    given = {} if args.guidance_scale is None else {"guidance_scale": args.guidance_scale}
+    parameters = inspect.signature(call).parameters
+    fixed = given | (args.pipeline_kwargs or {})
+    return SimpleNamespace(args=args, parameters=parameters, accepted=set(parameters), fixed=fixed)
+
+
+def difference(**settings):
+    """Between a run with the default settings and another one, as it is read from a file."""
+    there = json.loads(json.dumps(describe_rollout(call_inputs())))
+    return find_difference(there, describe_rollout(call_inputs(**settings)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"guidance_scale": 9.0}, "guidance_scale is 7.0 there and 9.0 here"),
+        ({"pipeline_kwargs": {"max_sequence_length": 3}}, "max_sequence_length is 256 there and 3 here"),
+        ({"pipeline_kwargs": {"seed": 1}}, "pipeline_kwargs: seed is the default there and 1 here"),
+        ({"loss_type": "nft"}, "loss_type is 'grpo' there and 'nft' here"),
+        ({"trained_steps": [0, 2]}, r"trained_steps is [0, 5] there and [0, 2] here"),
+        ({"data_seed": 5}, "data_seed is 42 there and 5 here"),
+        ({"shuffle_dataset": False}, "shuffle_dataset is True there and False here"),
+        ({"bf16": True}, "bf16 is False there and True here"),
+        ({"steps_per_generation": 64}, "updates per rollout is 1 there and 2 here"),
+    ],
+)
+def test_what_a_replay_depends_on_is_compared(settings, message):
+    assert difference(**settings) == message
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"guidance_scale": 7.0},
+        {"pipeline_kwargs": {"guidance_scale": 7.0, "image": None}},
+        {"data_seed": 42},
+        {"rollout_batch_size": 2},
+        {"learning_rate": 0.5, "beta": 0.1, "scale_rewards": "batch"},
+    ],
+)
+def test_defaults_and_what_no_replay_depends_on_may_change(settings):
+    assert difference(**settings) is None
+
+
+def test_tensors_among_the_arguments_are_compared_by_what_they_hold():
+    one, other = (call_inputs({"image": torch.full((2, 3), value)}) for value in (0.0, 1.0))
+    assert find_difference(describe_rollout(one), describe_rollout(one)) is None
+    assert find_difference(describe_rollout(one), describe_rollout(other)).startswith("image is 'Tensor (2, 3) ")
+
+
+def test_rows_are_compared_by_what_the_pipeline_gets(tmp_path):
+    row = {"prompt": "a cat", "image": Image.new("RGB", (4, 4)), "answer": 1}
+    hashes = hash_rows([row, row | {"prompt": "a dog"}, row], call_inputs())
+    assert hashes[0] == hashes[2] != hashes[1]
+    check_rows(tmp_path, hashes[:1], [row | {"answer": 2, "image": Image.new("RGB", (4, 4), "red")}], call_inputs())
+    changes = [{"prompt": "a sea"}, {"image": Image.new("RGB", (4, 5))}, {"image": torch.ones(2)}, {"image": None}]
+    for change in changes:
+        with pytest.raises(ResumeError, match="other dataset rows"):
+            check_rows(tmp_path, hashes[:1], [row | change], call_inputs())
+    arrays = [row | {"image": array} for array in (np.zeros(2), np.ones(2), torch.zeros(2), torch.tensor(0.0))]
+    assert len(set(hash_rows(arrays, call_inputs()))) == 4

