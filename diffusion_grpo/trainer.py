@@ -147,7 +147,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             self._sampler: GroupSampler | None = None
             self._noted_settings = preflight.note_settings(self.args)
             self._make_collaborators(given.is_full_training)
-            self.inputs.check_arguments(self.args.eval_pipeline_kwargs or {})
+            self.inputs.check_arguments(self.args.eval_pipeline_kwargs or {}, "eval_pipeline_kwargs")
 
     def _make_collaborators(self, is_full_training: bool) -> None:
         """Create the objects that train, then those that sample and score, then those that save the run."""

@@ -6,6 +6,7 @@ Settings that cannot work are refused here in one sentence, before any model is 
 
 import dataclasses
 import functools
+import json
 import logging
 import os
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from ..algorithms.registry import check_loss_kwargs, check_run_settings
 from .declare import Count, NotNegative, setting
 from .defaults import DICTIONARIES, Sizes
 from .fields import check_fields
-from .files import expand_home
+from .files import expand_home, read_text
 from .names import explain_unknown
 from .quantization import QuantizationSettings
 from .run import RunSettings
@@ -163,9 +164,7 @@ class DiffusionGRPOConfig(
         compiles = bool(self.torch_compile or self.torch_compile_backend or self.torch_compile_mode)
         backend, mode = self.torch_compile_backend or ("inductor" if compiles else None), self.torch_compile_mode
         self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = False, None, None
-        sharding = self.fsdp_config if self.fsdp and isinstance(self.fsdp_config, dict) else {}
-        is_offloaded = sharding.get("cpu_offload", sharding.get("fsdp_cpu_offload"))
-        if is_offloaded and not self.use_cpu and self.ddp_backend is None:
+        if not self.use_cpu and self.ddp_backend is None and offloads_shards(self):
             self.ddp_backend = find_backends_with_cpu()
         super().__post_init__()
         if not (self.bf16 or self.fp16):
@@ -236,6 +235,15 @@ def find_changed(settings: DiffusionGRPOConfig) -> frozenset[str]:
 def count_launched_processes() -> int:
     """Return how many processes torchrun or accelerate started, including this one; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1
+
+
+def offloads_shards(args: TrainingArguments) -> bool:
+    """Return whether `fsdp` and `fsdp_config`, a dictionary, JSON or a JSON file, keep shards in CPU memory."""
+    config = args.fsdp_config if args.fsdp else None
+    if isinstance(config, str):
+        config = json.loads(config if config.lstrip().startswith("{") else read_text(config))
+    names = ("cpu_offload", "fsdp_cpu_offload")
+    return "offload" in str(args.fsdp) or any((config or {}).get(name) for name in names)
 
 
 def find_backends_with_cpu() -> str | None:

@@ -57,6 +57,9 @@ class Columns:
                     kind = kind or _file_type(dataset, name, parameters[name])
                 if kind is not None:
                     self.files[name] = kind
+                    if "large_string" in str(feature):  # of which `datasets` makes no videos and no sound
+                        feature = _with_items(feature, datasets.Value("string"))
+                        dataset = dataset.cast_column(name, feature)
                     stored = _with_items(feature, dataclasses.replace(kind, decode=False))
                     dataset = dataset if stored == feature else dataset.cast_column(name, stored)
         self.dataset = dataset
@@ -212,7 +215,7 @@ def _file_type(dataset: datasets.Dataset, name: str, parameter: inspect.Paramete
     return _kind(first) or datasets.Image()
 
 
-def _with_items(feature: Any, item: Media) -> Any:
+def _with_items(feature: Any, item: Media | datasets.Value) -> Any:
     """Return the column's type with another type of its values, or of the items of its lists."""
     is_list = isinstance(feature, LISTS)
     return dataclasses.replace(feature, feature=_with_items(feature.feature, item)) if is_list else item

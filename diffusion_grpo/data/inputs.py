@@ -46,7 +46,8 @@ class PipelineInputs:
         self.parameters = {name: value for name, value in parameters.items() if name not in {"self", *RESERVED}}
         self.accepted = set(self.parameters)
         self.fixed = {name: getattr(args, name) for name in FROM_CONFIG if getattr(args, name) is not None}
-        self.check_arguments({**self.fixed, **(args.pipeline_kwargs or {})})
+        self.check_arguments(self.fixed, "settings")
+        self.check_arguments(args.pipeline_kwargs or {})
         self._image_mode = find_image_mode(pipe)
         for name, value in (args.pipeline_kwargs or {}).items():
             self.fixed[name] = fit_images(value, None if "mask" in name else self._image_mode)
@@ -98,18 +99,19 @@ class PipelineInputs:
         unset = {name: None for name in replaced & self.accepted if self.parameters[name].default is not None}
         return {**fixed, **self.spacing, **unset, **build_arguments(rows, self.accepted, is_bare=form == SINGLE)}
 
-    def check_arguments(self, arguments: dict[str, Any]) -> None:
+    def check_arguments(self, arguments: dict[str, Any], setting: str = "pipeline_kwargs") -> None:
         """Refuse arguments that the trainer sets, that the pipeline does not take, or that list texts."""
         for name, value in arguments.items():
             if reason := explain_reserved(name):
-                raise ValueError(f"pipeline_kwargs: {reason}; leave it out.")
+                raise ValueError(f"{setting}: {reason}; leave it out.")
             if name not in self.accepted:
                 raise ValueError(
-                    f"{self.pipeline.__name__} does not take {name}; it takes {', '.join(sorted(self.accepted))}."
+                    f"{setting}: {self.pipeline.__name__} does not take {name}; it takes "
+                    f"{', '.join(sorted(self.accepted))}."
                 )
             if "prompt" in name and isinstance(value, (list, tuple)) and any(isinstance(item, str) for item in value):
                 raise ValueError(
-                    f"pipeline_kwargs: {name} is a list of texts, but it applies to every prompt of the run; give one "
+                    f"{setting}: {name} is a list of texts, but it applies to every prompt of the run; give one "
                     f"text, or add a column {name!r} with one text per prompt."
                 )
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +133,9 @@ def _load(source: str, split: str) -> datasets.Dataset:
     try:
         return datasets.load_dataset(source, split=split)
     except datasets.exceptions.DatasetGenerationError as error:
+        for file in sorted(path.rglob("*")) if path.is_dir() else []:
+            if file.suffix in READERS:
+                _read_file(file)  # names the broken file
         raise ValueError(f"{source} cannot be read: {_find_reason(error)}") from error
 
 
@@ -185,11 +188,6 @@ def hash_prompts(dataset: datasets.Dataset | None) -> str | None:
     for prompt in read_prompts(dataset):
         digest.update(json.dumps(prompt, default=str).encode() + b"\n")
     return digest.hexdigest()
-
-
-def get_prompt_column(dataset: datasets.Dataset) -> Iterable[str]:
-    """Return each row's prompt for tables; empty strings where there are only embeddings."""
-    return read_prompts(dataset) if "prompt" in dataset.column_names else [""] * len(dataset)
 
 
 def name_datasets(train: Any, evaluation: Any) -> list[tuple[str, datasets.Dataset]]:

@@ -31,7 +31,16 @@ def test_names_that_do_not(name):
         ("rl_num_image_per_prompt", "num_generations"),
         ("ppo_adv_clip_max", "advantage_clip"),
         ("rollout.n", "num_generations"),
+        ("actor_rollout_ref.rollout.online.step.interval", "validation_steps"),
+        ("rollout.only", "diffusion-grpo sample"),
+        ("rollout.result.save.path", "save_samples_steps"),
+        ("fsdp_config.param_offload", "docs/memory.md"),
+        ("rl_dataset_type", "leave it out"),
+        ("ema_start_step", "leave it out.*ema_decay"),
         ("reward.grpo.kl_coef", "beta"),
+        ("reward.grpo.epsilon", "leave it out"),
+        ("metrics", "reward_funcs"),
+        ("revision", "model_init_kwargs"),
         ("sample.guidance_scale", "guidance_scale"),
         ("batch_size", "per_device_train_batch_size"),
         ("lr", "learning_rate"),
@@ -53,6 +62,8 @@ def test_an_unknown_setting_is_answered_with_the_one_that_is_meant(name, expecte
 def test_a_section_of_another_file_is_answered_by_its_settings():
     with pytest.raises(ValueError, match="`sample.num_steps`; use `num_inference_steps`"):
         refuse_unknown({"sample": {"num_steps": 10}}, KNOWN)
+    with pytest.raises(ValueError, match="`reward.grpo.kl_coef`; use `beta`"):
+        refuse_unknown({"reward": {"grpo": {"kl_coef": 0.05}}}, KNOWN)
 
 
 def test_the_tables_name_settings_that_there_are():

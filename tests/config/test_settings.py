@@ -46,11 +46,19 @@ def test_the_backend_for_the_cpu_is_set_before_the_processes_meet(monkeypatch, t
         raise InterruptedError
 
     monkeypatch.setattr(TrainingArguments, "__post_init__", meet)
-    offloaded = {"fsdp": True, "fsdp_config": {"cpu_offload": True}}
-    for given in ({}, {"fsdp": True}, offloaded, offloaded | {"ddp_backend": "gloo"}, offloaded | {"use_cpu": True}):
+    (tmp_path / "fsdp.json").write_text('{"fsdp_cpu_offload": true}')
+    offloaded = {"fsdp": True, "fsdp_config": str(tmp_path / "fsdp.json")}
+    cases = [({}, None), ({"fsdp": True}, None), (offloaded | {"fsdp": None}, None)]
+    cases += [(offloaded | {"ddp_backend": "gloo"}, "gloo"), (offloaded | {"use_cpu": True}, None)]
+    cases += [(given, "cuda:nccl,cpu:gloo") for given in (offloaded, {"fsdp": "full_shard offload"})]
+    cases += [
+        (offloaded | {"fsdp_config": own}, "cuda:nccl,cpu:gloo")
+        for own in ({"cpu_offload": True}, '{"cpu_offload": 1}')
+    ]
+    for given, expected in cases:
         with pytest.raises(InterruptedError):
             DiffusionGRPOConfig(str(tmp_path), **given)
-    assert seen == [None, None, "cuda:nccl,cpu:gloo", "gloo", None]
+        assert seen.pop() == expected, given
 
 
 @pytest.mark.parametrize(

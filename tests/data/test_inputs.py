@@ -246,8 +246,10 @@ def test_columns_that_the_pipeline_never_gets_are_named_unless_a_reward_reads_th
 def test_arguments_that_are_not_the_users_are_refused(tmp_path, name, value):
     inputs = PipelineInputs(type(tiny_pipelines.build("sd3")[0]), settings(tmp_path))
     inputs.check_arguments({"negative_prompt": "blurry", "skip_guidance_layers": [7, 8]})
-    with pytest.raises(ValueError, match=name):
-        inputs.check_arguments({"negative_prompt_2": "blurry", name: value})
+    with pytest.raises(ValueError, match=f"^eval_pipeline_kwargs: .*{name}"):
+        inputs.check_arguments({"negative_prompt_2": "blurry", name: value}, "eval_pipeline_kwargs")
+    with pytest.raises(ValueError, match=f"^pipeline_kwargs: .*{name}"):
+        PipelineInputs(inputs.pipeline, settings(tmp_path, pipeline_kwargs={name: value}))
 
 
 def test_a_column_that_the_pipeline_never_gets_is_in_no_call(tmp_path):

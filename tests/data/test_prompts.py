@@ -10,7 +10,6 @@ import pytest
 from diffusion_grpo.data.prompts import (
     check_dataset,
     choose_evaluated,
-    get_prompt_column,
     load_given,
     load_prompts,
     read_prompts,
@@ -139,6 +138,14 @@ def test_an_empty_or_broken_file_is_refused_in_a_sentence(name, tmp_path):
         load_prompts(str(path))
 
 
+def test_the_broken_file_of_a_folder_is_named(tmp_path):
+    (tmp_path / "prompts").mkdir()
+    for name, end in (("a", ""), ("b", '{"prompt": \n')):
+        (tmp_path / "prompts" / f"{name}.jsonl").write_text('{"prompt": "a cat"}\n' + end)
+    with pytest.raises(ValueError, match="b.jsonl cannot be read as jsonl: .+"):
+        load_prompts(str(tmp_path / "prompts"))
+
+
 def test_a_byte_order_mark_is_no_part_of_the_first_prompt(tmp_path):
     (tmp_path / "a.txt").write_text("a cat\na dog\n", encoding="utf-8-sig")
     assert list(load_prompts(str(tmp_path / "a.txt"))["prompt"]) == ["a cat", "a dog"]
@@ -218,7 +225,7 @@ def test_prompts_are_read_many_at_a_time(monkeypatch):
     calls = []
     transformed = stored.with_transform(count_calls(calls))
     check_dataset(transformed)
-    assert list(get_prompt_column(transformed))[:2] == ["PROMPT 0, AOÛT", "PROMPT 1, AOÛT"] and len(calls) < 200
+    assert list(read_prompts(transformed))[:2] == ["PROMPT 0, AOÛT", "PROMPT 1, AOÛT"] and len(calls) < 200
 
 
 def test_the_row_of_a_wrong_prompt_is_counted_as_the_rows_are():
