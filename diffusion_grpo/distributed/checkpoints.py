@@ -29,14 +29,8 @@ from .sharded_weights import as_shard, is_sharded
 
 MODE_FILE = "processes.json"
 # names of transformers for optimizers with the same state; a paged optimizer has that of the ordinary one
-SAME_STATE = {
-    "adamw_torch_fused": "adamw_torch",
-    "adamw_torch_xla": "adamw_torch",
-    "adamw_torch_npu_fused": "adamw_torch",
-    "adamw_8bit": "adamw_bnb_8bit",
-    "ademamix_32bit": "ademamix",
-    "rmsprop_bnb_32bit": "rmsprop_bnb",
-}
+SAME_STATE = dict.fromkeys(("adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused"), "adamw_torch")
+SAME_STATE |= {"adamw_8bit": "adamw_bnb_8bit", "ademamix_32bit": "ademamix", "rmsprop_bnb_32bit": "rmsprop_bnb"}
 ENGINES = {"ddp": "whole weights", "fsdp2": "FSDP2"} | {f"zero{stage}": f"ZeRO-{stage}" for stage in range(4)}
 Mode = dict[str, Any]
 FOLDER, REST = "optimizer", "optimizer.json"
@@ -54,9 +48,7 @@ def write_mode(folder: Path, mode: Mode, optimizer: str) -> None:
 def find_other_optimizer(folder: Path, optimizer: str) -> str | None:
     """Return the name of the optimizer that wrote a checkpoint if it keeps another state than `optimizer`."""
     wrote = json.loads((folder / MODE_FILE).read_text(encoding="utf-8"))["optim"]
-    there, here = (
-        SAME_STATE.get(name, name) for name in (wrote.removeprefix("paged_"), optimizer.removeprefix("paged_"))
-    )
+    there, here = (SAME_STATE.get(name, name) for name in (x.removeprefix("paged_") for x in (wrote, optimizer)))
     return None if there == here else wrote
 
 
@@ -164,6 +156,8 @@ def _numbers(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def _fill_rest(saved: dict[str, Any], state: dict[str, Any]) -> None:
     """Fill in the optimizer's settings and numbers, in place; lists that were tuples become tuples again."""
     for ours, theirs in zip(state["param_groups"], saved["param_groups"], strict=True):
+        if ours["params"] != theirs["params"]:
+            raise ValueError("The checkpoint's optimizer state belongs to other parameters than this run trains.")
         for name, value in theirs.items():
             ours[name] = tuple(value) if isinstance(ours.get(name), tuple) else value
     for parameter, numbers in saved["numbers"].items():

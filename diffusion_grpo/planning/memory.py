@@ -23,7 +23,6 @@ LOADING = "loading"  # before anything is on the accelerator
 PREPARING = "preparing"  # prompts are encoded before the network is on the accelerator
 ALONE = (LOADING, PREPARING)  # phases without the other kinds
 NAMES = {ENCODING: "encoding prompts", DENOISING: "denoising", DECODING: "decoding", UPDATE: "activations"}
-LIVE_WEIGHTS = 10**9  # that ZeRO-3 keeps gathered, DeepSpeed's default of stage3_max_live_parameters
 OPTIMIZER_BLOCK = 256  # values that share a scale in the 8-bit states of bitsandbytes
 OPTIMIZER_SMALL = 4096  # bitsandbytes keeps 32-bit states for smaller tensors
 WEIGHT_BLOCK = 64  # values that share a scale in the 4-bit weights of bitsandbytes
@@ -119,8 +118,11 @@ def _list_state(parts: Parts, args: DiffusionGRPOConfig, sharding: Sharding) -> 
         memory.append(Memory("gradient buckets", gradients))  # copies for the all-reduce
     if sharding.name == "fsdp2" and sharding.processes > 1:
         memory.append(Memory("gathered block", max(map(measure_largest_unit, parts.networks.values()))))
+    used = 2 if args.bf16 or args.fp16 else 4  # bytes of a value that DeepSpeed has cast
+    if sharding.bucket:
+        memory.append(Memory("gradient bucket", used * sharding.bucket))
     if sharding.name == "zero3" and sharding.processes > 1:
-        gathered = min(whole, (2 if args.bf16 or args.fp16 else 4) * LIVE_WEIGHTS)
+        gathered = min(whole, used * sharding.live_weights)
         phase = UPDATE if args.ds3_gather_for_generation else ""  # rollouts gather the whole network
         memory.append(Memory("gathered blocks", gathered, phase=phase))
     if quantised := [network for name, network in parts.networks.items() if name in parts.specs]:
@@ -260,7 +262,7 @@ def measure_groups(network: nn.Module, args: DiffusionGRPOConfig) -> int:
     # see diffusers' `apply_group_offloading`; a stream fetches the next group early
     if args.group_offload == "block_level":
         lists = [list(child) for child in network.children() if isinstance(child, (nn.ModuleList, nn.Sequential))]
-        size = args.group_offload_blocks
+        size = 1 if args.group_offload_stream else args.group_offload_blocks
         groups = [sum(map(_weigh_fixed, x[start : start + size])) for x in lists for start in range(0, len(x), size)]
         outside = _weigh_fixed(network) - sum(_weigh_fixed(block) for blocks in lists for block in blocks)
         return outside + copies * max(groups, default=0)

@@ -21,6 +21,8 @@ class Sharding:
     parameters: bool = False
     offload_optimizer: bool = False
     offload_parameters: bool = False
+    live_weights: int = 10**9  # that ZeRO-3 keeps gathered, DeepSpeed's default of stage3_max_live_parameters
+    bucket: int = 0  # values that DeepSpeed gathers before it reduces them, if its configuration says how many
 
     @classmethod
     def of(cls, launch: dict[str, Any]) -> "Sharding":
@@ -33,9 +35,9 @@ class Sharding:
             stage = int(config.get("zero_stage", 2))
             devices = [config.get(f"offload_{what}_device") for what in ("optimizer", "param")]
             optimizer, parameters = (device not in ("none", None) for device in devices)
-            return cls(
-                f"zero{stage}", processes, stage >= 1, stage >= 2, stage == 3, optimizer, parameters and stage == 3
-            )
+            divided = (stage >= 1, stage >= 2, stage == 3)
+            sizes = {name: config[name] for name in ("live_weights", "bucket") if name in config}
+            return cls(f"zero{stage}", processes, *divided, optimizer, parameters and stage == 3, **sizes)
         if kind == "FSDP":
             is_offloaded = bool((launch.get("fsdp_config") or {}).get("fsdp_offload_params"))
             return cls("fsdp2", processes, True, True, True, is_offloaded, is_offloaded)
@@ -75,4 +77,9 @@ def _read_deepspeed_config(config: str | dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"DeepSpeed's configuration {config} cannot be read: {error}") from error
     zero = config.get("zero_optimization", {})
     devices = {what: (zero.get(f"offload_{what}") or {}).get("device") for what in ("optimizer", "param")}
-    return {"zero_stage": zero.get("stage", 0), **{f"offload_{what}_device": value for what, value in devices.items()}}
+    sizes = {"live_weights": zero.get("stage3_max_live_parameters"), "bucket": zero.get("reduce_bucket_size")}
+    sizes = {name: int(size) for name, size in sizes.items() if isinstance(size, (int, float))}  # not "auto"
+    if "bucket" in sizes and zero.get("overlap_comm") and zero.get("stage", 0) < 3:
+        sizes["bucket"] *= 2  # one is filled while the other is sent
+    offloads = {f"offload_{what}_device": device for what, device in devices.items()}
+    return {"zero_stage": zero.get("stage", 0), **offloads, **sizes}

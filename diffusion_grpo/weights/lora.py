@@ -118,7 +118,14 @@ def load_lora(pipe: DiffusionPipeline, names: tuple[str, ...], source: str, keep
     unwrap(pipe, names)
     name = choose_adapter_name(pipe)
     load_weights(pipe, source, name, names)
-    check_adapters(pipe, names, name, keep_adapters, is_full_training=False)
+    where = {component for component, adapters in list_adapters(pipe).items() if name in adapters}
+    if missing := sorted(set(names) - where):
+        raise ValueError(f"lora_path: {source} holds no LoRA for {missing[0]}; set train_component to what it is for.")
+    if (beside := sorted(where - set(names))) and not keep_adapters:
+        raise ValueError(
+            f"lora_path: {source} also has a LoRA for {beside[0]}, which is not trained and would be missing from "
+            "what is saved; set keep_adapters=True to use it all the same."
+        )
     return name
 
 
@@ -202,8 +209,13 @@ def fill_targets(network: nn.Module, peft_config: LoraConfig) -> LoraConfig:
             )
         return peft_config
     if isinstance(targets, str):  # a regular expression for whole names, as in peft, or the end of a name
-        if targets.lower() == "all-linear" or any(re.fullmatch(targets, name) for name in names):
-            return peft_config
+        try:
+            if targets.lower() == "all-linear" or any(re.fullmatch(targets, name) for name in names):
+                return peft_config
+        except re.error as error:
+            raise ValueError(
+                f"target_modules={targets!r} is no regular expression ({error}); write .* for any."
+            ) from error
         peft_config.target_modules = {targets}
     missing = ", ".join(sorted(name for name in peft_config.target_modules if not _is_target(names, name)))
     if missing:

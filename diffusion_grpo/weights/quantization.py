@@ -6,6 +6,7 @@ diffusers and transformers do the work; this module gives each component its con
 import contextlib
 import dataclasses
 import importlib
+import os
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -46,9 +47,16 @@ class QuantizedLoading:
         return next((name for name in self.trained if name in self.specs), None)
 
     def check(self, is_full_training: bool) -> None:
-        """Refuse to train all weights of a network that is to be quantised."""
+        """Refuse what cannot be loaded, trained or saved, before anything is loaded."""
         if is_full_training and self.trains_quantized is not None:
             _refuse_full_training(self.trains_quantized)
+        for name, spec in self.specs.items():
+            check_gpu(name, spec)
+            if is_full_training and name_method(spec) == "quanto":  # the end of a run writes the whole pipeline
+                raise ValueError(
+                    f"quantization: {name}: full training saves the whole pipeline, and transformers cannot save what "
+                    "quanto has quantised; use torchao or bitsandbytes for it."
+                )
 
     def keywords(self, source: Any, dtype: Any, hub: Mapping[str, Any]) -> dict[str, Any]:
         """Make the keyword arguments of `from_pretrained` that quantise components; load those from gguf files."""
@@ -56,15 +64,16 @@ class QuantizedLoading:
         for name, spec in self.specs.items():
             library, kind = self.components[name]
             compute = dtype.get(name, dtype.get("default")) if isinstance(dtype, dict) else dtype
-            if not isinstance(spec, QuantizationSpec):
-                configs[name] = spec
-            elif spec.backend == "gguf":
-                config = make_config(spec, library, compute)
+            try:
+                config = make_config(spec, library, compute) if isinstance(spec, QuantizationSpec) else spec
+            except (AttributeError, TypeError) as error:  # no such class, or no such argument
+                raise ValueError(f"quantization: {name}: {error}.") from error
+            if getattr(spec, "backend", "") == "gguf":
                 where = {"config": str(source), "subfolder": name, "dtype": config.compute_dtype, **hub}
                 cls = getattr(diffusers, kind)
                 loaded[name] = cls.from_single_file(spec.options["file"], quantization_config=config, **where)
             else:
-                configs[name] = make_config(spec, library, compute)
+                configs[name] = config
         return loaded | ({"quantization_config": PipelineQuantizationConfig(quant_mapping=configs)} if configs else {})
 
 
@@ -103,6 +112,16 @@ def _check_component(name: str, components: Components) -> None:
     if name not in networks:
         hint = suggest(name, networks)
         raise ValueError(f"quantization: the pipeline has no network {name!r}; it has {', '.join(networks)}.{hint}")
+
+
+def check_gpu(name: str, spec: Any) -> None:
+    """Refuse bitsandbytes without a GPU, which diffusers would do while it loads."""
+    has_gpu = torch.cuda.is_available() or torch.xpu.is_available() or torch.mps.is_available()
+    if (name_method(spec) or "").startswith("bitsandbytes") and not has_gpu:
+        raise ValueError(
+            f"{name} is to be quantised by bitsandbytes (load_in_4bit, load_in_8bit), which needs a GPU, and there is "
+            f"none here; quantization: {{{name}: torchao}} works on a CPU too."
+        )
 
 
 def make_config(spec: QuantizationSpec, library: str, dtype: torch.dtype | None) -> Any:
@@ -172,6 +191,8 @@ def check_quantized_training(name: str, network: nn.Module, is_full_training: bo
     if is_full_training:
         _refuse_full_training(name)
     if method == "gguf":  # diffusers calls it untrainable, but its layers pass gradients to their input
+        if os.environ.get("DIFFUSERS_GGUF_CUDA_KERNELS", "false").lower() in ("1", "true", "yes"):
+            raise ValueError(f"unset DIFFUSERS_GGUF_CUDA_KERNELS: its kernels for {name} pass no gradient on.")
         return
     quantizer = network.hf_quantizer
     kind = type(getattr(quantizer.quantization_config, "quant_type", None)).__name__

@@ -54,10 +54,8 @@ def test_what_a_checkpoint_lacks_is_named(tmp_path):
     assert find_missing_state(tmp_path) is None
 
 
-def test_another_optimizer_is_named(tmp_path):
-    write_mode(tmp_path, mode(), "adamw_torch")
-    assert find_other_optimizer(tmp_path, "adamw_torch_fused") is None
-    assert find_other_optimizer(tmp_path, "adamw_bnb_8bit") == "adamw_torch"
-    write_mode(tmp_path, mode(), "adamw_bnb_8bit")
-    for alike in ("adamw_8bit", "paged_adamw_8bit"):
-        assert find_other_optimizer(tmp_path, alike) is None
+def test_an_optimizer_with_another_state_is_named(tmp_path):
+    for wrote, alike in (("adamw_torch", "adamw_torch_fused"), ("adamw_bnb_8bit", "paged_adamw_8bit")):
+        write_mode(tmp_path, mode(), wrote)
+        assert find_other_optimizer(tmp_path, wrote) is find_other_optimizer(tmp_path, alike) is None
+        assert find_other_optimizer(tmp_path, "sgd") == wrote

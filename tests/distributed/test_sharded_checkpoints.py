@@ -72,3 +72,6 @@ def test_state_of_other_parameters_is_refused(tmp_path):
     wider = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
     with pytest.raises(CheckpointException, match="(?i)size mismatch"):
         restore_optimizer(tmp_path, wider, torch.optim.AdamW(wider.parameters()))
+    renamed = nn.Sequential(nn.Identity(), nn.Linear(3, 4), nn.Linear(4, 2))
+    with pytest.raises(ValueError, match="other parameters"):
+        restore_optimizer(tmp_path, renamed, torch.optim.AdamW(renamed.parameters()))

@@ -1,6 +1,7 @@
 """Bytes by kind: optimizer states, quantised weights, blocks that are swapped, and phases."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import tiny_pipelines
@@ -18,6 +19,7 @@ from diffusion_grpo.planning.memory import (
     add_up,
     count_optimizer_bytes,
     count_quantised_bytes,
+    measure_groups,
     measure_largest_unit,
     weigh,
 )
@@ -163,6 +165,13 @@ def test_swapped_blocks_take_what_the_largest_group_takes(
     waiting = [x.nbytes for x in (*network.parameters(), *network.buffers()) if not x.requires_grad]
     # torch rounds page-locked memory up to powers of two
     assert planned.cpu == sum(2 ** math.ceil(math.log2(size)) if stream else size for size in waiting)
+
+
+def test_a_stream_fetches_one_block_at_a_time_whatever_the_size_of_a_group():
+    network, args = nn.Module(), SimpleNamespace(group_offload="block_level", group_offload_blocks=3)
+    network.blocks = nn.ModuleList(nn.Linear(5, 5, bias=False).requires_grad_(False) for _ in range(6))
+    for args.group_offload_stream, blocks in ((False, 3), (True, 2)):
+        assert measure_groups(network, args) == blocks * 100
 
 
 def test_what_works_beside_cached_prompts_is_counted(tmp_path):

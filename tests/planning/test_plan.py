@@ -493,3 +493,16 @@ def test_deepspeeds_own_file_is_planned_without_starting_deepspeed(where, tmp_pa
     found = Sharding.of(settings)
     assert (found.name, found.processes, found.offload_parameters) == ("zero3", 2, True)
     assert args.world_size == 2 and not notes
+    assert (found.live_weights, found.bucket) == (10**9, 0)
+
+
+@pytest.mark.parametrize(("stage", "buckets"), [(2, 2), (3, 1)])
+def test_what_deepspeeds_file_keeps_gathered_and_its_buckets_are_planned(stage, buckets, lora, tmp_path):
+    zero = {"stage": stage, "stage3_max_live_parameters": 1e3, "reduce_bucket_size": 10**6, "overlap_comm": True}
+    (tmp_path / "own.json").write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": zero}))
+    config, cache = lora
+    words = ["--deepspeed", str(tmp_path / "own.json"), "--bf16", "true"]
+    memory = {item.name: item for item in plan(config, words, LaunchArguments(num_processes=4), cache).memory}
+    assert memory["gradient bucket"].accelerator == buckets * 2 * 10**6  # with `overlap_comm`, one is filled meanwhile
+    assert stage == 2 or memory["gathered blocks"].accelerator == 2 * 1000
+    assert stage == 2 or memory["gathered blocks"].phase == memory["activations"].phase  # rollouts gather all

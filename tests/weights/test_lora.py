@@ -244,6 +244,16 @@ def test_a_lora_of_text_encoders_too(tmp_path):
     assert trainer.run["kept_adapters"] == {"text_encoder": ["style"]}
 
 
+@pytest.mark.parametrize(
+    ("component", "words"), [("transformer_2", "also has a LoRA for transformer,"), ("vae", "holds no LoRA for vae;")]
+)
+def test_a_lora_of_other_networks_than_the_trained_ones_is_refused(tmp_path, component, words):
+    save_experts(tmp_path)
+    (tmp_path / "run.json").write_text('{"component": "transformer, transformer_2"}')
+    with pytest.raises(ValueError, match=f"lora_path: .* {words}"):
+        adapters.load_lora(tiny_pipelines.build("wan_experts")[0], (component,), str(tmp_path), keep_adapters=False)
+
+
 # Targets
 
 
@@ -276,8 +286,9 @@ def test_one_target_may_be_written_without_a_list():
     target = lambda given: adapters.fill_targets(network, LoraConfig(r=2, target_modules=given)).target_modules  # noqa: E731
     assert target("to_q") == {"to_q"} and target("to_out.0") == {"to_out.0"}
     assert target(r".*attn\.to_q") == r".*attn\.to_q" and target("proj_out") == "proj_out"  # a module's whole name
-    with pytest.raises(ValueError, match="has no module to_q, to_k"):
-        target("to_q, to_k")
+    for wrong, words in (("to_q, to_k", "has no module to_q, to_k"), ("*to_q", "no regular expression")):
+        with pytest.raises(ValueError, match=words):
+            target(wrong)
 
 
 def test_both_parts_of_glm_image_at_once(tmp_path):
