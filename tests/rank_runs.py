@@ -66,6 +66,7 @@ def built(folder, settings, rewards=brightness):
     mode = settings.pop("mode", "ddp")
     assert mode in ("ddp", "zero1", "zero2", "zero3", "zero3-layered", "fsdp2"), mode
     if mode.startswith("zero"):
+        use_deepspeed_on_a_cpu()
         settings |= {"deepspeed": deepspeed_config(int(mode[4])), "ds3_gather_for_generation": mode == "zero3"}
     elif mode == "fsdp2":
         os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}

@@ -8,6 +8,7 @@ import pytest
 import rank_runs
 import ranks_server
 import torch
+from safetensors.torch import load_file
 
 from diffusion_grpo.distributed import collectives as gathering
 from diffusion_grpo.distributed import failure
@@ -40,7 +41,8 @@ def test_an_error_of_one_process_is_that_of_all(tmp_path, where, words):
         assert (tmp_path / "run" / "checkpoint-1" / "trainer_state.json").is_file()
 
 
-@pytest.mark.parametrize("mode", [pytest.param(mode, marks=pytest.mark.distributed) for mode in ("fsdp2", "zero3")])
+@pytest.mark.distributed
+@pytest.mark.parametrize("mode", ["fsdp2", "zero3"])
 def test_a_reward_that_fails_within_an_evaluation_ends_all_with_a_checkpoint(tmp_path, mode):
     """In the first of two parts, after which the other process would sample again."""
     settings = SMALL | {"mode": mode, "ddp_timeout": 600, "held_out": [str(number) for number in range(16)]}
@@ -53,20 +55,18 @@ def test_a_reward_that_fails_within_an_evaluation_ends_all_with_a_checkpoint(tmp
 
 
 @pytest.mark.distributed
-def test_rows_that_one_process_cannot_read_end_all(tmp_path):
-    """Before a collective of the rollout, to which that process does not come."""
-    settings = SMALL | {"mode": "fsdp2", "ddp_timeout": 600}
-    ended = ranks_server.run(tmp_path, 2, rank_runs.fail, tmp_path / "run", settings, "rows", limit=120)
+@pytest.mark.parametrize(
+    ("mode", "where", "failed", "words"),
+    [
+        ("fsdp2", "rows", 1, "cannot read 17.png"),  # before a collective of the rollout, to which it does not come
+        ("ddp", "disk", 0, "[Errno 28] No space left on device"),  # at the start
+    ],
+)
+def test_what_one_process_cannot_read_or_write_ends_all(tmp_path, mode, where, failed, words):
+    settings = SMALL | {"mode": mode, "ddp_timeout": 600}
+    ended = ranks_server.run(tmp_path, 2, rank_runs.fail, tmp_path / "run", settings, where, limit=120)
     assert ended.codes == [1, 1] and ended.seconds < LIMIT
-    assert "Process 1 of 2 failed with OSError: cannot read 17.png" in ended.logs[0]
-
-
-@pytest.mark.distributed
-def test_a_disk_that_is_full_at_the_start_ends_all(tmp_path):
-    settings = SMALL | {"ddp_timeout": 600}
-    ended = ranks_server.run(tmp_path, 2, rank_runs.fail, tmp_path / "run", settings, "disk", limit=120)
-    assert ended.codes == [1, 1] and ended.seconds < LIMIT
-    assert "Process 0 of 2 failed with OSError: [Errno 28] No space left on device" in ended.logs[1]
+    assert f"Process {failed} of 2 failed with OSError: {words}" in ended.logs[1 - failed]
 
 
 @pytest.mark.distributed
@@ -75,15 +75,9 @@ def test_an_error_that_was_caught_is_over(tmp_path):
     assert all("went on" in log for log in ended.logs)
 
 
-@pytest.mark.parametrize(
-    ("mode", "where"),
-    [
-        pytest.param("ddp", "lingering", marks=pytest.mark.distributed),
-        pytest.param("ddp", "bug", marks=pytest.mark.distributed),
-        pytest.param("zero3", "lingering", marks=pytest.mark.distributed),
-        pytest.param("zero3", "bug", marks=pytest.mark.distributed),
-    ],
-)
+@pytest.mark.distributed
+@pytest.mark.parametrize("where", ["lingering", "bug"])
+@pytest.mark.parametrize("mode", ["ddp", "zero3"])
 def test_an_error_in_the_update_ends_all_before_the_time_out(tmp_path, mode, where):
     """Whether the collective breaks in which the others wait, or does not, as with NCCL."""
     settings = SMALL | {"ddp_timeout": 600, "mode": mode}
@@ -106,7 +100,7 @@ def unbroken(tmp_path_factory):
         if mode not in found:
             folder = tmp_path_factory.mktemp("unbroken")
             ranks_server.succeed(folder, 2, rank_runs.train, folder / "run", SAVED | {"mode": mode})
-            found[mode] = ranks_weights(folder / "run")
+            found[mode] = load_file(folder / "run" / "weights.safetensors")
         return found[mode]
 
     return weights
@@ -132,14 +126,8 @@ def test_a_killed_process_ends_the_others_soon_and_the_run_resumes_exactly(tmp_p
         return
     assert list(run.glob("checkpoint-*"))
     ranks_server.succeed(tmp_path / "again", 2, rank_runs.train, run, settings, "brightness", True)
-    one, other = ranks_weights(run), unbroken(mode)
+    one, other = load_file(run / "weights.safetensors"), unbroken(mode)
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def ranks_weights(folder):
-    from safetensors.torch import load_file
-
-    return load_file(folder / "weights.safetensors")
 
 
 def test_one_process_waits_for_nobody():

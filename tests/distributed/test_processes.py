@@ -1,37 +1,17 @@
 """Two processes do what one does: the same samples and rewards, and the same weights within float32's rounding."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import distributed_run
 import pyarrow.parquet
 import pytest
 import rank_runs
 import ranks_server
-import tiny_pipelines
 import torch
 from safetensors.torch import load_file
 
-TESTS = Path(__file__).parents[1]
 SETTINGS = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "num_generations": 4, "max_steps": 3}
-
-
-def launch(processes, *words):
-    """Runs a script or module on so many processes; one alone is started as users do, without a launcher."""
-    launcher = [sys.executable]
-    if processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), environment.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [*launcher, *map(str, words)], cwd=TESTS.parent, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
 
 
 def result(folder, processes, **settings):
@@ -40,22 +20,22 @@ def result(folder, processes, **settings):
     return json.loads((folder / "result.json").read_text()), load_file(folder / "weights.safetensors")
 
 
-@pytest.mark.parametrize("name", ["sd3", pytest.param("modular_flux2", marks=pytest.mark.distributed)])
-def test_two_processes_train_what_one_trains(tmp_path, name):
+SWAPPED = {"group_offload": "block_level", "group_offload_stream": True, "gradient_checkpointing": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "swaps"),
+    [
+        ("sd3", {}),
+        pytest.param("sd3", SWAPPED, id="swapped", marks=pytest.mark.distributed),
+        pytest.param("modular_flux2", {}, marks=pytest.mark.distributed),
+    ],
+)
+def test_two_processes_train_what_one_trains(tmp_path, name, swaps):
     alone, weights = result(tmp_path / "one", 1, name=name)
-    both, together = result(tmp_path / "two", 2, name=name)
+    both, together = result(tmp_path / "two", 2, name=name, **swaps)
     assert (alone["wrapper"], both["wrapper"]) == ("PeftModel", "DistributedDataParallel")
     assert alone["ratio"] == both["ratio"] == 0.0
-    assert alone["rewards"] == both["rewards"]
-    assert max((weights[name] - together[name]).abs().max() for name in weights) < 1e-6
-
-
-@pytest.mark.distributed
-def test_each_process_swaps_the_blocks_of_its_own_copy(tmp_path):
-    alone, weights = result(tmp_path / "one", 1)
-    swapped = {"group_offload": "block_level", "group_offload_stream": True, "gradient_checkpointing": True}
-    both, together = result(tmp_path / "two", 2, **swapped)
-    assert both["wrapper"] == "DistributedDataParallel" and both["ratio"] == 0.0
     assert alone["rewards"] == both["rewards"]
     assert max((weights[name] - together[name]).abs().max() for name in weights) < 1e-6
 
@@ -106,33 +86,25 @@ def samples(run):
     return found
 
 
+CASES = {
+    "branches": BRANCHED,
+    "full": WHOLE,
+    "bf16": SEVERAL | {"bf16": True, "gradient_checkpointing": True},
+    "best of n, own steps": CHOSEN,
+    "sizes": SIZES,
+    "dppo": DPPO,
+    "guard": GUARD,
+    "weighted": SEVERAL | {"step_weight": "noise", "sde_type": "wan_sde"},
+    "precise, sliding": PRECISE,
+    "DDIM": DDIM,
+}
+
+
 @pytest.mark.parametrize(
     "settings",
     [
-        SEVERAL,
-        pytest.param(BRANCHED, marks=pytest.mark.distributed),
-        pytest.param(WHOLE, marks=pytest.mark.distributed),
-        pytest.param(SEVERAL | {"bf16": True, "gradient_checkpointing": True}, marks=pytest.mark.distributed),
-        pytest.param(CHOSEN, marks=pytest.mark.distributed),
-        pytest.param(SIZES, marks=pytest.mark.distributed),
-        pytest.param(DPPO, marks=pytest.mark.distributed),
-        pytest.param(GUARD, marks=pytest.mark.distributed),
-        pytest.param(SEVERAL | {"step_weight": "noise", "sde_type": "wan_sde"}, marks=pytest.mark.distributed),
-        pytest.param(PRECISE, marks=pytest.mark.distributed),
-        pytest.param(DDIM, marks=pytest.mark.distributed),
-    ],
-    ids=[
-        "a group on two",
-        "branches",
-        "full",
-        "bf16",
-        "best of n, own steps",
-        "sizes",
-        "dppo",
-        "guard",
-        "weighted",
-        "precise, sliding",
-        "DDIM",
+        pytest.param(SEVERAL, id="a group on two"),
+        *(pytest.param(settings, id=name, marks=pytest.mark.distributed) for name, settings in CASES.items()),
     ],
 )
 def test_samples_rewards_and_weights_of_any_number_of_processes(tmp_path, settings):
@@ -162,13 +134,8 @@ def test_samples_rewards_and_weights_of_any_number_of_processes(tmp_path, settin
     assert max((weights[name] - moved[name]).abs().max() for name in weights) > 1e-4
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        pytest.param(mode, marks=pytest.mark.distributed)
-        for mode in ("ddp", "fsdp2", "zero2", "zero3", "zero3-layered")
-    ],
-)
+@pytest.mark.distributed
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2", "zero2", "zero3", "zero3-layered"])
 def test_processes_agree_on_the_step_size(tmp_path, mode):
     """Each measures samples of its own; with rates of their own, they would train weights of their own."""
     settings = SETTINGS | {"mode": mode, "target_change": 0.1, "learning_rate": 1.0, "max_steps": 6}
@@ -243,26 +210,3 @@ def test_sharded_checkpoints_need_a_shared_disk(tmp_path, mode):
     ended = ranks_server.run(tmp_path / "processes", 2, rank_runs.train_apart, tmp_path, settings)
     assert 0 not in ended.codes and all("set save_only_model=True" in log for log in ended.logs)
     assert not list(tmp_path.glob("machine-*/samples"))
-
-
-@pytest.mark.slow
-def test_the_wan_example_runs_on_two_processes(tmp_path):
-    pipe, _ = tiny_pipelines.build("wan")
-    pipe.save_pretrained(tmp_path / "model")
-    small = "--height 16 --width 16 --num_frames 5 --num_generations 2 --gradient_accumulation_steps 1 "
-    small += (
-        "--steps_per_generation 2 --num_inference_steps 4 --eval_num_inference_steps 4 --max_steps 2 --eval_steps 1 "
-    )
-    small += "--save_steps 1 --eval_max_prompts 2 --lora_r 4 --bf16 false --use_cpu true --reward_funcs brightness"
-    run = [
-        "--model",
-        tmp_path / "model",
-        "--output_dir",
-        tmp_path / "run",
-        "--pipeline_kwargs",
-        '{"max_sequence_length": 32}',
-    ]
-    out = launch(2, "-m", "diffusion_grpo.cli", "train", "examples/wan21_ocr.yaml", *small.split(), *run)
-    assert "held-out reward 0." in out
-    assert (tmp_path / "run" / "checkpoint-1" / "rollout-rank1.safetensors").is_file()  # each keeps its own part
-    assert (tmp_path / "run" / "pytorch_lora_weights.safetensors").is_file()

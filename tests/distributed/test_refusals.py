@@ -4,49 +4,41 @@ import pytest
 
 from diffusion_grpo.distributed.refusals import check_group_offload, check_optimizer, check_quantization
 
-
-@pytest.mark.parametrize(
-    ("sharding", "name", "message"),
-    [
-        ("fsdp2", "adamw_bnb_8bit", "bitsandbytes cannot step FSDP2's sharded tensors; use adamw_torch"),
-        ("fsdp2", "adamw_torch_8bit", "FSDP2's checkpoints cannot hold torchao's compressed states"),
-        ("zero2", "adamw_torch_4bit", "nearly all states would keep 32 bits; use adamw_8bit, or DDP"),
-        ("zero3", "adamw_bnb_8bit", None),
-        ("ddp", "adamw_torch_8bit", None),
-        ("fsdp2", "adamw_torch", None),
-    ],
-)
-def test_optimizers(sharding, name, message):
-    if message is None:
-        check_optimizer(sharding, name)
-        return
-    with pytest.raises(ValueError, match=message):
-        check_optimizer(sharding, name)
+OPTIMIZERS = [
+    ("fsdp2", "adamw_bnb_8bit", "bitsandbytes cannot step FSDP2's sharded tensors; use adamw_torch"),
+    ("fsdp2", "adamw_torch_8bit", "FSDP2's checkpoints cannot hold torchao's compressed states"),
+    ("zero2", "adamw_torch_4bit", "nearly all states would keep 32 bits; use adamw_8bit, or DDP"),
+]
+METHODS = [
+    ("fsdp2", "bitsandbytes_8bit", "FSDP2 cannot shard bitsandbytes_8bit's weights; set load_in_4bit"),
+    ("fsdp2", "torchao", "FSDP2 cannot shard torchao's weights"),
+    ("zero3", "torchao", "DeepSpeed cannot move or send torchao's weights"),
+    ("zero1", "quanto", "DeepSpeed cannot move or send quanto's weights"),
+]
 
 
 @pytest.mark.parametrize(
-    ("sharding", "method", "message"),
-    [
-        ("fsdp2", "bitsandbytes_8bit", "FSDP2 cannot shard bitsandbytes_8bit's weights; set load_in_4bit"),
-        ("fsdp2", "torchao", "FSDP2 cannot shard torchao's weights"),
-        ("zero3", "torchao", "DeepSpeed cannot move or send torchao's weights"),
-        ("zero1", "quanto", "DeepSpeed cannot move or send quanto's weights"),
-        ("fsdp2", "bitsandbytes_4bit", None),
-        ("zero3", "bitsandbytes_8bit", None),
-        ("one process", "torchao", None),
+    ("check", "sharding", "given", "message"),
+    [(check_optimizer, *case) for case in OPTIMIZERS]
+    + [(check_quantization, sharding, [method], message) for sharding, method, message in METHODS]
+    + [
+        (lambda sharding, _: check_group_offload(sharding), sharding, None, "group_offload")
+        for sharding in ("zero1", "fsdp2")
     ],
 )
-def test_quantized_networks(sharding, method, message):
-    check_quantization(sharding, [])
-    if message is None:
-        check_quantization(sharding, [method])
-        return
+def test_what_an_engine_cannot_do_is_refused(check, sharding, given, message):
     with pytest.raises(ValueError, match=message):
+        check(sharding, given)
+
+
+def test_what_an_engine_can_do_is_not_refused():
+    for sharding, name in (("zero3", "adamw_bnb_8bit"), ("ddp", "adamw_torch_8bit"), ("fsdp2", "adamw_torch")):
+        check_optimizer(sharding, name)
+    for sharding, method in (
+        ("fsdp2", "bitsandbytes_4bit"),
+        ("zero3", "bitsandbytes_8bit"),
+        ("one process", "torchao"),
+    ):
         check_quantization(sharding, [method])
-
-
-def test_engines_that_move_weights_themselves_refuse_swapped_blocks():
+    check_quantization("fsdp2", [])
     check_group_offload("ddp")
-    for sharding in ("zero1", "fsdp2"):
-        with pytest.raises(ValueError, match="group_offload"):
-            check_group_offload(sharding)

@@ -107,27 +107,24 @@ def propose(config):
 
 
 def test_what_is_set_already_is_not_proposed_again(propose):
-    assert propose("gradient checkpointing", {}) == {"gradient_checkpointing": True}
-    assert propose("gradient checkpointing", {"gradient_checkpointing": True}) == {}
-    half = propose("smaller micro-batches", {})
-    assert half == {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 4,
-        "steps_per_generation": 4,
-    }
-    assert propose("smaller micro-batches", half)["per_device_train_batch_size"] == 1
-    assert propose("smaller micro-batches", half | {"per_device_train_batch_size": 1}) == {}
-    assert propose("smaller micro-batches", {"eval_on_start": True}) == half  # of a rollout's size
-    own = {"per_device_eval_batch_size": 8}  # which are not planned
-    assert propose("smaller micro-batches", own) == half | {"per_device_eval_batch_size": 2}
-    assert propose("smaller micro-batches", {"per_device_eval_batch_size": 2}) == half
+    half = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "steps_per_generation": 4}
+    swap = propose("block swap", {})
+    for name, given, expected in (
+        ("gradient checkpointing", {}, {"gradient_checkpointing": True}),
+        ("gradient checkpointing", {"gradient_checkpointing": True}, {}),
+        ("smaller micro-batches", {}, half),
+        ("smaller micro-batches", half | {"per_device_train_batch_size": 1}, {}),
+        ("smaller micro-batches", {"per_device_eval_batch_size": 8}, half | {"per_device_eval_batch_size": 2}),
+        ("smaller micro-batches", {"per_device_eval_batch_size": 2}, half),
+        ("smaller rollout calls", {}, {}),  # as large as the micro-batches
+        ("smaller rollout calls", {"rollout_batch_size": 6}, {"rollout_batch_size": 3}),
+        ("smaller rollout calls", {"rollout_batch_size": 1}, {}),
+        ("block swap", swap, {}),
+    ):
+        assert propose(name, given) == expected, (name, given)
+    assert swap["group_offload"] == "block_level"
     odd = propose("smaller micro-batches", {"per_device_train_batch_size": 9, "num_generations": 3})
     assert odd["per_device_train_batch_size"] == 3
-    assert propose("smaller rollout calls", {}) == {}  # as large as the micro-batches
-    assert propose("smaller rollout calls", {"rollout_batch_size": 6}) == {"rollout_batch_size": 3}
-    assert propose("smaller rollout calls", {"rollout_batch_size": 1}) == {}
-    swap = propose("block swap", {})
-    assert swap["group_offload"] == "block_level" and propose("block swap", swap) == {}
 
 
 def test_settings_that_refuse_each_other_are_no_candidates(config):
@@ -156,7 +153,3 @@ def test_what_a_later_choice_made_unnecessary_is_left_out(config, monkeypatch):
     assert most(config, half) <= count_usable(size) < most(config, {"offload_trajectories": True})
     found = fit(config, [], size, cache=CACHE)
     assert found.fits and found.settings == half and [choice.name for choice in found.choices] == [names[1]]
-
-
-def test_a_part_of_the_memory_is_left_to_cuda():
-    assert count_usable(1000) == 1000 - int(1000 * fitting.RESERVE) < 1000

@@ -40,29 +40,21 @@ def real_peaks(config):
 
 
 ALONE = {"samples_per_latent": 1}
+RUNS = [
+    ("sd3", {"per_device_train_batch_size": 4, "num_generations": 4, "rollout_batch_size": 2}),
+    ("flux", ALONE | {"bf16": True, "gradient_checkpointing": True, "use_peft": False}),
+]
+MORE = [
+    ("sd3", {"bf16": True}),
+    ("sd3", {"rollout_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 4}),
+    ("flux", ALONE | {"bf16": True, "gradient_checkpointing": True}),
+    ("sdxl", {}),
+    ("wan", ALONE | {"gradient_checkpointing": True}),
+    ("qwen_image", ALONE),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("sd3", {}),
-        pytest.param("sd3", ALONE, marks=pytest.mark.slow),
-        pytest.param("sd3", ALONE | {"gradient_checkpointing": True}, marks=pytest.mark.slow),
-        pytest.param("sd3", {"bf16": True}, marks=pytest.mark.slow),
-        pytest.param("flux", ALONE | {"bf16": True, "gradient_checkpointing": True}, marks=pytest.mark.slow),
-        ("flux", ALONE | {"bf16": True, "gradient_checkpointing": True, "use_peft": False}),
-        pytest.param("sd3", {"bf16": True, "use_peft": False}, marks=pytest.mark.slow),
-        pytest.param("sdxl", {}, marks=pytest.mark.slow),
-        pytest.param("wan", ALONE | {"gradient_checkpointing": True}, marks=pytest.mark.slow),
-        pytest.param("qwen_image", ALONE, marks=pytest.mark.slow),
-        pytest.param(
-            "sd3",
-            {"rollout_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 4},
-            marks=pytest.mark.slow,
-        ),
-        ("sd3", {"per_device_train_batch_size": 4, "num_generations": 4, "rollout_batch_size": 2}),
-    ],
-)
+@pytest.mark.parametrize(("name", "settings"), RUNS + [pytest.param(*run, marks=pytest.mark.slow) for run in MORE])
 def test_the_most_bytes_of_each_phase_are_those_of_a_real_run(name, settings, tmp_path):
     config = write_run(tmp_path, name, **settings)
     made = plan(config, [])

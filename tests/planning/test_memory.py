@@ -13,6 +13,7 @@ from torch import nn
 
 from diffusion_grpo.cli.train import build_trainer
 from diffusion_grpo.config.parse import parse_train_arguments
+from diffusion_grpo.config.quantization import QuantizationSpec
 from diffusion_grpo.planning.measure import DECODING, ENCODING
 from diffusion_grpo.planning.memory import (
     Memory,
@@ -28,21 +29,23 @@ from diffusion_grpo.training.block_swap import Group
 
 
 def test_eight_bit_states_are_a_byte_a_value_and_a_scale_a_block():
-    _, _, args = parse_train_arguments(None, "--model a/b --dataset x --reward_funcs y --optim adamw_8bit".split())
-    large, small = torch.nn.Parameter(torch.empty(64, 100)), torch.nn.Parameter(torch.empty(10))
-    assert count_optimizer_bytes([large, small], args) == 2 * (6400 + 4 * 25) + 2 * 4 * 10
-    args.optim = "ademamix_8bit"  # which has two momenta
-    assert count_optimizer_bytes([large, small], args) == 3 * (6400 + 4 * 25) + 3 * 4 * 10
-    for name in ("rmsprop_bnb_8bit", "lion_8bit", "paged_lion_8bit"):  # which have one
-        args.optim = name
-        assert count_optimizer_bytes([large, small], args) == (6400 + 4 * 25) + 4 * 10
+    _, _, args = parse_train_arguments(None, "--model a/b --dataset x --reward_funcs y".split())
+    large, small = nn.Parameter(torch.empty(64, 100)), nn.Parameter(torch.empty(10))
+    for args.optim, moments in (
+        ("adamw_8bit", 2),
+        ("ademamix_8bit", 3),
+        ("rmsprop_bnb_8bit", 1),
+        ("paged_lion_8bit", 1),
+    ):
+        assert count_optimizer_bytes([large, small], args) == moments * (6400 + 4 * 25 + 4 * 10)
 
 
+@pytest.mark.slow  # torch compiles the step for half a minute
 def test_four_bit_states_are_half_a_byte_a_value():
-    pytest.importorskip("torchao")
-    words = "--model a/b --dataset x --reward_funcs y --optim adamw_torch_4bit"
-    _, _, args = parse_train_arguments(None, words.split())
-    large = torch.nn.Parameter(torch.empty(1024, 1024))
+    _, _, args = parse_train_arguments(
+        None, "--model a/b --dataset x --reward_funcs y --optim adamw_torch_4bit".split()
+    )
+    large = nn.Parameter(torch.empty(1024, 1024))
     assert 2**20 <= count_optimizer_bytes([large], args) <= 1.1 * 2**20
 
 
@@ -54,13 +57,6 @@ def test_only_the_largest_phase_counts_beside_what_is_always_there():
     assert add_up([always, short]).phase == "decoding"
     alone = Memory("encoding prompts", 120, phase="preparing")  # the weights are not there yet
     assert add_up([always, alone]).accelerator == 120
-
-
-class Spec:
-    """How a quantised weight is described."""
-
-    def __init__(self, backend, **options):
-        self.backend, self.options = backend, options
 
 
 def test_units_of_fsdp_are_the_named_blocks_and_what_is_in_none():
@@ -83,24 +79,26 @@ def test_units_of_fsdp_are_the_named_blocks_and_what_is_in_none():
     assert measure_largest_unit(nn.Linear(3, 2, bias=False)) == 4 * 6
 
 
-def test_quantised_weights_have_scales():
-    weight = torch.empty(64, 128)
-    assert count_quantised_bytes(weight, Spec("bitsandbytes_4bit")) == 64 * 128 // 2 + 4 * 128
-    nested = Spec("bitsandbytes_4bit", bnb_4bit_use_double_quant=True)
-    assert count_quantised_bytes(weight, nested) == 64 * 128 // 2 + 128 + 4
-    assert count_quantised_bytes(weight, Spec("bitsandbytes_8bit")) == 64 * 128 + 4 * 64
-    assert count_quantised_bytes(weight, Spec("quanto", weights_dtype="int4")) == 64 * 128 // 2 + 4 * 64
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (QuantizationSpec("bitsandbytes_4bit"), 64 * 128 // 2 + 4 * 128),
+        (QuantizationSpec("bitsandbytes_4bit", {"bnb_4bit_use_double_quant": True}), 64 * 128 // 2 + 128 + 4),
+        (QuantizationSpec("bitsandbytes_8bit"), 64 * 128 + 4 * 64),
+        (QuantizationSpec("quanto", {"weights_dtype": "int4"}), 64 * 128 // 2 + 4 * 64),
+    ],
+)
+def test_quantised_weights_have_scales(spec, expected):
+    assert count_quantised_bytes(torch.empty(64, 128), spec) == expected
 
 
 def test_only_frozen_linear_layers_are_compressed():
     network = torch.nn.Sequential(torch.nn.Linear(128, 64), torch.nn.Conv2d(4, 4, 3), torch.nn.Linear(64, 8))
     network[:2].requires_grad_(False)
-    left = [*network[1].parameters(), network[0].bias, *network[2].parameters()]
-    left = sum(p.nbytes for p in left)
-    assert weigh(network, Spec("bitsandbytes_8bit")) == left + 64 * 128 + 4 * 64
-    assert weigh(network, Spec("bitsandbytes_8bit"), is_frozen=True) == weigh(network, Spec("bitsandbytes_8bit")) - (
-        4 * (64 * 8 + 8)
-    )
+    left = sum(p.nbytes for p in (*network[1].parameters(), network[0].bias, *network[2].parameters()))
+    spec = QuantizationSpec("bitsandbytes_8bit")
+    assert weigh(network, spec) == left + 64 * 128 + 4 * 64
+    assert weigh(network, spec, is_frozen=True) == weigh(network, spec) - 4 * (64 * 8 + 8)
     assert weigh(network) == sum(p.nbytes for p in network.parameters())
 
 
@@ -117,27 +115,22 @@ POSITIONS = {"pos_embed_max_size": 96}  # a table that is large beside the other
 DEEP = {"transformer_layers_per_block": [1, 8]}  # an attention of SDXL has up to ten blocks
 
 
+SWAPS = [
+    ("sd3", "leaf_level", 1, True, POSITIONS, True),
+    ("wan_experts", "block_level", 1, True, None, False),  # one expert at a time
+]
+MORE_SWAPS = [
+    ("sd3", "block_level", 2, False, None, True),
+    ("sd3", "leaf_level", 1, False, None, True),  # all layers of a block, while it is recomputed
+    ("sd3", "leaf_level", 1, False, POSITIONS, False),  # the table belongs to a module that has a layer
+    ("sdxl", "leaf_level", 1, False, DEEP, True),  # recomputes its attentions block by block
+    ("sdxl", "block_level", 1, True, None, False),  # no two large groups follow each other
+]
+
+
 @pytest.mark.parametrize(
     ("name", "level", "blocks", "stream", "changes", "is_recomputed"),
-    [
-        pytest.param("sd3", "block_level", 1, False, None, False, marks=pytest.mark.slow),
-        pytest.param("sd3", "block_level", 2, False, None, True, marks=pytest.mark.slow),
-        ("sd3", "block_level", 1, True, None, False),
-        pytest.param("sd3", "leaf_level", 1, False, None, False, marks=pytest.mark.slow),
-        pytest.param(
-            "sd3", "leaf_level", 1, False, None, True, marks=pytest.mark.slow
-        ),  # all layers of a block, while it is recomputed
-        pytest.param(
-            "sd3", "leaf_level", 1, False, POSITIONS, False, marks=pytest.mark.slow
-        ),  # the table belongs to a module that has a layer
-        ("sd3", "leaf_level", 1, True, POSITIONS, True),
-        # recomputes its attentions block by block
-        pytest.param("sdxl", "leaf_level", 1, False, DEEP, True, marks=pytest.mark.slow),
-        pytest.param(
-            "sdxl", "block_level", 1, True, None, False, marks=pytest.mark.slow
-        ),  # no two large groups follow each other
-        ("wan_experts", "block_level", 1, True, None, False),  # one expert at a time
-    ],
+    SWAPS + [pytest.param(*swap, marks=pytest.mark.slow) for swap in MORE_SWAPS],
 )
 def test_swapped_blocks_take_what_the_largest_group_takes(
     name, level, blocks, stream, changes, is_recomputed, tmp_path, monkeypatch

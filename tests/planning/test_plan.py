@@ -21,7 +21,6 @@ from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.cli.train import build_trainer
 from diffusion_grpo.config.arguments import LaunchArguments
 from diffusion_grpo.config.parse import parse_train_arguments
-from diffusion_grpo.planning import plan as plan_module
 from diffusion_grpo.planning.batches import count_evaluations
 from diffusion_grpo.planning.measure import CallSizes
 from diffusion_grpo.planning.plan import make_planned_config, plan, read_run
@@ -84,25 +83,21 @@ def allocated(config):
     return trainer, seen.bytes, seen.weighed
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("sd3", {}),
-        ("flux", {"bf16": True, "ema_decay": 0.9, "optim": "sgd", "best_of_n": 2, "num_generations": 4}),
-        # wan keeps some layers in float32 among the bf16 ones
-        pytest.param("wan", {"bf16": True, "trained_steps": [0, 1]}, marks=pytest.mark.slow),
-        pytest.param(
-            "sd3", {"use_peft": False, "bf16": True, "beta": 0.1, "optim": "adafactor"}, marks=pytest.mark.slow
-        ),
-        pytest.param("sd3", {"loss_type": "nft", "trained_steps": [1, 3]}, marks=pytest.mark.slow),
-        # the means of the policy that rolled out
-        pytest.param("sd3", {"loss_type": "dppo", "num_iterations": 2}, marks=pytest.mark.slow),
-        pytest.param("sd3", {"loss_type": "dpo", "use_peft": False}, marks=pytest.mark.slow),
-        # its language model writes tokens that are kept with the steps
-        pytest.param("glm_image", {}, marks=pytest.mark.slow),
-        ("glm_image", {"train_component": "vision_language_encoder", "beta": 0.1, "top_p": 0.8}),
-    ],
-)
+RUNS = [  # in tests of every push
+    ("flux", {"bf16": True, "ema_decay": 0.9, "optim": "sgd", "best_of_n": 2, "num_generations": 4}),
+    ("glm_image", {"train_component": "vision_language_encoder", "beta": 0.1, "top_p": 0.8}),
+]
+MORE = [
+    ("wan", {"bf16": True, "trained_steps": [0, 1]}),  # keeps some layers in float32 among the bf16 ones
+    ("sd3", {"use_peft": False, "bf16": True, "beta": 0.1, "optim": "adafactor"}),
+    ("sd3", {"loss_type": "nft", "trained_steps": [1, 3]}),
+    ("sd3", {"loss_type": "dppo", "num_iterations": 2}),  # the means of the policy that rolled out
+    ("sd3", {"loss_type": "dpo", "use_peft": False}),
+    ("glm_image", {}),  # its language model writes tokens that are kept with the steps
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), RUNS + [pytest.param(*run, marks=pytest.mark.slow) for run in MORE])
 def test_planned_bytes_are_the_allocated_ones(name, settings, tmp_path):
     config = write_run(tmp_path, name, **settings)
     made = plan(config, [])
@@ -142,13 +137,7 @@ def rows(run, *words, mode=None, processes=4):
 
 @pytest.mark.parametrize(
     ("mode", "parameters", "gradients", "optimizer"),
-    [
-        ("multi_gpu", 1, 1, 1),
-        ("zero1", 1, 1, 4),
-        ("zero2", 1, 4, 4),
-        ("zero3_offload", 4, 4, 4),
-        ("fsdp2", 4, 4, 4),
-    ],
+    [("multi_gpu", 1, 1, 1), ("zero1", 1, 1, 4), ("zero2", 1, 4, 4), ("zero3_offload", 4, 4, 4), ("fsdp2", 4, 4, 4)],
 )
 def test_each_mode_divides_what_it_says(mode, parameters, gradients, optimizer, lora, tables):
     alone, shared = rows(lora), rows(lora, mode=mode)
@@ -243,7 +232,7 @@ def uncollected():
 
 
 # The others are planned only with "make test-all".
-PLANNED = ("demo", "flux3", "sd35_ocr")
+PLANNED = ("demo", "sd35_ocr")
 
 
 @pytest.mark.parametrize(
@@ -321,42 +310,29 @@ def test_a_plan_is_within_a_tenth_of_what_an_h100_took(row, name, tmp_path):
     assert made.total.accelerator / 2**30 == pytest.approx(float(cells[-2]), rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("words", "bf16"), [("--bf16 true --tf32 true", True), ("--fp16 true", False), ("--bf16 false", False), ("", True)]
-)
+@pytest.mark.parametrize(("words", "bf16"), [("--fp16 true", False), ("--bf16 false", False), ("", True)])
 def test_the_precision_is_that_of_the_target(words, bf16):
     args = parse_train_arguments(str(EXAMPLES / "demo.yaml"), words.split(), make_planned_config(2))[2]
-    assert (args.bf16, args.fp16, args.tf32) == (bf16, "fp16" in words, True if "tf32" in words else None)
-    assert not args.use_cpu
-    with pytest.raises(ValueError, match="At most one of fp16 and bf16"):
-        parse_train_arguments(
-            str(EXAMPLES / "demo.yaml"), ["--bf16", "true", "--fp16", "true"], make_planned_config(2)
-        )
+    assert (args.bf16, args.fp16, args.use_cpu) == (bf16, "fp16" in words, False)
 
 
 def test_what_this_machine_has_does_not_count(monkeypatch):
     config = str(EXAMPLES / "sd35_ocr.yaml")
     monkeypatch.setattr("diffusion_grpo.distributed.launch.count_accelerators", lambda: 8)
     monkeypatch.setattr("accelerate.utils.is_deepspeed_available", lambda: False)
-    made = plan(config, [], LaunchArguments("zero3"))
-    assert made.batches["processes"] == 1 and "add --num_processes N" in made.notes[0]
-    assert plan(config, [], LaunchArguments("zero3", num_processes=2)).batches["processes"] == 2
-    assert "num_processes" not in plan(config, []).notes[0]
+    for processes, told in ((None, "add --num_processes N"), (2, "is not available here")):
+        made = plan(config, [], LaunchArguments("zero3", num_processes=processes))
+        assert made.batches["processes"] == (processes or 1) and told in made.notes[0]
 
 
 def test_the_plan_refuses_what_the_trainer_refuses(tmp_path, capsys):
     config = write_run(tmp_path, "sd3")
     capsys.readouterr()
     assert "does not divide" in refusal(capsys, "plan", config, "--num_generations", "3")
-    assert "`num_generations`" in refusal(capsys, "plan", config, "--num_generation", "4")
-    assert "there is no file" in refusal(capsys, "plan", "nothing.yaml")
     assert "there is no folder" in refusal(capsys, "plan", config, "--model", "./nothing")
-    assert "nearest is zero3" in refusal(capsys, "plan", config, "--accelerate_config", "zero4")
-    fsdp2 = ("--accelerate_config", "fsdp2", "--num_processes", "8")
-    words = ("plan", config, *fsdp2, "--optim", "adamw_bnb_8bit")
-    assert "bitsandbytes cannot step FSDP2's sharded tensors" in refusal(capsys, *words)
-    words = ("plan", config, *fsdp2, "--load_in_8bit", "true")
-    assert "FSDP2 cannot shard bitsandbytes_8bit's weights" in refusal(capsys, *words)
+    fsdp2 = ("plan", config, "--accelerate_config", "fsdp2", "--num_processes", "8")
+    assert "cannot step FSDP2's sharded tensors" in refusal(capsys, *fsdp2, "--optim", "adamw_bnb_8bit")
+    assert "cannot shard bitsandbytes_8bit's weights" in refusal(capsys, *fsdp2, "--load_in_8bit", "true")
 
 
 def test_passes_on_renoised_samples_are_counted(tmp_path):
@@ -420,7 +396,6 @@ NOISY = {"noisy_steps": "all"}
     ("settings", "trained", "rows"),
     [
         ({"trained_steps": [0, 1], "noisy_steps": "trained"}, 1 / 8, 3),
-        ({"trained_steps": [0, 2]}, 1 + 1 / 8, 24),
         ({"trained_steps": [0, 2], "per_device_train_batch_size": 4}, 1 + 1 / 4, 4),
         ({"trained_steps": [1, 3]} | NOISY, 2, 24),  # all steps draw noise, and the first is not trained
         ({"trained_steps": [0, 2], "num_trained_steps": 1} | NOISY, (1 / 8 + 1) / 2, 24),  # in half of the rollouts
@@ -460,20 +435,6 @@ def test_calls_that_a_pipeline_cannot_share_are_not_counted_as_shared(tmp_path, 
     assert (before.evaluations[update], after.evaluations[update]) == (0.5, 1)
     activations = [item.accelerator for made in (before, after) for item in made.memory if item.name == "activations"]
     assert 1.8 < activations[1] / activations[0] < 2.2
-
-
-def test_a_pipeline_of_one_sample_per_call_shares_none_in_the_update(tmp_path, monkeypatch):
-    config = write_run(tmp_path, "flux", samples_per_latent="group", trained_steps=[0, 1], noisy_steps="trained")
-    real = plan_module.measure
-
-    def measure(policy, mode, make_inputs, sizes, args):
-        if sizes.rollout > 1:
-            raise ValueError("one sample, please")
-        return real(policy, mode, make_inputs, sizes, args)
-
-    assert plan(config, []).evaluations["update, with gradient"] == 0.5
-    monkeypatch.setattr(plan_module, "measure", measure)
-    assert plan(config, []).evaluations["update, with gradient"] == 1.0
 
 
 @pytest.mark.parametrize("where", ["settings", "launcher"])

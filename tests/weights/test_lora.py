@@ -10,7 +10,7 @@ import torch
 from diffusers import DiffusionPipeline
 from packaging.version import Version
 from peft import LoraConfig, get_peft_model
-from tiny_runs import LORA, first_frame_brightness, trained_weights, trainer_for
+from tiny_runs import LORA, trained_weights, trainer_for
 
 from diffusion_grpo.rollout.reference import disable_adapters
 from diffusion_grpo.weights import files as hub
@@ -67,19 +67,13 @@ def test_an_adapter_of_the_pipeline_is_trained_further(tmp_path, style):
     assert trainer.run["trains_by"] == "LoRA style, trained further"
 
 
-@pytest.mark.parametrize("layout", ["run", "checkpoint", "peft"])
+@pytest.mark.parametrize("layout", ["run", "peft"])
 def test_a_saved_lora_is_trained_further(tmp_path, style, layout):
     folder, drawn = style
-    if layout == "checkpoint":
-        folder = tmp_path / "first" / "checkpoint-1"
-        first = trainer_for(tmp_path / "first", **STRONG, max_steps=1, save_strategy="steps", save_steps=1)
-        first.train()
-        drawn = draw_sample(first.pipe, tiny_pipelines.build("sd3")[1])
-    elif layout == "peft":
-        folder = tmp_path / "peft"
-        folder.mkdir()
-        for name in ("adapter_model.safetensors", "adapter_config.json"):
-            (folder / name).write_bytes((style[0] / name).read_bytes())
+    if layout == "peft":
+        (folder := tmp_path / "peft").mkdir()
+        for name in (hub.ADAPTER_WEIGHTS, hub.ADAPTER_CONFIG):
+            shutil.copy(style[0] / name, folder)
     trainer = trainer_for(tmp_path / "run", lora=False, lora_path=str(folder), **STRONG)
     _, inputs = tiny_pipelines.build("sd3")
     assert close(draw_sample(trainer.pipe, inputs), drawn)
@@ -90,30 +84,18 @@ def test_a_saved_lora_is_trained_further(tmp_path, style, layout):
     trainer.save_model()
     fresh, _ = tiny_pipelines.build("sd3")
     hub.load_weights(fresh, tmp_path / "run")
-    assert close(draw_sample(fresh, inputs), draw_sample(trainer.pipe, inputs)) and not close(
-        draw_sample(fresh, inputs), drawn
-    )
+    found = draw_sample(fresh, inputs)
+    assert close(found, draw_sample(trainer.pipe, inputs)) and not close(found, drawn)
 
 
-@pytest.mark.parametrize("layout", ["as pushed", "peft"])
-def test_a_lora_on_the_hub_is_trained_further(tmp_path, style, layout, monkeypatch):
+def test_a_lora_on_the_hub_is_trained_further(tmp_path, style, monkeypatch):
+    """In PEFT's layout alone."""
     put_on_hub(monkeypatch, pushed := tmp_path / "pushed", tmp_path / "cache")
     shutil.copytree(style[0], pushed)
-    if layout == "peft":
-        (pushed / hub.LORA_WEIGHTS).unlink()
+    (pushed / hub.LORA_WEIGHTS).unlink()
     trainer = trainer_for(tmp_path / "run", lora=False, lora_path="me/style", **STRONG)
     assert close(draw_sample(trainer.pipe, tiny_pipelines.build("sd3")[1]), style[1])
     assert trainer.run["trains_by"] == "LoRA me/style, trained further"
-
-
-def test_the_loras_of_two_experts_on_the_hub_are_trained_further(tmp_path, monkeypatch):
-    """As pushed, in PEFT's layout and diffusers', with the second expert's in a folder."""
-    expected = save_experts(tmp_path / "pushed")
-    put_on_hub(monkeypatch, tmp_path / "pushed", tmp_path / "cache")
-    settings = {"name": "wan_experts", "rewards": first_frame_brightness, "num_inference_steps": 6}
-    trainer = trainer_for(tmp_path / "run", lora=False, lora_path="me/wan-lora", **settings)
-    assert {name.split(".")[0] for name in trained_weights(trainer)} == {"transformer", "transformer_2"}
-    assert close(draw_sample(trainer.pipe, tiny_pipelines.build("wan_experts")[1]), expected)
 
 
 def test_a_run_that_trains_a_lora_further_resumes_exactly(tmp_path, style):
@@ -176,7 +158,7 @@ def test_a_second_trainer_on_the_same_pipeline(tmp_path):
     assert not close(draw_sample(pipe, inputs), drawn)
 
 
-@pytest.mark.parametrize("name", ["sd3", "sd15", "pixart"])
+@pytest.mark.parametrize("name", ["sd3", "sd15"])
 def test_the_whole_pipeline_is_saved_with_the_lora_in_its_weights(tmp_path, name):
     trainer = trainer_for(tmp_path / "run", name=name, **STRONG)
     trainer.train()
@@ -257,28 +239,14 @@ def test_a_lora_of_other_networks_than_the_trained_ones_is_refused(tmp_path, com
 # Targets
 
 
-def test_a_config_without_targets_takes_the_networks_usual_ones(tmp_path):
-    pipe, _ = tiny_pipelines.build("sd3")
+def test_a_config_without_targets_takes_the_networks_usual_ones():
+    pipe, language = (tiny_pipelines.build(name)[0] for name in ("sd3", "glm_image"))
     config = adapters.fill_targets(pipe.transformer, LoraConfig(r=2))
     assert set(config.target_modules) == {"to_q", "to_k", "to_v", "to_out.0"}
-    language, _ = tiny_pipelines.build("glm_image")
     config = adapters.fill_targets(language.vision_language_encoder, LoraConfig(r=2))
     assert set(config.target_modules) == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    trainer = trainer_for(tmp_path, lora=False, peft_config=LoraConfig(r=2), max_steps=1)
-    assert {name.split(".lora_")[0].rpartition("attn.")[2] for name in trained_weights(trainer)} >= {"to_q", "to_v"}
     with pytest.raises(ValueError, match="none of the usual attention layers; set target_modules.*0"):
         adapters.fill_targets(torch.nn.Sequential(torch.nn.Linear(2, 2)), LoraConfig(r=2))
-
-
-@pytest.mark.parametrize("targets", [["to_q", "q_lin"], ["q_lin"], r"q_lin\..*"], ids=str)
-def test_targets_that_do_not_exist_are_answered_with_those_that_do(tmp_path, targets):
-    with pytest.raises(
-        ValueError, match=r"SD3Transformer2DModel has no module q_lin.*choose from .*to_k, to_out.0, to_q"
-    ):
-        trainer_for(tmp_path, lora=False, peft_config=LoraConfig(r=2, target_modules=targets))
-
-
-# What is no pipeline, and no settings
 
 
 def test_one_target_may_be_written_without_a_list():
@@ -286,17 +254,20 @@ def test_one_target_may_be_written_without_a_list():
     target = lambda given: adapters.fill_targets(network, LoraConfig(r=2, target_modules=given)).target_modules  # noqa: E731
     assert target("to_q") == {"to_q"} and target("to_out.0") == {"to_out.0"}
     assert target(r".*attn\.to_q") == r".*attn\.to_q" and target("proj_out") == "proj_out"  # a module's whole name
-    for wrong, words in (("to_q, to_k", "has no module to_q, to_k"), ("*to_q", "no regular expression")):
+    missing = "SD3Transformer2DModel has no module"
+    for wrong, words in (
+        (["to_q", "q_lin"], rf"{missing} q_lin; choose from .*to_k, to_out.0, to_q"),
+        (r"q_lin\..*", rf"{missing} q_lin\\\.\.\*"),
+        ("to_q, to_k", f"{missing} to_q, to_k"),
+        ("*to_q", "no regular expression"),
+    ):
         with pytest.raises(ValueError, match=words):
             target(wrong)
 
 
 def test_both_parts_of_glm_image_at_once(tmp_path):
-    for names in ("transformer, vision_language_encoder", "vision_language_encoder, transformer"):
-        with pytest.raises(
-            ValueError, match="tokens of vision_language_encoder and denoising steps cannot.*one of them"
-        ):
-            trainer_for(tmp_path, name="glm_image", train_component=names)
+    with pytest.raises(ValueError, match="tokens of vision_language_encoder and denoising steps cannot.*one of them"):
+        trainer_for(tmp_path, name="glm_image", train_component="transformer, vision_language_encoder")
 
 
 def test_a_lora_to_train_further_is_planned_by_its_config(style):

@@ -15,6 +15,7 @@ def test_names_without_this_machines_folders(tmp_path, monkeypatch):
     cached = tmp_path / "hub" / "models--someone--some-model" / "snapshots" / "abc"
     cached.mkdir(parents=True)
     assert public_model_name(str(cached)) == "someone/some-model"
+    assert strip_folders(str(tmp_path / "Jane Doe" / "not there yet.txt")) == "not there yet.txt"
     settings = {"deepspeed": "/home/me/zero.json", "names": ["/x/y", "a/b"], "rate": 0.1}
     assert strip_folders(settings) == {"deepspeed": "zero.json", "names": ["y", "a/b"], "rate": 0.1}
 
@@ -33,18 +34,8 @@ def test_a_network_has_the_name_of_the_model_that_it_came_with(tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "/imagine ugly, bad/blurry",
-        "/imagine",
-        "/no_think",
-        "/home/sweet\n{prompt}/10",
-        "a/b",
-        "http://host/a/b",
-        r"A:\s*(\d+)/10",
-        r"\\boxed\{(\d+)\}",
-        "",
-        "/" + "ugly, " * 1000 + "/bad",
-    ],
+    ["/imagine ugly, bad/blurry", "/no_think", "/home/sweet\n{prompt}/10", "a/b", "http://host/a/b", ""]
+    + [r"A:\s*(\d+)/10", r"\\boxed\{(\d+)\}", "/" + "ugly, " * 1000 + "/bad"],
 )
 def test_text_that_is_no_path_stays(text):
     assert strip_folders({"negative_prompt": text}) == {"negative_prompt": text}
@@ -52,23 +43,11 @@ def test_text_that_is_no_path_stays(text):
 
 @pytest.mark.parametrize(
     "path",
-    [
-        "/x/jane/model",
-        "/x/jane/model/",
-        "/home/Jane Doe/model",
-        "/Users/Jane Doe/My Models/model",
-        r"C:\Users\Jane Doe\model",
-        "c:/Users/Jane Doe/model",
-        r"\\jane\Jane's files\a\model",
-        r"\\jane\share\model",
-    ],
+    ["/x/jane/model/", "/Users/Jane Doe/My Models/model", r"C:\Users\Jane Doe\model", "c:/Users/Jane Doe/model"]
+    + [r"\\jane\Jane's files\a\model", r"\\jane\share\model"],
 )
 def test_of_a_path_its_last_part_is_left(path):
     assert strip_folders([path]) == ["model"] and public_model_name(path) == "model"
-
-
-def test_a_path_with_spaces_on_this_machine_is_one(tmp_path):
-    assert strip_folders(str(tmp_path / "Jane Doe" / "not there yet.txt")) == "not there yet.txt"
 
 
 def test_what_is_secret_by_its_name_is_left_out_wherever_it_stands():
@@ -86,18 +65,13 @@ def test_a_dictionary_may_be_written_as_json():
         assert strip_folders(strip_secrets(text)) == text
 
 
-def test_no_value_of_a_urls_query_is_published():
+def test_of_a_url_no_password_and_no_value_of_the_query_is_published():
     assert strip_secrets({"url": "https://h/v1?key=abc&token=z/z"}) == {"url": "https://h/v1?key=...&token=..."}
     assert strip_secrets("http://a:b@h?x=1#part=2 and wss://h/?y=2") == "http://h?x=...#part=... and wss://h/?y=..."
-    for text in ("http://h/v1?", "http://h/a=b", "is it a?b=c", "https://h/?flag"):
-        assert strip_secrets(text) == text
-
-
-def test_no_password_of_a_url_is_published():
     given = {"url": ["http://me:pass@host:8000/v1", "https://me@host"], "extra": {"Authorization": "Bearer 1", "n": 1}}
     assert strip_secrets(given) == {"url": ["http://host:8000/v1", "https://host"], "extra": {"n": 1}}
     assert strip_secrets("either ws://a:b@c or http://p@ss:w@rd@host?a") == "either ws://c or http://host?a"
-    for text in ("http://host:8000/v1", "https://host/@someone", "me@mail.example", "cats://a dog @home"):
+    for text in ("http://h/v1?", "http://h/a=b", "is it a?b=c", "https://h/@someone", "me@mail.example", "a://b c @d"):
         assert strip_secrets(text) == text
 
 
