@@ -35,70 +35,6 @@ def inputs(ratio, advantages, **settings) -> LossInputs:
     )
 
 
-class Toy(torch.nn.Module):
-    """A policy: the mean of the next latent from a latent, in float64."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = (torch.nn.Linear(5, 5, dtype=torch.float64) for _ in range(2))
-
-    def forward(self, latents):
-        return self.second(torch.tanh(self.first(latents)))
-
-
-def toy_problem():
-    """The loss of a toy policy as a function without arguments, with samples on both sides of the clip and inside."""
-    torch.manual_seed(0)
-    policy, latents = Toy(), torch.randn(16, 5, dtype=torch.float64)
-    std = torch.tensor(0.3, dtype=torch.float64)
-    with torch.no_grad():
-        old_mean = policy(latents)
-        value = old_mean + std * torch.randn_like(old_mean)
-        for parameter in policy.parameters():
-            parameter += 0.03 * torch.randn_like(parameter)
-
-    def log_prob(mean):
-        return torch.distributions.Normal(mean, std).log_prob(value).mean(1)
-
-    def evaluate():
-        mean = policy(latents)
-        return grpo(
-            LossInputs(
-                log_prob=log_prob(mean),
-                old_log_prob=log_prob(old_mean),
-                advantages=torch.linspace(-2, 2, 16, dtype=torch.float64),
-                mean=mean,
-                std=std,
-                ref_mean=old_mean,
-                epsilon=0.02,
-                epsilon_high=0.01,
-                beta=0.7,
-            )
-        )
-
-    return policy, evaluate
-
-
-def test_gradient_equals_finite_differences():
-    policy, evaluate = toy_problem()
-    output = evaluate()
-    assert output.metrics["clip_ratio/low_mean"] > 0 and output.metrics["clip_ratio/high_mean"] > 0
-    assert output.metrics["clip_ratio/region_mean"] < 1
-    output.loss.backward()
-    step = 1e-6
-    for parameter in policy.parameters():
-        values = parameter.data.view(-1)
-        for i in range(len(values)):
-            middle = values[i].item()
-            losses_around = []
-            for shifted in (middle + step, middle - step):
-                values[i] = shifted
-                losses_around.append(evaluate().loss.item())
-            values[i] = middle
-            numeric = (losses_around[0] - losses_around[1]) / (2 * step)
-            assert parameter.grad.view(-1)[i].item() == pytest.approx(numeric, rel=1e-5, abs=1e-8)
-
-
 def test_ratio_one_gives_minus_mean_advantage_and_the_policy_gradient():
     given = inputs([1.0, 1.0, 1.0], [2.0, -0.5, 0.25])
     output = grpo(given)
@@ -224,18 +160,6 @@ def test_where_nothing_is_clipped_losses_per_reward_are_the_loss_of_the_sum(weig
     assert apart.metrics["kl"] == together.metrics["kl"] and apart.metrics["clip_ratio/region_mean"] == 0
 
 
-def test_the_clip_acts_on_each_reward_by_itself():
-    """The step is already 1.5 times as likely: the reward that wants it is held back, the other still pulls."""
-    given = inputs([1.5], [[1.0, -2.0]])
-    output = loss_per_reward(grpo, [1.0, 0.25])(given)
-    assert output.loss.item() == pytest.approx(-1.3 + 0.25 * 2.0 * 1.5)
-    output.loss.backward()
-    assert given.log_prob.grad.item() == pytest.approx(0.25 * 2.0 * 1.5)
-    assert output.metrics["clip_ratio/high_mean"] == 0.5  # of two rewards, one
-    together = grpo(dataclasses.replace(given, advantages=torch.tensor([1.0 - 0.5], dtype=torch.float64)))
-    assert together.loss.item() == pytest.approx(-0.5 * 1.3)  # the sum of the advantages is held back altogether
-
-
 def test_a_negative_weight_turns_the_advantage_not_the_clip():
     negative = loss_per_reward(grpo, [1.0, -0.5])(inputs([1.5, 0.5], [[1.0, 2.0], [0.3, -1.0]]))
     positive = loss_per_reward(grpo, [1.0, 0.5])(inputs([1.5, 0.5], [[1.0, -2.0], [0.3, 1.0]]))
@@ -251,7 +175,9 @@ def test_dancegrpos_loss_for_video():
         unclipped, clipped = -column * ratio, -column * ratio.clamp(1 - clip, 1 + clip)
         expected += coefficient * torch.maximum(unclipped, clipped).mean()
     given = inputs(ratio.tolist(), advantages.clamp(-5, 5).tolist(), epsilon=clip, epsilon_high=clip)
-    assert loss_per_reward(grpo, coefficients)(given).loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    output = loss_per_reward(grpo, coefficients)(given)
+    assert output.loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert output.metrics["clip_ratio/high_mean"].item() == pytest.approx(1 / 6)  # one of three, of one of two rewards
 
 
 # conversions that docs/coming_from/flow_grpo.md promises
@@ -265,7 +191,7 @@ def steps_of_sd3():
     return [(sigmas[i], sigmas[i + 1], sigmas[1]) for i in range(9)]
 
 
-@pytest.mark.parametrize("step", range(9))
+@pytest.mark.parametrize("step", [0, 1, 8])
 def test_flow_grpos_kl_and_log_probability_convert(step):
     """Its step written as in its code, with g where ours has g * sqrt(-dt)."""
     sigma, sigma_next, sigma_max = steps_of_sd3()[step]

@@ -81,8 +81,6 @@ def test_the_divergence_is_taken_off_the_reward():
     assert estimated.metrics["kl/rollout"] == pytest.approx(divergences.mean().item())
     assert estimated.metrics.keys() - found(settings(), rewards).metrics.keys() == {"kl/rollout"}
     assert estimated.columns["kl"] == pytest.approx(divergences.mean(1).tolist())
-    nothing = found(settings(kl_reward=2.0), rewards, divergences=torch.zeros(16, 3))
-    assert torch.equal(nothing.advantages, found(settings(), rewards).advantages)
 
 
 def test_the_divergence_counts_once_in_a_sum_and_for_each_reward_normalised_by_itself():

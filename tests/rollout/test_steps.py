@@ -38,18 +38,6 @@ def distinct(latents):
     return len(torch.unique(latents.flatten(1), dim=0))
 
 
-@pytest.mark.parametrize("is_shared", [False, True], ids=["own", "shared"])
-def test_initial_latents(tmp_path, is_shared):
-    """Of each sample or of each group, and new ones in each rollout."""
-    _, found = rollouts(tmp_path, 2, samples_per_latent="group" if is_shared else 1)
-    starts = torch.stack([trajectory.latents[:, 0] for _, trajectory in found])  # (rollouts, samples, ...)
-    groups = starts.view(4, 4, *starts.shape[2:])
-    assert [distinct(group) for group in groups] == [1 if is_shared else 4] * 4
-    assert distinct(starts.flatten(0, 1)) == (4 if is_shared else 16)
-    after = torch.cat([trajectory.next_latents[:, 0] for _, trajectory in found])
-    assert distinct(after) == 16
-
-
 def test_every_noise_is_drawn_by_itself(tmp_path):
     """Initial latents, and the noise of each step, sample and rollout: no two are alike."""
     trainer, found = rollouts(tmp_path, 2)
@@ -122,6 +110,7 @@ def test_by_default_one_early_step_is_noisy_and_trained_and_its_call_shared(tmp_
         assert trajectory.shared_steps.tolist() == steps * 8
         assert [distinct(trajectory.latents[first : first + 4, 0]) for first in (0, 4)] == [1, 1]
         assert distinct(trajectory.next_latents[:, 0]) == 8
+    assert len({*torch.cat([trajectory.initial_seeds for _, trajectory in found]).tolist()}) == 4 * 2
 
 
 # Which steps a sample may train
