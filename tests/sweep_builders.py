@@ -655,7 +655,7 @@ BUILDERS: dict[str, Callable[[], Case]] = {
     ),
     "LTX2VideoDiffusionDecodePipeline": lambda: (
         diffusers.LTX2VideoDiffusionDecodePipeline(ltx25_decoder(), diffusers.FlowMatchEulerDiscreteScheduler()),
-        {"latents": torch.randn(1, 4, 2, 4, 4)},
+        {"latents": torch.randn(1, 4, 3, 4, 4)},
     ),
     "LTXI2VLongMultiPromptPipeline": lambda: around("LTXI2VLongMultiPromptPipeline", more.ltx, {"prompt": "a cat"}),
     "LongCatImageEditPipeline": lambda: longcat_image("LongCatImageEditPipeline", image=draw_images(size=32)[0]),
