@@ -335,9 +335,13 @@ class Scoring:
         except BaseException as error:  # a reward that calls sys.exit must end the run, not just its thread
             self._called.set_exception(error)
 
-    def wait(self) -> None:
-        """Wait until all functions have answered; raise what ends the process."""
+    def wait_for_calls(self) -> None:
+        """Wait until all functions have been called; raise what ends the process."""
         self._called.result()
+
+    def wait(self) -> None:
+        """Wait until all functions have answered, async ones too."""
+        self.wait_for_calls()
         if self._awaited is not None:
             self._awaited.result()
 

@@ -43,6 +43,7 @@ class Executor:
         if not self._has_thread:
             for scoring in scorings:
                 scoring.run()
+                scoring.wait_for_calls()  # Ctrl-C ends the run, and not only the reward that it met
             return
         if self._queue is None:
             self._queue = queue.SimpleQueue()

@@ -187,6 +187,18 @@ def test_a_reward_that_ends_the_process_ends_it() -> None:
         rollout([leaves], True)
 
 
+def test_ctrl_c_in_a_reward_of_the_main_thread_calls_no_other() -> None:
+    called = []
+
+    def interrupted(images, place):
+        called.append(place)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        rollout([interrupted, shade], False)
+    assert called == [[0, 1, 2]]
+
+
 @pytest.mark.parametrize("is_wanted", [True, False])
 def test_tensors_made_for_rewards_do_not_outlive_their_calls(is_wanted, monkeypatch) -> None:
     made = []

@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -87,6 +87,9 @@ class ModelReward(abc.ABC):
     def __post_init__(self):
         if self.batch_size < 1:
             raise ValueError(f"batch_size={self.batch_size} for {self.model}; give 1 or more.")
+        for name, hint in get_type_hints(type(self)).items():
+            if get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
+                raise ValueError(f"{name}={getattr(self, name)!r} for {self.model}; give one of {get_args(hint)}.")
         if self.model.startswith((".", "/", "~")) and not Path(self.model).expanduser().exists():
             raise ValueError(f"There is no folder {self.model} with a reward's weights; a Hub id is `owner/name`.")
         for name, value in self.settings().items():

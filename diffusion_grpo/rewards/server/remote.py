@@ -263,7 +263,7 @@ class RemoteReward:
                         raise _TooLarge(read_error(answer))
                     return _read_scores(answer, len(rows), server.url)
             except FailedRequest as error:
-                if attempt == self.retries:
+                if attempt >= self.retries:
                     raise _Broken(f"{attempt + 1} requests failed, the last with: {error}") from error
                 await asyncio.sleep(self.backoff * 2**attempt)
                 attempt += 1
@@ -280,7 +280,10 @@ class RemoteReward:
         if server.served is None:
             answer = await ask(client, "GET", f"{server.url}/health", min(HEALTH_SECONDS, self.timeout))
             _check_status(answer, server.url)
-            server.served = read_object(answer).get("served") or {}
+            served = read_object(answer).get("served")
+            if not served or not isinstance(served, dict):
+                raise FailedRequest("its /health names no rewards")
+            server.served = served
         names = [self.reward] if self.reward is not None else list(server.served)
         if len(names) != 1 or names[0] not in server.served:
             raise RewardError(f"finds {', '.join(server.served)} at {server.url}; set reward to one of these")
@@ -290,7 +293,7 @@ class RemoteReward:
     async def _look(self, client: httpx2.AsyncClient, server: _Server) -> None:
         """Use a server again if it answers."""
         server.served = server.most = None  # it may serve other rewards now
-        with contextlib.suppress(FailedRequest):
+        with contextlib.suppress(FailedRequest, RewardError):
             await self._describe(client, server)
             server.is_alive = True
 

@@ -186,6 +186,9 @@ def _check_request(reward: Reward, request: dict[str, Any]) -> None:
             f"The reward {reward.name!r} takes {'' if takes_latents else 'no '}latents; give the client "
             f"`latents: {setting}`."
         )
+    takes_images = "images" in reward.parameters or is_marked(reward.function, "takes_tensors") or takes_latents
+    if "videos" in reward.parameters and not takes_images and not isinstance(request["samples"][0], list):
+        raise WireError(f"The reward {reward.name!r} takes videos, and the request holds images.")
     try:
         check_columns([reward], ["prompt", *request["columns"]], "this request")
     except ValueError as error:

@@ -180,7 +180,7 @@ def _read_value(value: Any, source: _Source) -> Any:
 
 def _read_pixels(pixels: torch.Tensor, dimensions: int, source: _Source) -> list[Image.Image]:
     """Read images from `(height, width, 3)` or `(frames, height, width, 3)` uint8."""
-    if pixels.dtype != torch.uint8 or pixels.ndim != dimensions or pixels.shape[-1] != 3:
+    if pixels.dtype != torch.uint8 or pixels.ndim != dimensions or pixels.shape[-1] != 3 or not pixels.numel():
         raise WireError(f"Pixels are {pixels.dtype} {tuple(pixels.shape)}; expected uint8 (..., height, width, 3).")
     source.take(pixels.numel() // 3)
     return [Image.fromarray(frame) for frame in (pixels[None] if dimensions == 3 else pixels).numpy()]

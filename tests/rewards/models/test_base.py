@@ -124,6 +124,8 @@ def test_wrong_settings_are_refused_before_anything_is_loaded() -> None:
         load_rewards({f"{__name__}.Doubled": {"model": "./missing"}})
     with pytest.raises(ValueError, match="expected Literal"):
         load_rewards({f"{__name__}.Doubled": {"dtype": "int8"}})
+    with pytest.raises(ValueError, match="dtype='int8'"):
+        Doubled(dtype="int8")
     with pytest.raises(ValueError, match="expected bool"):
         load_rewards({f"{__name__}.Doubled": {"offload": "yes"}})
     with pytest.raises(ValueError, match="shorter"):

@@ -360,6 +360,12 @@ def test_servers_that_cannot_score_are_refused_before_a_run(serve) -> None:
         check_needs(load_rewards({"remote": accepted}))
 
 
+def test_a_server_that_comes_back_without_the_reward_ends_nothing(serve) -> None:
+    remote = RemoteReward([serve("sharpness"), serve("brightness")], "brightness", **FAST)
+    remote.servers[0].is_alive = False
+    assert scores_of(remote) == pytest.approx(SHADES) and not remote.servers[0].is_alive
+
+
 def test_waits_for_a_server_to_come_back(serve) -> None:
     url = serve("brightness")
 

@@ -181,6 +181,9 @@ def test_what_a_reward_can_never_score_is_refused_at_once(serve) -> None:
     def hidden(latents):
         return [0.0] * len(latents)
 
+    def moves(videos):
+        return [0.0] * len(videos)
+
     noisy = {"latents": [torch.zeros(2, 2)] * len(IMAGES)}
     for reward, given, settings, message in (
         (
@@ -189,6 +192,7 @@ def test_what_a_reward_can_never_score_is_refused_at_once(serve) -> None:
             {},
             "'psnr' needs the column 'target', which this request lacks.* The client sends the columns th",
         ),
+        (moves, {}, {}, "'moves' takes videos"),
         (hidden, {}, {}, "'hidden' .*`latents: true`"),
         (
             "brightness",

@@ -165,6 +165,7 @@ def test_safetensors_that_are_not_of_the_form() -> None:
         body([{"picture": "x"}]),
         body([{"picture": "x"}], x=image.float()),
         body([{"picture": "x"}], x=image[None]),
+        body([{"picture": "x"}], x=image[:0]),
         body([{"video": "x"}], x=image),
         body([{"video": "x"}], x=image[None][:0]),
         body([{"tensor": "x"}, {"picture": "x"}], x=image),
@@ -207,7 +208,7 @@ def test_the_reason_of_a_refusal(text, reason):
 
 @pytest.mark.parametrize(
     ("header", "expected"),
-    [("3", 3), ("0.5", 0.5), ("0", 0.1), ("nan", 0.1), ("inf", 10), ("soon", 7), (None, 7)],
+    [("3", 3), ("0.5", 0.5), ("0", 0.1), ("-2", 0.1), ("nan", 0.1), ("inf", 10), ("soon", 7), (None, 7)],
 )
 def test_seconds_to_wait(header, expected):
     answer = httpx2.Response(503, headers={} if header is None else {"Retry-After": header})
