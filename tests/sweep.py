@@ -5,7 +5,8 @@
 In: a checkout of diffusers, of which only `tests/` is used: its tiny components and inputs. Out: a table, class by
 class, and docs/supported_pipelines.md. Classes without components there, such as modular ones, are built in
 sweep_builders.py. Each class runs in a worker process under a time limit; a worker that hangs or dies is replaced, and
-the sweep goes on. After a change, `--rows FILE --resume --only CLASS` examines some classes and keeps the other rows.
+the sweep goes on. After a change, `--rows FILE --resume --only CLASS` examines some classes again and keeps the other
+rows.
 """
 
 import argparse
@@ -26,6 +27,7 @@ import traceback
 import unittest.mock
 import warnings
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +189,7 @@ def line(row: dict[str, Any]) -> str:
     return f"{row.get('pipeline', row['case'][1]):48} {names} {numbers} {verdict:9} {reason}"
 
 
-def best_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def best_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row a pipeline class: a class counts as its best test configuration."""
     rank = lambda row: (bool(row.get("trains")), "not_built" not in row)  # noqa: E731
     best: dict[str, dict[str, Any]] = {}
@@ -232,7 +234,7 @@ def table_line(row: dict[str, Any]) -> str:
     return f"| {row['pipeline']} | {'not examined' if is_missing else 'refused'} | {why} | | |"
 
 
-def page(rows: list[dict[str, Any]]) -> str:
+def page(rows: Iterable[dict[str, Any]]) -> str:
     """docs/supported_pipelines.md, in which every exported class has its place."""
     by_name = {row["pipeline"]: row for row in best_rows(rows)}
     tables, left_out = {}, defaultdict(list)
@@ -273,7 +275,7 @@ def _cell(text: str | None) -> str:
     return re.sub(r"\s+", " ", text or "").replace("|", "\\|")
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     """Runs the sweep."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--diffusers", type=Path, help="checkout of diffusers' sources")
@@ -282,9 +284,11 @@ def main() -> None:
     parser.add_argument("--trace", action="store_true", help="print stack traces")
     parser.add_argument("--rows", type=Path, help="also write the rows as JSON lines to this file")
     parser.add_argument("--modular", action="store_true", help="examine modular pipelines only")
-    parser.add_argument("--resume", action="store_true", help="examine only what does not train in --rows yet")
+    parser.add_argument("--resume", action="store_true", help="keep --rows; without --only, skip what trains there")
     parser.add_argument("--no-page", action="store_true", help="leave docs/supported_pipelines.md alone")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
+    if args.resume and args.rows is None:
+        sys.exit("--resume needs --rows, the file of an earlier sweep")
     if args.diffusers is None or not (args.diffusers / "tests" / "pipelines").is_dir():
         sys.exit(WHERE)
     prepare(args.diffusers.resolve())
@@ -292,26 +296,25 @@ def main() -> None:
     every = [(*case, False) for case in ([] if args.modular else classic)]
     every += [(*case, True) for case in (*classic, *modular_cases())]
     wanted = [case for case in every if re.search(args.only, ".".join(case[:2]))]
-    worker, rows = Worker(args.trace), []
+    worker, rows = Worker(args.trace), {}
     if args.resume and args.rows.exists():
-        saved = {tuple(row["case"]): row for row in map(json.loads, args.rows.read_text().splitlines())}
-        wanted = [case for case in wanted if not saved.get(case, {}).get("trains")]
-        rows = [row for case, row in saved.items() if case not in wanted]
+        rows = {tuple(row["case"]): row for row in map(json.loads, args.rows.read_text().splitlines())}
+        wanted = [case for case in wanted if args.only or not rows.get(case, {}).get("trains")]
     for case in wanted:
         row = worker.examine(case, args.limit)
         if row is None:
             continue
-        rows.append(row)
+        rows[case] = row
         print(line(row), flush=True)
         if row.get("trace"):
             print(row["trace"])
         if args.rows:
-            args.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    best = best_rows(rows)
+            args.rows.write_text("".join(json.dumps(row) + "\n" for row in rows.values()))
+    best = best_rows(rows.values())
     trained, missing = sum(bool(row.get("trains")) for row in best), sum("not_built" in row for row in best)
     print(f"{trained} train, {len(best) - trained - missing} refused, {missing} not built, of {len(best)} classes")
     if not args.no_page and (args.resume or not (args.only or args.modular)):
-        PAGE.write_text(page(rows))
+        PAGE.write_text(page(rows.values()))
 
 
 if __name__ == "__main__":

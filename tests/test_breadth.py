@@ -1,5 +1,6 @@
 """Every kind of pipeline trains: the ratio is 1 within 1e-5, and two real training steps change the network."""
 
+import json
 import re
 
 import numpy as np
@@ -14,7 +15,8 @@ from sweep_builders import build_ours
 from tiny_runs import LORA, SETTINGS
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, check_pipeline
-from diffusion_grpo.policy.rollout import replay, rollout
+from diffusion_grpo.policy.drivers import Driver
+from diffusion_grpo.policy.rollout import denoise, replay, rollout
 from diffusion_grpo.policy.token import make_policy
 from diffusion_grpo.training.model_checks import check_sigmas
 
@@ -51,6 +53,38 @@ def test_classes_that_only_the_sweep_builds_replay(name):
     pipe, inputs = build_ours(name)
     report = check_pipeline(pipe, inputs, num_inference_steps=4)
     assert report.trains and report.max_ratio_error <= 1e-5 and report.steps == 3, report
+
+
+def test_frames_that_a_pipeline_steps_as_a_batch_are_told_from_copies_by_the_networks_output():
+    driver, batch = Driver(torch.tensor([0, 1])), torch.zeros(4, 3, 8, 8)
+    driver.note_output((torch.zeros(2, 3, 2, 8, 8),))  # of two samples, with an axis of frames
+    assert driver.join_frames(batch).shape == (2, 2, 3, 8, 8)
+    driver.note_output((batch,))  # two copies of each sample, as guidance makes them
+    assert driver.join_frames(batch) is batch
+
+
+def test_frames_are_noised_and_denoised_with_their_own_sample():
+    pipe, inputs = build_ours("TextToVideoSDPipeline")
+    policy, prompts, errors = make_policy(pipe), ["a red cat", "a blue dog"], []
+    for seeds in ([0, 1], [0], [1]):
+        given = inputs | {"prompt": [prompts[seed] for seed in seeds]}
+        _, samples = rollout(policy, given, seeds=seeds, num_inference_steps=3, keeps_clean=True)
+        errors.append(denoise(policy, given, samples, 1).error())
+    torch.testing.assert_close(errors[0], torch.cat(errors[1:]))
+
+
+def test_the_sweep_examines_again_what_is_asked_for_and_keeps_the_other_rows(tmp_path, monkeypatch):
+    asked, saved = [], tmp_path / "rows.jsonl"
+    rows = [{"case": [sweep.OURS, name, False], "trains": True, "seconds": 1} for name in SWEPT[1:3]]
+    saved.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "tests" / "pipelines").mkdir(parents=True)
+    monkeypatch.setattr(sweep.Worker, "examine", lambda self, case, limit: asked.append(case) or {"case": [*case]})
+    monkeypatch.setattr(sweep, "line", str)
+    monkeypatch.syspath_prepend(str(tmp_path))  # which the sweep adds too
+    sweep.main(f"--diffusers {tmp_path} --rows {saved} --resume --no-page --only .{SWEPT[1]}$".split())
+    assert asked == [(sweep.OURS, SWEPT[1], False), (sweep.OURS, SWEPT[1], True)]
+    found = [json.loads(line) for line in saved.read_text().splitlines()]
+    assert found == [{"case": rows[0]["case"]}, rows[1], {"case": [sweep.OURS, SWEPT[1], True]}]
 
 
 def test_every_class_that_diffusers_exports_is_on_the_page():
