@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import yaml
 from huggingface_hub import ModelCard, ModelCardData, metadata_load
 from PIL import Image
@@ -21,7 +20,7 @@ from ..data.held_out import describe_prompts
 from ..weights.public_names import strip_folders
 from .record import SETTINGS_FILE
 from .run_folder import Run, format_updates, name_method, read_run
-from .usage import is_repo_id, names_hub_model, write_usage
+from .usage import is_repo_id, load_templates, names_hub_model, write_usage
 
 logger = logging.getLogger(__name__)
 OWN_TAG = "diffusion-grpo"  # marks cards that this library has written
@@ -105,9 +104,7 @@ def write_model_card(
     method, papers = name_method(run)
     is_whole = any((folder / name).is_file() for name in INDEXES)  # a checkpoint of full training holds networks only
     datasets = details.texts("dataset_name", "dataset_tags")
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True
-    )
+    environment = load_templates()
     environment.filters |= {"md": escape, "code": code, "after": format_updates, "number": _format_number}
     environment.filters["shell"] = shlex.join
     text = environment.get_template("card.md.jinja").render(

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,14 @@ from ..weights.files import LORA_WEIGHTS
 
 WIDEST = 119  # characters per line; a longer call gets a line per argument
 LOCAL = "  # a folder on the machine that trained it"
+
+
+@cache
+def load_templates() -> jinja2.Environment:
+    """Return the environment of the templates in this folder, which are compiled once."""
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True
+    )
 
 
 def write_usage(run: dict[str, Any], source: str, prompt: str | None, is_on_hub: bool, is_whole: bool = True) -> str:
@@ -29,10 +38,8 @@ def write_usage(run: dict[str, Any], source: str, prompt: str | None, is_on_hub:
     if modular is not None:  # it gets its guidance scale from its guider, and is asked for its samples by their name
         scales = {part: _write(values.pop(name)) for name, part in modular["scales"].items() if name in values}
         values["output"] = modular["output"]
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True
-    )
-    code = environment.get_template("usage.py.jinja").render(
+    template = load_templates().get_template("usage.py.jinja")
+    code = template.render(
         run=run,
         kind="DiffusionPipeline" if modular is None else "ModularPipeline",
         how=f"dtype=torch.{dtype}" if dtype else "",
