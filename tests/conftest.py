@@ -4,12 +4,14 @@ import gc
 import os
 import socket
 import threading
+import types
 from functools import cache
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
 
+import accelerate.utils.memory
 import pytest
 import torch
 
@@ -31,8 +33,12 @@ def _drawn_where_marked(request, monkeypatch):
             monkeypatch.setattr(plots, name, function)
 
 
+# Each training begins by looking through all objects for garbage, which takes a tenth of a second.
+accelerate.utils.memory.gc = types.SimpleNamespace(collect=lambda: gc.collect(1))
+
+
 def pytest_collection_finish():
-    """What was imported stays: no need to look through it for garbage at the end of each training."""
+    """What was imported stays: no need to look through it for garbage."""
     gc.collect()
     gc.freeze()
 

@@ -76,9 +76,10 @@ def find_names(path):
             (defined if isinstance(node.ctx, ast.Store) else used).add(node.attr)
         elif isinstance(node, ast.ImportFrom):
             used |= {part for name in (node.module or "", *(a.name for a in node.names)) for part in name.split(".")}
-        elif isinstance(node, ast.Call):
-            texts = [part.value for part in node.args if isinstance(part, ast.Constant)]
-            used |= {part for text in texts if isinstance(text, str) for part in text.split(".")}
+        elif isinstance(node, ast.Call):  # of getattr, setattr and the like
+            used |= {part.value for part in node.args[1:] if isinstance(getattr(part, "value", None), str)}
+        elif isinstance(node, ast.Constant) and str(node.value).startswith("diffusion_grpo."):
+            used |= {*node.value.split(".")}
     return [{name for name in names if PRIVATE.fullmatch(name)} for names in (defined, used)]
 
 
