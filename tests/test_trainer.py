@@ -28,16 +28,14 @@ from diffusion_grpo.training.metrics import Metrics
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"lora": False},
         {"lora": False, "beta": 0.1, "offload_ref_model": True},
-        {"gradient_checkpointing": True},
-        {"bf16": True},
+        {"lora": False, "kl_reward": 0.5},
+        {"gradient_checkpointing": True, "bf16": True},
         {"samples_per_latent": "group"},
         {"num_inference_steps": 6, "trained_steps": [1, 4], "noisy_steps": "trained"},
         {"offload_trajectories": True, "scale_rewards": "batch", "sde_type": "cps"},
         {"name": "sd15", "beta": 0.1},
-        {"name": "wan"},
+        {"name": "wan", "loss_type": "dppo", "step_weight": "velocity"},
     ],
     ids=str,
 )
@@ -51,15 +49,14 @@ def test_the_first_ratio_is_one_and_the_weights_move(tmp_path, settings):
     assert len(logged(trainer, "loss")) == 2 and all(np.isfinite(logged(trainer, "loss")))
     after = trained_weights(trainer)
     assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert all(sample.means is None for sample in trainer.loader.buffer.samples)  # of one update per rollout
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"rollout_batch_size": 3},
-        {"best_of_n": 2, "num_generations": 4},
-        {"num_trained_steps": 2, "step_selection": "sample", "num_inference_steps": 4},
-        {"old_log_prob": "replay", "rollout_batch_size": 8},
+        {"rollout_batch_size": 3, "best_of_n": 2},
+        {"old_log_prob": "replay", "rollout_batch_size": 8, "num_trained_steps": 2, "step_selection": "sample"},
     ],
     ids=str,
 )
@@ -81,11 +78,11 @@ def test_chunks_of_the_rollout_do_not_change_the_samples(tmp_path):
 
 
 def test_a_rollout_used_again_is_off_policy_and_the_clip_acts(tmp_path):
-    trainer = trainer_for(tmp_path, num_iterations=3, max_steps=6, learning_rate=0.02, epsilon=1e-6, epsilon_high=2e-6)
+    trainer = trainer_for(tmp_path, num_iterations=2, max_steps=4, learning_rate=0.02, epsilon=1e-6, epsilon_high=2e-6)
     trainer.train()
     clipped = logged(trainer, "clip_ratio/region_mean")
-    assert clipped[0] == clipped[3] == 0.0  # a new rollout every third update
-    assert min(clipped[1], clipped[2], clipped[4], clipped[5]) > 0.1
+    assert clipped[0] == clipped[2] == 0.0  # a new rollout every second update
+    assert min(clipped[1], clipped[3]) > 0.1
     assert len(list((tmp_path / "samples").glob("*.parquet"))) == 2
 
 
@@ -98,32 +95,41 @@ def test_several_updates_per_rollout(tmp_path, anchor):
     assert means[0] == means[2] == 1.0 and means[1] != 1.0
 
 
-def test_ratios_of_whole_trajectories(tmp_path):
-    """The second update's gradient against autograd on GSPO's objective, written out for the whole rollout at once."""
-    settings = {"importance_sampling_level": "sequence", "num_iterations": 2, "learning_rate": 0.02}
-    trainer = trainer_for(tmp_path, **settings, max_steps=2, max_grad_norm=0, epsilon=1e-3)
-    gradients, expected = {}, {}
+def assert_gradient(trainer, update, objective):
+    """Train, and compare an update's gradient with autograd's of `objective`, the sum over both micro-batches.
+
+    `objective` gets the ratios (samples, steps) and the advantages of a micro-batch.
+    """
+    compared = []
 
     class Compare(TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-            if state.global_step == 1:
-                trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-                gradients.update({name: parameter.grad.clone() for name, parameter in trained.items()})
-                objective = torch.zeros(())
-                for rows in (slice(0, 4), slice(4, 8)):
-                    (part,) = trainer.loader.buffer.part(rows).parts
-                    now = [replay(trainer.policy, part.inputs, part.trajectory, step).log_prob for step in (0, 1, 2)]
-                    log_ratio = torch.stack(now, 1) - part.trajectory.log_probs
-                    ratio, advantages = log_ratio.mean(1).exp(), part.advantages
-                    clipped = ratio.clamp(1 - 1e-3, 1 + 1e-3)
-                    objective = objective + torch.maximum(-advantages * ratio, -advantages * clipped).mean() / 2
-                expected.update(zip(trained, torch.autograd.grad(objective, list(trained.values())), strict=True))
+            if state.global_step != update:
+                return
+            total, trained = 0.0, [parameter for parameter in model.parameters() if parameter.requires_grad]
+            for rows in (slice(0, 4), slice(4, 8)):
+                (part,) = trainer.loader.buffer.part(rows).parts
+                now = [replay(trainer.policy, part.inputs, part.trajectory, step).log_prob for step in (0, 1, 2)]
+                total = total + objective((torch.stack(now, 1) - part.trajectory.log_probs).exp(), part.advantages)
+            compared.extend(zip([p.grad.clone() for p in trained], torch.autograd.grad(total, trained), strict=True))
 
     trainer.add_callback(Compare)
     trainer.train()
-    assert gradients and any(gradient.abs().max() > 0 for gradient in gradients.values())
-    for name, gradient in expected.items():
-        torch.testing.assert_close(gradients[name], gradient, rtol=1e-3, atol=1e-8)
+    assert any(gradient.abs().max() > 0 for gradient, _ in compared)
+    for gradient, expected in compared:
+        torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-8)
+
+
+def test_ratios_of_whole_trajectories(tmp_path):
+    """The second update's gradient is that of GSPO's objective, written out for the whole rollout at once."""
+    settings = {"importance_sampling_level": "sequence", "num_iterations": 2, "learning_rate": 0.02}
+    trainer = trainer_for(tmp_path, **settings, max_steps=2, max_grad_norm=0, epsilon=1e-3)
+
+    def objective(ratios, advantages):
+        ratio = ratios.log().mean(1).exp()
+        return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - 1e-3, 1 + 1e-3)).mean() / 2
+
+    assert_gradient(trainer, 1, objective)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo_guard", "dppo"])
@@ -160,30 +166,6 @@ class KeepFirstMeans(TrainerCallback):
                 self.kept.append(torch.stack(steps, 1))
 
 
-def test_one_update_per_rollout_keeps_no_means(tmp_path):
-    trainer = trainer_for(tmp_path, loss_type="dppo", step_weight="velocity", max_steps=1)
-    trainer.train()
-    samples = trainer.loader.buffer.samples
-    assert all(sample.means is None and sample.step_weights.shape == (1, 3) for sample in samples)
-    assert logged(trainer, "ratio/mean") == [1.0] and logged(trainer, "kl/old") == [0.0]
-
-
-def test_what_is_logged_of_the_terms_and_the_steps(tmp_path):
-    trainer = trainer_for(tmp_path, beta=0.5, learning_rate=0.1)
-    trainer.train()
-    pairs = zip(logged(trainer, "loss/policy"), logged(trainer, "loss/kl"), strict=True)
-    assert [sum(pair) for pair in pairs] == pytest.approx(logged(trainer, "loss"), rel=1e-3, abs=1e-4)
-    assert logged(trainer, "loss/kl") == pytest.approx([0.5 * kl for kl in logged(trainer, "kl")])
-    ratios = logged(trainer, "velocity/ratio_to_ref")
-    assert ratios[0] == 1.0 != ratios[1]
-    for step in range(3):
-        assert len(logged(trainer, f"grad_size/step_{step:02d}")) == 2
-    table = pyarrow.parquet.read_table(tmp_path / "samples" / "step-000000.parquet").to_pydict()
-    advantages = torch.tensor(table["advantage"])
-    assert logged(trainer, "spread/advantage_mean")[0] == pytest.approx(advantages.mean().item(), abs=1e-6)
-    assert logged(trainer, "frac_advantage_zero")[0] == (advantages == 0).double().mean().item()
-
-
 def test_kl_has_a_gradient_and_vanishes_on_the_reference(tmp_path):
     trainer = trainer_for(tmp_path, rewards=lambda images, **columns: [1.0] * len(images), beta=1.0)
     trainer.train()
@@ -192,40 +174,21 @@ def test_kl_has_a_gradient_and_vanishes_on_the_reference(tmp_path):
     for name, parameter in trainer.model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
-    again = trainer_for(
-        tmp_path / "again", rewards=lambda images, **columns: [1.0] * len(images), beta=1.0, max_steps=1
-    )
-    again.model.load_state_dict(trainer.model.state_dict())
-    again.train()
-    assert logged(again, "kl")[0] > 0 and logged(again, "grad_norm")[0] > 0
+    trainer.train()
+    assert logged(trainer, "kl")[0] > 0 and logged(trainer, "grad_norm")[0] > 0
 
 
 def test_loss_and_gradient_are_grpos(tmp_path):
-    """The update's gradient against autograd on the objective, written out for the whole rollout at once."""
-    trainer = trainer_for(tmp_path, max_steps=1, max_grad_norm=0, learning_rate=0.0)
-    gradients = {}
-
-    class Keep(TrainerCallback):
-        def on_pre_optimizer_step(self, *args, model=None, **kwargs):
-            gradients.update({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
-
-    trainer.add_callback(Keep)
-    trainer.train()
-    objective = 0.0
+    """The gradient is that of the objective, written out for the whole rollout at once."""
+    trainer = trainer_for(tmp_path, max_steps=1, max_grad_norm=0)
+    assert_gradient(trainer, 0, lambda ratios, advantages: -(ratios * advantages[:, None]).sum() / (8 * 3))
     table = pyarrow.parquet.read_table(tmp_path / "samples" / "step-000000.parquet").to_pydict()
     rewards = torch.tensor(table["brightness"]).view(2, 4)
     advantages = ((rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True)).flatten()
     torch.testing.assert_close(torch.tensor(table["advantage"]), advantages, rtol=1e-3, atol=1e-3)
-    for rows in (slice(0, 4), slice(4, 8)):
-        (part,) = trainer.loader.buffer.part(rows).parts
-        for column, step in enumerate((0, 1, 2)):
-            now = replay(trainer.policy, part.inputs, part.trajectory, step)
-            ratio = torch.exp(now.log_prob - part.trajectory.log_probs[:, column])
-            objective = objective - (ratio * part.advantages).sum() / (8 * 3)
-    named = [(name, p) for name, p in trainer.model.named_parameters() if name in gradients]
-    expected = torch.autograd.grad(objective, [p for _, p in named])
-    for (name, _), gradient in zip(named, expected, strict=True):
-        torch.testing.assert_close(gradients[name], gradient, rtol=1e-3, atol=1e-8)
+    measured = torch.tensor(table["advantage"])
+    assert logged(trainer, "spread/advantage_max")[0] == pytest.approx(measured.max().item())
+    assert logged(trainer, "frac_advantage_zero")[0] == (measured == 0).double().mean().item()
 
 
 @pytest.mark.parametrize(
@@ -304,17 +267,16 @@ def test_a_drift_that_rounding_explains_stops_no_run_in_half_precision(tmp_path,
     assert sum("rounding in half precision explains" in record.getMessage() for record in caplog.records) == 1
 
 
-@pytest.mark.parametrize("value", [1.0, float("nan")], ids=["too far", "not a number"])
-def test_what_rounding_does_not_explain_stops_the_run_in_half_precision(tmp_path, value):
+def test_what_rounding_does_not_explain_stops_the_run_in_half_precision(tmp_path):
     trainer = trainer_for(tmp_path, bf16=True)
     real = trainer.policy.replay
 
     def replayed(*args, **kwargs):
         now = real(*args, **kwargs)
-        return dataclasses.replace(now, log_prob=now.log_prob + value)
+        return dataclasses.replace(now, log_prob=now.log_prob + 1.0)
 
     trainer.policy.replay = replayed
-    with pytest.raises((RatioError, NonFiniteError), match="than half precision explains|nan"):
+    with pytest.raises(RatioError, match="than half precision explains"):
         trainer.train()
 
 
@@ -324,36 +286,18 @@ def test_half_precision_is_seen_in_the_weights_too(tmp_path):
     assert trainer_for(tmp_path / "b", model=pipe.to(dtype=torch.bfloat16)).learner.algorithm.is_half_precision
 
 
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_what_is_not_finite_stops_before_the_weights_are_touched(tmp_path, poison):
+def test_what_is_not_finite_stops_before_the_weights_are_touched(tmp_path):
     trainer = trainer_for(tmp_path, save_strategy="steps", save_steps=1, max_steps=3)
 
     class Poison(TrainerCallback):
         def on_substep_end(self, args, state, control, model=None, **kwargs):
             if state.global_step == 1:
-                next(p for p in model.parameters() if p.grad is not None).grad[0, 0] = poison
+                next(p for p in model.parameters() if p.grad is not None).grad[0, 0] = float("nan")
 
     trainer.add_callback(Poison)
     with pytest.raises(NonFiniteError, match="gradient norm of update 2.*checkpoint-1"):
         trainer.train()
     assert [path.name for path in tmp_path.glob("*checkpoint-*")] == ["checkpoint-1"]
-
-
-def test_a_loss_that_is_not_finite_stops_before_the_weights_are_touched(tmp_path):
-    trainer = trainer_for(tmp_path, save_strategy="steps", save_steps=1, max_steps=3)
-    loss, before = trainer.learner.algorithm.step_loss, {}
-
-    def poisoned(inputs):
-        output = loss(inputs)
-        if trainer.state.global_step == 1:
-            before.update(trained_weights(trainer))
-            return dataclasses.replace(output, loss=output.loss * float("nan"))
-        return output
-
-    trainer.learner.algorithm.step_loss = poisoned
-    with pytest.raises(NonFiniteError, match="loss of update 2.*checkpoint-1"):
-        trainer.train()
-    assert all(torch.equal(before[name], value) for name, value in trained_weights(trainer).items())
 
 
 def test_a_failing_reward_names_function_prompt_and_keeps_the_sample(tmp_path):
@@ -429,7 +373,6 @@ def test_evaluation_before_and_during_training(tmp_path):
         eval_num_inference_steps=6,
         num_generations_eval=2,
         eval_reward_funcs=[measured],
-        report_to="tensorboard",
         learning_rate=0.0,
     )
     trainer.train()
@@ -442,21 +385,17 @@ def test_evaluation_before_and_during_training(tmp_path):
     pictures = [sorted((tmp_path / "evaluations" / step).glob("*.png")) for step in steps]
     assert all(len(each) == 4 for each in pictures)
     assert all(a.read_bytes() == b.read_bytes() for a, b in zip(pictures[0], pictures[2], strict=True))
-    grid = Image.open(tmp_path / "grid.png")
-    assert grid.height > 3 * Image.open(pictures[0][0]).height
-    events = [path.read_bytes() for path in tmp_path.rglob("events.out.tfevents*")]
-    assert any(b"samples" in content and b"PNG" in content for content in events)
     assert (tmp_path / "report.html").is_file() and (tmp_path / "summary.json").is_file()
 
 
 def test_a_resumed_run_is_not_evaluated_again_at_its_start(tmp_path):
     settings = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, "save_strategy": "steps"}
-    settings |= {"save_steps": 1, "max_steps": 2}
-    trainer_for(tmp_path, **settings).train()
-    resumed = trainer_for(tmp_path, **settings | {"max_steps": 3, "resume_from_checkpoint": True})
+    settings |= {"save_steps": 1, "num_inference_steps": 2}
+    trainer_for(tmp_path, **settings, max_steps=1).train()
+    resumed = trainer_for(tmp_path, **settings, resume_from_checkpoint=True)
     resumed.train()
     evaluated = [entry["step"] for entry in resumed.state.log_history if "eval_reward" in entry]
-    assert evaluated == [0, 1, 2, 3] and resumed.args.eval_on_start
+    assert evaluated == [0, 1, 2] and resumed.args.eval_on_start
 
 
 def test_the_whole_dataset_is_seen_each_epoch_in_another_order(tmp_path):
@@ -568,16 +507,8 @@ def test_predictions_are_compared_with_the_references_in_the_rollout_or_else_in_
     assert weights == [4] * count
 
 
-def test_a_divergence_in_the_reward_of_full_training_has_a_reference_copy(tmp_path):
-    trainer = trainer_for(tmp_path, kl_reward=0.5, lora=False, offload_ref_model=True)
-    trainer.train()
-    assert trainer.learner.reference.module is not None and trainer.args.beta == 0
-    divergence = logged(trainer, "kl/rollout")
-    assert divergence[0] == 0.0 and divergence[1] > 0 and max(logged(trainer, "ratio/max_error")) == 0.0
-
-
 def test_clipped_losses_of_each_reward(tmp_path):
-    """The second update's gradient against autograd on DanceGRPO's objective for several rewards."""
+    """The second update's gradient is that of DanceGRPO's objective for several rewards."""
 
     def blueness(images, **columns):
         return [float(np.asarray(image)[..., 2].mean() - np.asarray(image)[..., 0].mean()) for image in images]
@@ -591,35 +522,19 @@ def test_clipped_losses_of_each_reward(tmp_path):
         max_grad_norm=0,
         epsilon=1e-2,
     )
-    gradients, expected, clipped = {}, {}, []
+    clipped = []
 
-    class Compare(TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-            if state.global_step == 0:
-                return
-            trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-            gradients.update({name: parameter.grad.clone() for name, parameter in trained.items()})
-            objective = torch.zeros(())
-            for rows in (slice(0, 4), slice(4, 8)):
-                (part,) = trainer.loader.buffer.part(rows).parts
-                for column, step in enumerate((0, 1, 2)):
-                    now = replay(trainer.policy, part.inputs, part.trajectory, step)
-                    ratio = torch.exp(now.log_prob - part.trajectory.log_probs[:, column])
-                    bounded = ratio.clamp(1 - 1e-2, 1 + 1e-2)
-                    clipped.append((bounded != ratio).float().mean())
-                    for place, weight in enumerate((1.0, 0.5)):
-                        advantage = part.advantages[:, place]
-                        objective = objective + weight * torch.maximum(-advantage * ratio, -advantage * bounded).sum()
-            expected.update(zip(trained, torch.autograd.grad(objective / 24, list(trained.values())), strict=True))
+    def objective(ratios, advantages):
+        bounded = ratios.clamp(1 - 1e-2, 1 + 1e-2)
+        clipped.append((bounded != ratios).float().mean())
+        each = [torch.maximum(-a[:, None] * ratios, -a[:, None] * bounded).sum() for a in advantages.T]
+        return (each[0] + 0.5 * each[1]) / 24
 
-    trainer.add_callback(Compare)
-    trainer.train()
+    assert_gradient(trainer, 1, objective)
     advantages = trainer.loader.buffer.advantages.values
     assert advantages.shape == (8, 2) and advantages.ne(0).all()
     assert 0 < torch.stack(clipped).mean() < 1
     assert logged(trainer, "ratio/max_error") == [0.0]
-    for name, gradient in expected.items():
-        torch.testing.assert_close(gradients[name], gradient, rtol=1e-3, atol=1e-8)
 
 
 def test_several_batches_per_step_reach_the_advantages(tmp_path):
@@ -646,34 +561,21 @@ class RepeatsPasses:
         return self.equalize_alone(passes, in_update) + [(passes[-1], False)] * (2 if in_update else 0)
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_iterations": 2}], ids=["once", "twice"])
-def test_repeated_passes_weigh_nothing_and_measure_nothing(tmp_path, settings):
+def test_repeated_passes_weigh_nothing_and_measure_nothing(tmp_path):
     """As under ZeRO-3, where a process makes as many passes as the one with the most."""
-    settings = {"beta": 0.1, "max_steps": 3, "learning_rate": 1e-2} | settings
+    settings = {"beta": 0.1, "max_steps": 3, "learning_rate": 1e-2, "num_iterations": 2}
     plain, repeating = (trainer_for(tmp_path / name, **settings) for name in ("plain", "repeating"))
     repeating.backend.equalize = RepeatsPasses(repeating.backend)
     for trainer in (plain, repeating):
         trainer.train()
-    logs = [
-        [
-            {
-                name: value
-                for name, value in entry.items()
-                if name.startswith(("loss", "ratio", "kl", "clip", "reward"))
-            }
-            for entry in trainer.state.log_history
-            if "loss" in entry
-        ]
-        for trainer in (plain, repeating)
-    ]
-    assert len(logs[0]) == 3 and {"loss", "kl", "ratio/mean"} <= logs[0][-1].keys()
-    assert logs[0] == logs[1]
+    for name in ("loss", "loss/policy", "kl", "ratio/mean", "ratio/max", "clip_ratio/region_mean", "reward"):
+        assert logged(plain, name) == logged(repeating, name) and len(logged(plain, name)) == 3, name
     weights = trained_weights(plain)
     assert all(torch.equal(value, weights[name]) for name, value in trained_weights(repeating).items())
 
 
-@pytest.mark.parametrize("component", ["text_encoder", "text_encoder, transformer"])
-def test_a_network_that_runs_outside_the_steps_is_refused(component, tmp_path):
+def test_a_network_that_runs_outside_the_steps_is_refused(tmp_path):
+    component = "text_encoder, transformer"
     with pytest.raises(UntrainedStepError, match="text_encoder .*runs in no step of .*; train transformer alone"):
         trainer_for(tmp_path, lora=False, train_component=component, num_inference_steps=3).train()
 
@@ -702,13 +604,6 @@ def test_a_step_that_no_trained_network_takes_is_refused(tmp_path):
 
     experts = {"name": "wan_experts", "rewards": counted, "num_inference_steps": 6}
     experts |= {"train_component": "transformer_2", "max_steps": 1}
-    with pytest.raises(UntrainedStepError) as caught:
-        trainer_for(tmp_path / "first", trained_steps=[0, 2], **experts).train()
-    assert str(caught.value) == (
-        "Step 0 of WanPipeline's loop does not pass transformer_2 (train_component), so there is nothing to train in "
-        "it; set trained_steps to the steps that transformer_2 takes (2 to 5), or train them all with "
-        "train_component='transformer, transformer_2'."
-    )
     with pytest.raises(UntrainedStepError, match="Step 1 .*2 to 5"):
         trainer_for(tmp_path / "both", trained_steps=[1, 5], num_trained_steps=1, **experts).train()
     assert not scored
@@ -717,22 +612,12 @@ def test_a_step_that_no_trained_network_takes_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("window", "words"),
-    [
-        ([0, 2], "transformer_2 will not be trained: it runs in steps 2 to 5, and only steps 0 to 1 may be trained. "),
-        ([4, 5], "transformer will not be trained: it runs in steps 0 to 1, and only step 4 may be trained. "),
-        ([1, 3], None),
-    ],
+    [([0, 2], "transformer_2 will not be trained: it runs in steps 2 to 5, and only steps 0 to 1"), ([1, 3], None)],
 )
 def test_an_expert_that_no_trained_step_passes_is_named(tmp_path, caplog, window, words):
-    trainer = trainer_for(
-        tmp_path,
-        name="wan_experts",
-        rewards=first_frame_brightness,
-        num_inference_steps=6,
-        trained_steps=window,
-        max_steps=1,
-    )
-    before = {name: weight.clone() for name, weight in trained_weights(trainer).items()}
+    settings = {"name": "wan_experts", "rewards": first_frame_brightness, "num_inference_steps": 6, "max_steps": 1}
+    trainer = trainer_for(tmp_path, trained_steps=window, **settings)
+    before = trained_weights(trainer)
     trainer.train()
     idle = [line for line in caplog.messages if "will not be trained" in line]
     kept = {
@@ -744,7 +629,4 @@ def test_an_expert_that_no_trained_step_passes_is_named(tmp_path, caplog, window
         assert idle == [] and not kept
     else:
         (line,) = idle
-        (network,) = kept
-        other = {"transformer": "transformer_2", "transformer_2": "transformer"}[network]
-        assert line == f"{words}Set trained_steps to train it too, or train_component={other!r} to spare its memory."
-        assert words.startswith(f"{network} ")
+        assert line.startswith(words) and "train_component='transformer'" in line and kept == {"transformer_2"}

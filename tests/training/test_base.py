@@ -1,4 +1,4 @@
-"""What transformers' Trainer forces: checkpoints that rotate, folders that are not overwritten, predict."""
+"""What transformers' Trainer forces: checkpoints that rotate, folders that are not overwritten."""
 
 import contextlib
 import json
@@ -19,14 +19,6 @@ from diffusion_grpo.report.record import ResumeError, write_json
 from diffusion_grpo.report.run_folder import read_log_history, read_run
 
 
-def test_a_folder_with_another_run_is_not_gone_on_from(tmp_path):
-    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
-    trainer_for(tmp_path, **settings).train()
-    for changed in ({"lora": False}, {"noise_level": 0.5}):
-        with pytest.raises(ValueError, match="|".join(("trains_by", "noise_level"))):
-            trainer_for(tmp_path, **settings, **changed).train(resume_from_checkpoint=True)
-
-
 def test_a_checkpoint_of_another_folder_is_compared_with_the_run_there(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
     trainer_for(tmp_path / "a", **settings).train()
@@ -37,8 +29,7 @@ def test_a_checkpoint_of_another_folder_is_compared_with_the_run_there(tmp_path)
     same = trainer_for(tmp_path / "c", **longer)
     same.train(resume_from_checkpoint=point)
     assert same.state.global_step == 2
-    for path in (tmp_path / "a").glob("run.json"):
-        path.unlink()
+    (tmp_path / "a" / "run.json").unlink()
     other.train(resume_from_checkpoint=point)
     assert other.state.global_step == 2
 
@@ -207,12 +198,11 @@ def test_the_loss_scale_is_restored_where_the_engine_comes_after_the_weights(tmp
     assert not has_scaler or scaler.state_dict()["scale"] == 512.0
 
 
-@pytest.mark.parametrize("rate", [1e-2, 1e-3], ids=["another", "the same"])
-def test_a_resumed_run_has_its_own_learning_rate(tmp_path, rate):
+def test_a_resumed_run_has_its_own_learning_rate(tmp_path):
     """run.json and the card name the one of the settings. The schedule of the ended run has fallen to 0."""
     settings = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1, "lr_scheduler_type": "linear"}
     trainer_for(tmp_path, **settings, max_steps=2, learning_rate=1e-3, weight_decay=0.1).train()
-    used = []
+    used, rate = [], 1e-2
 
     class Watch(TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, optimizer, **kwargs):

@@ -15,9 +15,17 @@ from diffusion_grpo.rollout.reference import AdapterReference, CopiedReference
         ({"lora": False}, None, set()),
         ({"lora": False, "beta": 0.1, "ema_decay": 0.9}, CopiedReference, {"average"}),
         ({"loss_type": "nft"}, AdapterReference, {"old_policy"}),
+        ({"loss_type": "nft", "loss_kwargs": {"decay_max": 0.0}}, AdapterReference, set()),
         ({"advantage_estimator": "gae", "offload_frozen": "cpu"}, AdapterReference, {"values", "offload"}),
     ],
-    ids=["LoRA", "full", "full, average", "old policy", "value model, offload"],  # a set has no order to be named by
+    ids=[
+        "LoRA",
+        "full",
+        "full, average",
+        "old policy",
+        "no decay",
+        "value model, offload",
+    ],  # a set has no order to be named by
 )
 def test_the_settings_say_what_stands_beside_the_policy(tmp_path, settings, reference, found):
     learner = trainer_for(tmp_path, **settings).learner

@@ -53,11 +53,10 @@ def assert_same_policy(one, other):
 # Evaluations
 
 
-@pytest.mark.parametrize("loss", RENOISED)
-def test_evaluations_compare_the_policy_with_its_reference(tmp_path, loss):
+def test_evaluations_compare_the_policy_with_its_reference(tmp_path):
     """A LoRA has a reference whatever beta is, so what these losses tend to inflate is logged by default."""
     settings = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
-    trainer, _ = trained(tmp_path, **SHORT, loss_type=loss, **settings)
+    trainer, _ = trained(tmp_path, **SHORT, loss_type="nft", **settings)
     (distance,), (ratio,) = logged(trainer, "eval_kl"), logged(trainer, "eval_velocity/ratio_to_ref")
     divergences, compared = trainer.learner.run_passes(trainer.passes.compare, trainer.loader.buffer.micro_batch(0))
     assert distance == pytest.approx(divergences.mean().item()) and distance > 0
@@ -67,24 +66,25 @@ def test_evaluations_compare_the_policy_with_its_reference(tmp_path, loss):
 # Kinds of schedulers and networks
 
 
-@pytest.mark.parametrize("loss", RENOISED)
-@pytest.mark.parametrize("name", ["sd3", "sd15", "lcm", "cosmos", "wan"])  # flow, DDIM, consistency and EDM; videos
-def test_every_loss_trains_every_kind(tmp_path, name, loss):
+# DDIM, consistency and EDM schedulers, and videos
+KINDS = [("sd15", "nft"), ("lcm", "dgpo"), ("cosmos", "dpo"), ("wan", "awm"), ("sd15", "dpo"), ("cosmos", "nft")]
+
+
+@pytest.mark.parametrize(("name", "loss"), [*(("sd3", loss) for loss in RENOISED), *KINDS])
+def test_every_loss_and_every_kind_train(tmp_path, name, loss):
     trainer, before = trained(tmp_path, name, **SHORT, loss_type=loss)
     assert len(logged(trainer, "loss")) == 2 and all(map(math.isfinite, logged(trainer, "loss")))
     assert min(logged(trainer, "grad_norm")) > 0 and has_moved(trainer, before)
     assert logged(trainer, "prediction/max_error") == [0.0] * (loss != "dpo")  # which has no old policy
     assert isinstance(joined_trajectory(trainer), CleanSamples)
     if ALGORITHMS[loss].recording.reference:  # at the start the policy is its reference
-        assert (
-            logged(trainer, "velocity/ratio_to_ref")[0] == 1.0
-            and logged(trainer, "kl")[0] == 0.0 < logged(trainer, "kl")[1]
-        )
+        assert logged(trainer, "velocity/ratio_to_ref")[0] == 1.0
+        assert logged(trainer, "kl")[0] == 0.0 < logged(trainer, "kl")[1]
     if loss != "dpo":
         assert logged(trainer, "old/distance")[0] == 0.0 < logged(trainer, "old/distance")[1]
 
 
-@pytest.mark.parametrize("loss", RENOISED)
+@pytest.mark.parametrize("loss", ["nft", "dpo"])
 def test_two_experts_take_turns(tmp_path, loss):
     settings = {"num_inference_steps": 6, "gradient_accumulation_steps": 1, "max_steps": 1, "loss_type": loss}
     trainer, before = trained(tmp_path, "wan_experts", **settings)
@@ -95,7 +95,7 @@ def test_two_experts_take_turns(tmp_path, loss):
     assert logged(trainer, "prediction/max_error") == [0.0] * (loss != "dpo")
 
 
-@pytest.mark.parametrize("loss", RENOISED)
+@pytest.mark.parametrize("loss", ["nft", "dpo"])
 def test_all_weights_with_an_old_policy_and_a_reference(tmp_path, loss):
     trainer, before = trained(tmp_path, **SHORT, lora=False, beta=0.1, loss_type=loss, learning_rate=1e-4)
     assert has_moved(trainer, before) and logged(trainer, "prediction/max_error") == [0.0] * (loss != "dpo")
@@ -105,8 +105,7 @@ def test_all_weights_with_an_old_policy_and_a_reference(tmp_path, loss):
     assert (trainer.learner.old_policy is None) == (loss == "dpo")
 
 
-@pytest.mark.parametrize("size", [2, 8])
-@pytest.mark.parametrize("loss", RENOISED)
+@pytest.mark.parametrize(("loss", "size"), [("nft", 2), ("awm", 8), ("dpo", 2)])
 def test_rollouts_have_batches_of_their_own(tmp_path, loss, size):
     """Nothing of a rollout is replayed, so the first predictions are found again whatever the batches were."""
     settings = SHORT | {"gradient_accumulation_steps": 2, "num_iterations": 2, "max_steps": 3}
@@ -120,9 +119,8 @@ def test_rollouts_have_batches_of_their_own(tmp_path, loss, size):
 def test_rows_may_differ_in_size(tmp_path):
     settings = {"columns": {"height": [32, 16, 32, 16], "width": [32, 16, 32, 16]}, "height": None, "width": None}
     settings |= SHORT | {"per_device_train_batch_size": 8, "shuffle_dataset": False, "num_iterations": 2}
-    for loss in ("nft", "dgpo"):
-        trainer, before = trained(tmp_path / loss, **settings, loss_type=loss)
-        assert has_moved(trainer, before) and logged(trainer, "prediction/max_error") == [0.0]
+    trainer, before = trained(tmp_path, **settings, loss_type="nft")
+    assert has_moved(trainer, before) and logged(trainer, "prediction/max_error") == [0.0]
 
 
 def test_the_best_and_the_worst_of_each_group(tmp_path):
@@ -170,8 +168,7 @@ def test_unscored_samples_are_in_no_pair_of_dpo(tmp_path, monkeypatch):
 # Passes
 
 
-@pytest.mark.parametrize("updates", [1, 2])
-@pytest.mark.parametrize("loss", RENOISED)
+@pytest.mark.parametrize(("loss", "updates"), [("nft", 1), ("dpo", 1), ("awm", 2), ("dgpo", 2)])
 def test_passes_are_those_of_the_loss_and_one_to_check(tmp_path, loss, updates):
     """The second rollout, when all shapes are known: one micro-batch, four steps of which three are trained."""
     settings = SHORT | {"num_inference_steps": 4, "num_iterations": updates, "max_steps": 2 * updates}
@@ -291,8 +288,6 @@ def test_without_decay_later_updates_are_held_near_the_policy_of_the_rollout(tmp
     trainer, _ = trained(tmp_path, **settings, loss_kwargs={"decay_max": 0.0})
     distances = logged(trainer, "old/distance")
     assert distances[0] == distances[3] == 0.0 < distances[1] < distances[2]
-    once, _ = trained(tmp_path / "once", **SHORT, loss_type="nft", loss_kwargs={"decay_max": 0.0})
-    assert once.learner.old_policy is None and logged(once, "old/distance") == [0.0] * 2
 
 
 def test_a_prediction_that_is_not_found_again_stops_the_run(tmp_path, monkeypatch):
@@ -311,7 +306,7 @@ def test_a_prediction_that_is_not_found_again_stops_the_run(tmp_path, monkeypatc
 
 # how each loss comes by what its first predictions are compared with: an old policy that has not moved yet, or one
 # pass or all errors before the first of several updates
-CHECKED = [("nft", 1), ("awm", 1), ("dgpo", 1), ("dpo", 2), ("awm", 2)]
+CHECKED = [("nft", 1), ("dpo", 2), ("awm", 2)]
 
 
 def change_outputs(trainer, kind, change):
@@ -340,12 +335,10 @@ def test_rounding_stops_no_run_in_half_precision(tmp_path, caplog, loss, updates
     assert sum("rounding in half precision explains it" in record.getMessage() for record in caplog.records) == 1
 
 
-@pytest.mark.parametrize(("loss", "updates"), CHECKED[:-1])  # of errors alone, only larger differences are found
+@pytest.mark.parametrize(("loss", "updates"), CHECKED[:2])  # of errors alone, only larger differences are found
 def test_randomness_stops_a_run_in_half_precision(tmp_path, loss, updates):
     trainer = trainer_for(tmp_path, **SHORT, bf16=True, loss_type=loss, num_iterations=updates)
-    change_outputs(
-        trainer, torch.nn.Dropout, lambda uniform: (uniform > 0.1) / 0.9
-    )  # dropout that is not switched off
+    change_outputs(trainer, torch.nn.Dropout, lambda uniform: (uniform > 0.1) / 0.9)  # as if it was not switched off
     before = trained_weights(trainer)
     with pytest.raises(RatioError, match="this is more than half precision explains, and the update does not see"):
         trainer.train()
@@ -387,14 +380,14 @@ FULL |= {"learning_rate": 1e-4}
         pytest.param(FULL | BEHIND, id="full, reference", marks=pytest.mark.slow),
     ],
 )
-def test_nft_resumes_within_a_rollout_bit_for_bit(tmp_path, settings):
+def test_nft_resumes_bit_for_bit(tmp_path, settings):
     whole = trainer_for(tmp_path / "whole", **settings)
     whole.train()
-    for step in (1, 3, 5):
+    for step in (1, 4):  # within a rollout, and between two
         checkpoint = tmp_path / "whole" / f"checkpoint-{step}"
         own = {path.name for path in checkpoint.iterdir() if path.is_dir()}
         assert {"policy", "old_policy"} <= own and ("reference" in own) == ("lora" in settings)
-        assert (checkpoint / "rollout-rank0.safetensors").is_file()
+        assert (checkpoint / "rollout-rank0.safetensors").is_file() == (step == 1)
         again = trainer_for(tmp_path / f"from-{step}", **settings)
         again.train(resume_from_checkpoint=str(checkpoint))
         assert again.state.global_step == 6
@@ -410,19 +403,6 @@ def test_nft_resumes_within_a_rollout_bit_for_bit(tmp_path, settings):
     assert logged(whole, "prediction/max_error") == [0.0] * 2
 
 
-@pytest.mark.parametrize("loss", RENOISED)
-def test_resume_between_rollouts_bit_for_bit(tmp_path, loss):
-    kwargs = BEHIND["loss_kwargs"] if loss != "dpo" else None
-    settings = SHORT | SAVED | {"loss_type": loss, "loss_kwargs": kwargs, "max_steps": 3, "ema_decay": 0.9}
-    settings["ema_update_interval"] = 1
-    whole, _ = trained(tmp_path / "whole", **settings)
-    for step in (1, 2):
-        again = trainer_for(tmp_path / f"from-{step}", **settings)
-        again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
-        assert_same_policy(whole, again)
-        assert logged(again, "reward") == logged(whole, "reward") and logged(again, "loss") == logged(whole, "loss")
-
-
 @pytest.mark.parametrize("loss", ["awm", "dgpo", "dpo"])
 def test_others_resume_within_a_rollout_bit_for_bit(tmp_path, loss):
     kwargs = BEHIND["loss_kwargs"] if loss != "dpo" else None
@@ -435,7 +415,7 @@ def test_others_resume_within_a_rollout_bit_for_bit(tmp_path, loss):
 
 
 def test_evaluations_measure_the_policy_and_not_its_old_self(tmp_path):
-    """Also with a moving average: evaluated is the average, rolled out the old policy, trained the policy."""
+    """Also with a moving average: rolled out is the old policy, trained the policy."""
     settings = SHORT | BEHIND | {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 2, "learning_rate": 1e-2}
     trainer, _ = trained(tmp_path, **settings)
     assert len(logged(trainer, "eval_reward")) == 2
@@ -448,13 +428,9 @@ def test_evaluations_measure_the_policy_and_not_its_old_self(tmp_path):
     assert logged(averaged, "reward") == logged(trainer, "reward")
 
 
-# One sample per call
-
-
-@pytest.mark.parametrize("loss", ["dgpo", "dpo"])
-def test_a_pipeline_of_one_sample_per_call_is_refused(tmp_path, monkeypatch, loss):
+def test_a_pipeline_of_one_sample_per_call_is_refused(tmp_path, monkeypatch):
     """Wan VACE takes no list of prompts."""
-    settings = SHORT | {"loss_type": loss, "rewards": first_frame_brightness}
+    settings = SHORT | {"loss_type": "dgpo", "rewards": first_frame_brightness}
     trainer = trainer_for(tmp_path, "wan_vace", **settings)
     monkeypatch.setattr(generate, "RolloutRequest", None)  # before the first rollout
     with pytest.raises(UnsupportedPipeline, match="loss_type"):

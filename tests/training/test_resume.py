@@ -124,7 +124,7 @@ def test_resume_from_every_checkpoint(tmp_path, settings):
     whole = trainer_for(tmp_path / "whole", **settings)
     whole.train()
     expected = policy_weights(whole)
-    for step in (1, 3, 5):
+    for step in (1, 4):  # within a rollout, and after it where one serves for four updates
         again = trainer_for(tmp_path / f"from-{step}", **settings)
         again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
         assert again.state.global_step == 6
@@ -132,7 +132,7 @@ def test_resume_from_every_checkpoint(tmp_path, settings):
         assert logged(again, "reward") == logged(whole, "reward")
         assert logged(again, "kl/old") == logged(whole, "kl/old")
         assert logged(again, "prediction/change") == logged(whole, "prediction/change")
-        if "loss_type" in settings:
+        if "loss_type" in settings and step == 1:
             kept = load_file(tmp_path / "whole" / f"checkpoint-{step}" / "rollout-rank0.safetensors")
             assert kept["means.0"].dtype == torch.float32 and max(logged(again, "kl/old")) > 0
             assert ("step_weights.0" in kept) == ("step_weight" in settings)
@@ -152,31 +152,6 @@ def test_only_between_two_rollouts_may_the_guidance_change(tmp_path):
         with refusal if step == 1 else contextlib.nullcontext():
             again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
         assert again.state.global_step == (1 if step == 1 else 3)
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "missing"),
-    [
-        (
-            {"loss_type": "nft", "loss_kwargs": {"decay_max": 0.0}},
-            {"loss_type": "nft"},
-            "no old policy: it starts from the policy's weights",
-        ),
-        (
-            {"lora": False, "beta": 0.05},
-            {"lora": False, "beta": 0.05, "sync_ref_model": True, "ref_model_sync_steps": 1},
-            "no reference: it starts from the model as it was before training",
-        ),
-    ],
-    ids=["old policy", "moving reference"],
-)
-def test_what_the_run_did_not_have_before_starts_anew(tmp_path, caplog, before, after, missing):
-    own = {"save_strategy": "steps", "save_steps": 1}
-    first = trainer_for(tmp_path / "first", **own, **before, max_steps=1)
-    first.train()
-    again = trainer_for(tmp_path / "again", **own, **after)
-    again.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-1"))
-    assert again.state.global_step == 2 and missing in caplog.text
 
 
 def test_resuming_where_rollouts_are_larger_than_micro_batches(tmp_path):
@@ -212,7 +187,7 @@ def rolled_out(folder, update):
     return pyarrow.parquet.read_table(folder / "samples" / f"step-{update:06d}.parquet")["prompt"].to_pylist()
 
 
-@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize("step", [1, 2])
 def test_chance_the_rate_and_the_prompts_go_on_where_they_were(tmp_path, drawing, step):
     """Within an epoch and between two: generators neither anew nor shifted, the schedule, the sampler's epoch."""
     folder, settings, whole = drawing
@@ -255,13 +230,8 @@ def test_a_run_that_was_interrupted_before_its_first_checkpoint_is_started_again
 
 def test_ctrl_c_says_how_to_go_on(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 1}
-    with pytest.raises(KeyboardInterrupt) as caught:
+    with pytest.raises(KeyboardInterrupt, match="after 1 update; continue from .*checkpoint-1 .*resume_from"):
         trainer_for(tmp_path, callbacks=[Interrupt(1)], **settings).train()
-    newest = tmp_path / "checkpoint-1"
-    assert str(caught.value) == (
-        f"Interrupted after 1 update; continue from {newest} with resume_from_checkpoint=True "
-        "(--resume_from_checkpoint true on the command line)."
-    )
     again = trainer_for(tmp_path, **settings)
     with pytest.raises(ValueError, match="resume_from_checkpoint"):
         again.train()
@@ -285,22 +255,16 @@ def test_one_script_begins_goes_on_and_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(CheckpointManager, "_sigterm_handler", lambda self, *args: self._enable_checkpoint())
 
     def start(**changed):
-        settings = {
-            "num_inference_steps": 2,
-            "save_strategy": "steps",
-            "save_steps": 50,
-            "enable_jit_checkpoint": True,
-        }
-        trainer = trainer_for(tmp_path, **settings | changed)
+        settings = {"num_inference_steps": 2, "save_strategy": "steps", "save_steps": 50}
+        trainer = trainer_for(tmp_path, **settings | {"enable_jit_checkpoint": True} | changed)
         trainer.train(resume_from_checkpoint=True)
         trainer.save_model()
         return trainer
 
     assert start(callbacks=[Preempt(1)]).state.global_step == 1
     ended, again = start(), start()
-    assert ended.state.global_step == again.state.global_step == 2 and logged(again, "reward") == logged(
-        ended, "reward"
-    )
+    assert ended.state.global_step == again.state.global_step == 2
+    assert logged(again, "reward") == logged(ended, "reward")
     expected = trained_weights(ended)
     assert all(torch.equal(value, expected[name]) for name, value in trained_weights(again).items())
     assert start(max_steps=3).state.global_step == 3
@@ -332,12 +296,9 @@ def test_a_run_that_goes_back_leaves_no_later_checkpoint_behind(tmp_path, caplog
     again = trainer_for(tmp_path, **settings, resume_from_checkpoint=str(kept))
     again.train(resume_from_checkpoint=str(kept))
     aside = tmp_path / "abandoned" / "after-1"
-    assert (
-        f"goes back to update 1, so later checkpoints and samples in its folder were moved to {aside}" in caplog.text
-    )
-    assert sorted(path.name for path in aside.glob("*")) == [
-        *("checkpoint-2", "checkpoint-3", "checkpoint-4", "samples", "trainer_state.json")
-    ]
+    assert "goes back to update 1" in caplog.text
+    moved = ["checkpoint-2", "checkpoint-3", "checkpoint-4", "samples", "trainer_state.json"]
+    assert sorted(path.name for path in aside.glob("*")) == moved
     assert {path.stem for path in aside.glob("samples/*")} == {"step-000002", "step-000003"}
     assert read_log_history(tmp_path) == again.state.log_history and again.state.global_step == 3
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{step}" for step in (1, 2, 3)]
@@ -349,18 +310,36 @@ def test_a_run_that_goes_back_leaves_no_later_checkpoint_behind(tmp_path, caplog
     assert len(list((tmp_path / "abandoned").iterdir())) == 2
 
 
-@pytest.mark.parametrize("off", [False, "false", "False"])
-def test_resuming_may_be_said_to_be_off(tmp_path, off):
-    settings = {"max_steps": 1, "num_inference_steps": 2, "save_strategy": "steps", "save_steps": 1}
-    trainer = trainer_for(tmp_path, **settings)
-    trainer.args.resume_from_checkpoint = off if isinstance(off, str) else None
-    trainer.train(resume_from_checkpoint=off)
+def test_resuming_may_be_said_to_be_off(tmp_path):
+    trainer = trainer_for(tmp_path, max_steps=1, num_inference_steps=2, resume_from_checkpoint="False")
+    trainer.train(resume_from_checkpoint=False)
     assert trainer.state.global_step == 1
+
+
+def test_an_interrupted_trainer_evaluates_without_saving_and_says_where_a_second_training_starts(tmp_path, caplog):
+    is_down = []
+
+    def failing(images, **columns):
+        if is_down:
+            raise RuntimeError("server is down")
+        return brightness(images)
+
+    trainer = trainer_for(tmp_path, rewards=failing, callbacks=[Interrupt(1)], num_inference_steps=2)
+    with pytest.raises(KeyboardInterrupt, match="no checkpoint yet, so start again"):
+        trainer.train()
+    is_down.append(True)
+    with pytest.raises(RewardError, match="server is down"):
+        trainer.evaluate()
+    assert not (tmp_path / "checkpoint-1").exists()
+    is_down.clear()
+    trainer.pop_callback(Interrupt)
+    trainer.train()
+    assert "starts with them from update 0" in caplog.text
 
 
 def test_the_folder_of_a_run_is_no_checkpoint(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 1, "num_inference_steps": 2}
-    trainer_for(tmp_path / "whole", **settings).train()
+    (tmp_path / "whole" / "checkpoint-2").mkdir(parents=True)
     again = trainer_for(tmp_path / "again", **settings)
     with pytest.raises(ResumeError, match="whole is the folder of a run, not a checkpoint; its newest .* is .*-2[.]"):
         again.train(resume_from_checkpoint=str(tmp_path / "whole"))
@@ -369,7 +348,7 @@ def test_the_folder_of_a_run_is_no_checkpoint(tmp_path):
 
 
 def test_a_checkpoint_of_another_kind_is_refused(tmp_path):
-    settings = {"save_strategy": "steps", "save_steps": 1}
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, "num_inference_steps": 2}
     trainer_for(tmp_path / "lora", **settings).train()
     full = trainer_for(tmp_path / "full", lora=False, **settings)
     with pytest.raises(ValueError, match="trains_by is 'LoRA rank 4' there and 'full' here"):
@@ -377,11 +356,6 @@ def test_a_checkpoint_of_another_kind_is_refused(tmp_path):
     shutil.copytree(tmp_path / "lora" / "checkpoint-1", tmp_path / "alone" / "checkpoint-1")
     with pytest.raises(ValueError, match="no folder 'transformer'.*full training"):
         full.train(resume_from_checkpoint=str(tmp_path / "alone" / "checkpoint-1"))
-    (tmp_path / "lora" / "checkpoint-2" / "trainer_state.json").unlink()
-    with pytest.raises(ValueError, match="trainer_state.json"):
-        trainer_for(tmp_path / "lora2", **settings).train(
-            resume_from_checkpoint=str(tmp_path / "lora" / "checkpoint-2")
-        )
 
 
 def test_other_prompts_are_accepted_with_a_warning(tmp_path, caplog):
@@ -394,43 +368,6 @@ def test_other_prompts_are_accepted_with_a_warning(tmp_path, caplog):
         trainer.train()
         assert trainer.state.global_step == updates
         assert ("training prompts" in caplog.text) == is_told
-
-
-def test_an_evaluation_that_fails_after_training_leaves_the_checkpoints_alone(tmp_path):
-    """With `load_best_model_at_end` the model has other weights than those of the last update."""
-    calls = []
-
-    def falling(images, **columns):
-        if calls == ["done"]:
-            raise RuntimeError("server is down")
-        return [float(-trainer.state.global_step)] * len(images)
-
-    settings = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
-    settings |= {"load_best_model_at_end": True, "num_inference_steps": 2}
-    trainer = trainer_for(tmp_path, rewards=[falling, brightness], **settings)
-    trainer.train()
-    before = (tmp_path / "checkpoint-2" / "manifest.json").read_bytes()
-    calls.append("done")
-    with pytest.raises(RewardError, match="server is down"):
-        trainer.evaluate()
-    assert (tmp_path / "checkpoint-2" / "manifest.json").read_bytes() == before
-
-
-def test_an_evaluation_that_fails_after_an_interrupted_training_saves_nothing(tmp_path):
-    is_down = []
-
-    def failing(images, **columns):
-        if is_down:
-            raise RuntimeError("server is down")
-        return brightness(images)
-
-    trainer = trainer_for(tmp_path, rewards=failing, callbacks=[Interrupt(1)], num_inference_steps=2)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    is_down.append(True)
-    with pytest.raises(RewardError, match="server is down"):
-        trainer.evaluate()
-    assert not (tmp_path / "checkpoint-1").exists()
 
 
 def test_a_resumed_run_evaluates_and_saves_as_often_as_its_own_settings_say(tmp_path):
@@ -451,12 +388,3 @@ def test_another_optimizer_is_refused_or_starts_afresh(tmp_path, caplog):
     again = trainer_for(tmp_path, optim="sgd", resume_without_optimizer=True, **settings)
     again.train()
     assert again.state.global_step == 2 and "has no state of sgd but that of adamw_torch" in caplog.text
-
-
-def test_a_second_training_without_a_checkpoint_says_where_it_starts(tmp_path, caplog):
-    trainer = trainer_for(tmp_path, callbacks=[Interrupt(1)], num_inference_steps=2)
-    with pytest.raises(KeyboardInterrupt, match="no checkpoint yet, so start again, with a new trainer or the same"):
-        trainer.train()
-    trainer.pop_callback(Interrupt)
-    trainer.train()
-    assert "starts with them from update 0" in caplog.text
