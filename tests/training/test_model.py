@@ -13,7 +13,6 @@ from diffusion_grpo.training.model import (
     choose_dtype,
     load_pipeline,
     load_plain_pipeline,
-    name_model,
     prepare_model,
 )
 
@@ -94,15 +93,9 @@ def test_settings_of_another_trainer(tmp_path):
         DiffusionGRPOTrainer("tiny", brightness, args=GRPOConfig(str(tmp_path), use_cpu=True, bf16=False))
 
 
-def test_a_name_is_what_the_user_wrote_or_where_the_pipeline_came_from():
-    pipe = tiny_pipelines.build("sd3")[0]
-    assert name_model("owner/name") == "owner/name" and name_model(pipe) == "StableDiffusion3Pipeline"
-
-
-@pytest.mark.parametrize("name", ["gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"])
-def test_reentrant_checkpointing_under_a_lora_is_refused_before_a_model_is_loaded(tmp_path, name):
+def test_reentrant_checkpointing_under_a_lora_is_refused_before_a_model_is_loaded(tmp_path):
     """Blocks whose inputs need no gradient would get none, and the LoRA in them would stay as it is."""
-    args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, **{name: {"use_reentrant": True}})
+    args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, gradient_checkpointing_kwargs={"use_reentrant": True})
     with pytest.raises(ValueError, match="use_reentrant=True gives a LoRA no gradient.*leave it out"):
         DiffusionGRPOTrainer("no/such-model", brightness, args=args, peft_config=LoraConfig(**LORA))
 
@@ -113,16 +106,13 @@ NETWORKS = [f"{name}{number}" for name in ("transformer", "unet", "prior", "deco
 @pytest.mark.parametrize(
     ("settings", "is_full", "expected"),
     [
-        ({}, False, torch.float32),
         ({}, True, torch.float32),
         ({"model_init_kwargs": {"dtype": None}}, False, None),
         ({"bf16": True}, False, torch.bfloat16),
         ({"bf16": True, "train_component": "unet"}, True, {"unet": torch.float32, "default": torch.bfloat16}),
         ({"bf16": True}, True, dict.fromkeys(NETWORKS, torch.float32) | {"default": torch.bfloat16}),
-        ({"model_init_kwargs": {"torch_dtype": "torch.float16"}}, False, torch.float16),
         ({"model_init_kwargs": {"dtype": "float16"}}, False, torch.float16),
         ({"model_init_kwargs": {"torch_dtype": torch.float64}, "bf16": True}, True, torch.float64),
-        ({"model_init_kwargs": {"dtype": None}, "bf16": True}, False, None),
     ],
 )
 def test_the_dtype_in_which_a_pipeline_is_loaded(settings, is_full, expected):
@@ -152,20 +142,17 @@ def test_weights_saved_in_half_precision_train_in_float32(cached, tmp_path):
     assert trainer.pipe.transformer.dtype == trainer.pipe.vae.dtype == trainer.pipe.text_encoder.dtype == torch.float32
 
 
-@pytest.mark.parametrize("value", ["bfloat61", "auto", 16, {"transformer": "half precision"}])
+@pytest.mark.parametrize("value", ["bfloat61", {"transformer": "half precision"}])
 def test_what_is_no_dtype_is_refused(value):
     with pytest.raises(ValueError, match="dtype.* is not a torch dtype"):
         choose_dtype(make_config(model_init_kwargs={"dtype": value}), False)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, "float16", {"default": torch.float32, "transformer": torch.float16}])
-def test_float16_needs_the_loss_scaling_of_fp16(dtype, tmp_path):
+@pytest.mark.parametrize("dtype", ["float16", {"default": torch.float32, "transformer": torch.float16}])
+def test_float16_needs_the_loss_scaling_of_fp16(dtype):
     named = make_config(model_init_kwargs={"torch_dtype": dtype})
-    with pytest.raises(ValueError, match="trained in float16.*load it in bfloat16 or float32, or set fp16=True"):
-        check_gradient_range("no/such-model", named)
-    args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, model_init_kwargs={"torch_dtype": dtype})
     with pytest.raises(ValueError, match="set fp16=True"):
-        DiffusionGRPOTrainer("no/such-model", brightness, args=args)
+        DiffusionGRPOTrainer("no/such-model", brightness, args=named)
     pipe = tiny_pipelines.build("sd3")[0]
     check_gradient_range(pipe, make_config())
     pipe.transformer.to(torch.float16)
@@ -176,26 +163,11 @@ def test_float16_needs_the_loss_scaling_of_fp16(dtype, tmp_path):
     check_gradient_range("no/such-model", make_config(model_init_kwargs={"torch_dtype": torch.bfloat16}))
 
 
-def test_adapters_for_language_models_and_from_disk_train(tmp_path):
-    """As TRL's `get_peft_config` and peft's `from_pretrained` make them."""
-    config = LoraConfig(**LORA, task_type="CAUSAL_LM", inference_mode=True)
-    trainer = trainer_for(tmp_path, peft_config=config, max_steps=1)
-    before = trained_weights(trainer)
-    trainer.train()
-    assert before and any(not torch.equal(value, before[name]) for name, value in trained_weights(trainer).items())
-    assert config.task_type == "CAUSAL_LM"
-
-
 def test_checkpointing_is_switched_off_where_a_training_before_had_it_on(tmp_path):
     pipe, _ = tiny_pipelines.build("sd3")
     pipe.transformer.enable_gradient_checkpointing()
     trainer_for(tmp_path / "off", model=pipe, gradient_checkpointing=False)
     assert not pipe.transformer.is_gradient_checkpointing
-
-
-def test_arguments_for_loading_are_refused_for_a_pipeline_that_is_loaded(tmp_path):
-    with pytest.raises(ValueError, match="model_init_kwargs"):
-        trainer_for(tmp_path, model_init_kwargs={"torch_dtype": "bfloat16"})
 
 
 def test_weights_that_are_only_sampled_or_checked_are_in_half_precision_on_an_accelerator():

@@ -10,7 +10,7 @@ import transformers
 from command_line import make_config
 from diffusers import GlmImagePipeline, WanPipeline
 from peft import IA3Config, LoraConfig
-from tiny_runs import brightness, trained_weights, trainer_for
+from tiny_runs import brightness, trainer_for
 from transformers.utils import is_torchvision_available
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
@@ -18,7 +18,6 @@ from diffusion_grpo.distributed.backend import DistributedBackend
 from diffusion_grpo.distributed.context_parallel import ContextGroups
 from diffusion_grpo.planning.weightless import build_weightless_pipeline
 from diffusion_grpo.policy.drivers import UnsupportedPipeline
-from diffusion_grpo.training.model import name_networks
 from diffusion_grpo.training.model_checks import (
     check_given_parts,
     check_packages,
@@ -51,14 +50,11 @@ def test_pipelines_that_cannot_be_trained_as_they_are(change, tmp_path):
 
 
 @pytest.mark.parametrize("offload", ["model offload", "sequential offload"])
-def test_a_pipeline_without_its_hooks_is_trained(offload, tmp_path):
+def test_a_pipeline_without_its_hooks_is_accepted(offload):
     pipe, _ = tiny_pipelines.build("sd3")
     CHANGES[offload](pipe)
     pipe.remove_all_hooks()
-    trainer = trainer_for(tmp_path, model=pipe, max_steps=1)
-    before = trained_weights(trainer)
-    trainer.train()
-    assert any(not torch.equal(weight, before[name]) for name, weight in trained_weights(trainer).items())
+    check_given_parts(pipe, make_config(), ["transformer"])
 
 
 def test_what_an_earlier_run_left_is_no_obstacle(tmp_path):
@@ -83,15 +79,13 @@ def test_fused_projections_are_seen_until_they_are_unfused(name):
     check_given_parts(pipe, make_config(), ["transformer", "unet"])
 
 
-def test_frozen_parts_may_be_compiled_and_given_ones_are_looked_at(tmp_path):
+def test_frozen_parts_may_be_compiled_and_given_ones_are_looked_at():
     pipe, _ = tiny_pipelines.build("sd15")
     pipe.text_encoder = torch.compile(pipe.text_encoder, backend="eager")
-    args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True)
-    check_given_parts(pipe, args, name_networks(args))
+    check_given_parts(pipe, make_config(), ["unet"])
     given = {"unet": torch.compile(pipe.unet, backend="eager")}
-    args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, model_init_kwargs=given)
     with pytest.raises(ValueError, match="torch_compile"):
-        check_given_parts("owner/name", args, name_networks(args))
+        check_given_parts("owner/name", make_config(model_init_kwargs=given), ["unet"])
 
 
 def test_group_offloading_on_disk_is_refused_beside_group_offload_too(tmp_path):
@@ -254,8 +248,6 @@ def test_the_processes_are_asked_about_them(pipeline, networks, settings, expect
         (LoraConfig(init_lora_weights="olora"), "init_lora_weights"),
         (LoraConfig(bias="lora_only"), "bias"),
         (LoraConfig(modules_to_save=["proj_out"]), "modules_to_save"),
-        (LoraConfig(trainable_token_indices=[3]), "trainable_token_indices"),
-        (LoraConfig(target_parameters=["proj"]), "target_parameters"),
         (LoraConfig(lora_dropout=0.1), "lora_dropout"),
     ],
     ids=str,

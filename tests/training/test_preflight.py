@@ -14,8 +14,6 @@ from plain_images import noise
 from tiny_runs import brightness, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
-from diffusion_grpo.distributed.backend import DistributedBackend
-from diffusion_grpo.distributed.choose import make_groups
 from diffusion_grpo.report.record import list_changed_settings
 from diffusion_grpo.training.preflight import (
     check_datasets,
@@ -38,40 +36,22 @@ def test_debug_lines_have_a_mark_of_their_own(tmp_path, caplog):
         trainer_for(tmp_path, max_steps=1, log_level="debug").train()
     finally:
         ours.setLevel(before)
-    lines = [
-        record.getMessage()
-        for record in caplog.records
-        if record.levelno == logging.DEBUG and "diffusion_grpo" in record.name
-    ]
+    ours = [record for record in caplog.records if "diffusion_grpo" in record.name]
+    lines = [record.getMessage() for record in ours if record.levelno == logging.DEBUG]
     assert lines and all(line.startswith("RL_METRIC: ") for line in lines)
-    for part in (
-        "'latents': (",
-        "rewards (8, 1)",
-        "timesteps [",
-        "update 1, first pass: ratio off by 0",
-        "peak memory",
-    ):
+    for part in ("'latents': (", "rewards (8, 1)", "timesteps [", "ratio off by 0", "peak memory"):
         assert any(part in line for line in lines), part
-
-
-def test_learning_rates_by_default(tmp_path):
-    assert trainer_for(tmp_path, learning_rate=None).args.learning_rate == 3e-4
-    assert trainer_for(tmp_path, learning_rate=None, lora=False).args.learning_rate == 1e-5
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"train_dataset": Dataset.from_dict({"number": [1]})}, "'prompt'"),
-        ({"train_dataset": Dataset.from_dict({"prompt": []})}, "empty"),
-        ({"train_dataset": Dataset.from_dict({"prompt": [1, 2]})}, "row 0"),
         ({"reward_funcs": "txet"}, "text"),
-        ({"reward_funcs": []}, "reward_funcs"),
         ({"reward_weights": [1.0, 2.0]}, "2 entries for 1 reward"),
         ({"lora_dropout": 0.05}, "lora_dropout"),
         ({"reward_funcs": [brightness, partial(brightness)]}, "'brightness'"),
         ({"sync_ref_model": True, "beta": 0.1}, "sync_ref_model"),
-        ({"eval_reward_funcs": "jpeg_compressibility"}, "eval_dataset"),
         ({"eval_strategy": "steps", "eval_steps": 1}, "eval_dataset"),
         ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
     ],
@@ -120,13 +100,6 @@ def test_settings_serve_several_trainers(tmp_path):
     assert rates == [1e-5, 3e-4] and args.learning_rate is None
     plain = DiffusionGRPOConfig(str(tmp_path), use_cpu=True)
     assert prepare_args("tiny", plain).height == 32 and plain.height is None
-
-
-def test_settings_that_were_changed_since_are_checked_again(tmp_path):
-    args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True)
-    args.num_generations = 1
-    with pytest.raises(ValueError, match="num_generations must be at least 2, got 1"):
-        prepare_args("owner/name", args)
 
 
 def test_settings_that_a_trainer_has_read_are_not_changed(tmp_path):
@@ -199,11 +172,6 @@ def test_watched_rewards_that_evaluations_could_not_call_are_refused():
         check("auto", "psnr", dataset={"dogs": targets, "cats": prompts})
 
 
-def test_a_run_refuses_them_before_its_model_is_loaded(tmp_path):
-    with pytest.raises(ValueError, match="'target'"):
-        trainer_for(tmp_path, watch_rewards=["psnr"])
-
-
 def test_a_column_that_only_a_watched_reward_names_is_not_idle(tmp_path, caplog):
     targets = Dataset.from_dict({"prompt": ["a"], "target": [noise()]}).cast_column("target", Image())
     pipe, _ = tiny_pipelines.build("sd3")
@@ -213,13 +181,6 @@ def test_a_column_that_only_a_watched_reward_names_is_not_idle(tmp_path, caplog)
         with caplog.at_level(logging.WARNING):
             check_run(pipe, brightness, None, args, Dataset.from_dict({"prompt": ["a"]}), targets, LoraConfig())
         assert ("no reward names it" in caplog.text) == is_idle
-
-
-def test_one_process_without_an_engine_is_the_plain_backend():
-    backend = choose_backend(make_config(bf16=True))
-    assert type(backend) is DistributedBackend and backend.groups.size == 1
-    groups = make_groups(make_config())
-    assert (groups.size, groups.is_first) == (1, True)
 
 
 def test_several_gpus_need_a_launcher():

@@ -1,13 +1,6 @@
-"""Trackers get images, videos and sounds of a run, each by its real package, offline. Those not installed are skipped.
+"""Trackers get images, videos and sounds of a run: tensorboard by its package, the others by stand-ins."""
 
-tensorboard is installed with the tests; wandb, trackio and mlflow (`mlflow-skinny`) are not, because their versions
-do not fit beside all others.
-"""
-
-import os
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -37,37 +30,24 @@ RUN = {"name": "wan", "rewards": first_frame_brightness, "num_inference_steps": 
 RUN |= {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}
 
 
-def train(folder, tracker, **settings):
-    """Train one update, evaluate before and after, and log once more afterwards as users do."""
-    trainer = trainer_for(folder / "run", **RUN, report_to=tracker, run_name="one", **settings)
-    trainer.train()
-    return trainer
-
-
-def test_trackers_that_are_missing_or_unknown_are_refused_before_a_model_is_loaded(tmp_path, monkeypatch):
+def test_trackers_that_are_missing_are_refused_before_a_model_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setitem(trackers.TRACKERS, "comet_ml", ("no_such_module",))
     monkeypatch.setitem(trackers.TRACKERS, "tensorboard", ("no_such_module", "json"))  # either will do
     trackers.check_trackers(["tensorboard"], logs=True)
-    with pytest.raises(ImportError, match="report_to='comet_ml' needs a package: pip install comet-ml, or set"):
-        trackers.check_trackers(["tensorboard", "comet_ml"], logs=True)
-    with pytest.raises(ValueError, match="nowhere is not supported"):
-        trackers.check_trackers(["nowhere"], logs=True)
     config = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, report_to="comet_ml")
     with pytest.raises(ImportError, match="pip install comet-ml"):
         DiffusionGRPOTrainer("no/such-model", first_frame_brightness, config)
 
 
-def test_wandb_without_a_login_is_refused_before_a_model_is_loaded(tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb")
-
-    def log_in(verify):
-        raise wandb.errors.UsageError("No API key configured.")
-
-    monkeypatch.setattr(wandb, "login", log_in)
+def test_wandb_without_a_login_is_refused(monkeypatch):
+    wandb = MagicMock(errors=SimpleNamespace(UsageError=OSError))
+    wandb.login.side_effect = OSError("No API key configured.")
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", ("json",))
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    config = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, report_to="wandb")
     with pytest.raises(ValueError, match="WANDB_API_KEY"):
-        DiffusionGRPOTrainer("no/such-model", first_frame_brightness, config)
+        trackers.check_trackers(["wandb"], logs=True)
+    trackers.check_trackers(["wandb"], logs=False)
     monkeypatch.setenv("WANDB_MODE", "offline")
     trackers.check_trackers(["wandb"], logs=True)
 
@@ -76,7 +56,7 @@ def test_tensorboard_has_curves_and_frames(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    train(tmp_path, "tensorboard")
+    trainer_for(tmp_path / "run", **RUN, report_to="tensorboard").train()
     [folder] = (tmp_path / "run" / "runs").iterdir()
     events = EventAccumulator(str(folder)).Reload()
     assert {"samples", "samples/frames"} <= set(events.Tags()["images"])
@@ -101,18 +81,6 @@ def test_trackers_of_the_users_own_stay(tmp_path):
     trainer.train()
     assert any(call.args[0] == "train/reward" for call in writer.add_scalar.call_args_list)
     assert own in trainer.callback_handler.callbacks and shown
-
-
-def test_wandb_has_curves_images_videos_and_the_models_config(tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb")
-    for name, value in (("MODE", "offline"), ("DIR", str(tmp_path)), ("SILENT", "true"), ("LOG_MODEL", "end")):
-        monkeypatch.setenv(f"WANDB_{name}", value)
-    train(tmp_path, "wandb")
-    summary, config = dict(wandb.run.summary), dict(wandb.run.config)
-    media = {path.suffix for path in tmp_path.glob("wandb/offline-run-*/files/media/**/*") if path.is_file()}
-    wandb.finish()
-    assert media == {".png", ".mp4"} and config["num_attention_heads"] == 2
-    assert {"samples", "samples/0000", "samples/0001", "eval/reward", "train/reward"} <= set(summary)
 
 
 def set_up(callback, model, *rest):
@@ -142,47 +110,6 @@ def test_comet_and_clearml_get_the_config_of_a_diffusers_network(monkeypatch):
     task = clearml.Task.current_task.return_value
     assert task.set_configuration_object.call_args.kwargs["config_dict"] == dict(network.config)
     assert not hasattr(network.config, "to_dict")  # as it was
-
-
-def test_trackio_has_curves_images_and_videos(tmp_path):
-    pytest.importorskip("trackio")
-    # its folder is chosen when it is imported, so it is imported by a process of its own
-    code = f"""
-import sys
-sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
-from pathlib import Path
-from training.test_trackers import train
-train(Path({str(tmp_path)!r}), "trackio", project="tested")
-from trackio.sqlite_storage import SQLiteStorage
-print(sorted(SQLiteStorage.get_all_metrics_for_run("tested", "one")))
-"""
-    variables = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio")}
-    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    metrics = done.stdout.splitlines()[-1]
-    assert all(f"'{name}'" in metrics for name in ("eval/reward", "train/reward", "samples", "samples/0000")), metrics
-    media = {path.suffix for path in tmp_path.glob("trackio/media/**/*") if path.is_file()}
-    assert media == {".png", ".mp4"}
-
-
-def test_mlflow_has_curves_images_and_videos(tmp_path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # mlflow-skinny has no database
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlflow").as_uri())
-    mlflow.set_tracking_uri((tmp_path / "mlflow").as_uri())
-    experiment = mlflow.create_experiment("tested", artifact_location=(tmp_path / "artifacts").as_uri())
-    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "tested")
-    train(tmp_path, "mlflow")
-    client = mlflow.MlflowClient()
-    [run] = client.search_runs([experiment])
-    assert [metric.step for metric in client.get_metric_history(run.info.run_id, "eval_reward")] == [0, 1]
-    files = [
-        path.relative_to(tmp_path / "artifacts" / run.info.run_id / "artifacts")
-        for path in tmp_path.glob("artifacts/*/artifacts/**/*")
-        if path.is_file()
-    ]
-    assert {"samples/step-000001/0000.mp4", "samples/step-000001/0001.mp4"} <= {str(file) for file in files}
-    assert [file for file in files if file.suffix == ".png"]
 
 
 class Tracker:
