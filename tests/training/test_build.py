@@ -17,7 +17,6 @@ from diffusion_grpo.training.build import describe_call
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"trained_steps": [1, 9]}, range(1, 9)),
         ({"trained_steps": [1, 9], "num_trained_steps": 4}, range(1, 9)),
         ({"trained_steps": [1, 9], "num_trained_steps": 4, "step_selection": "sample"}, range(1, 9)),
         ({"trained_steps": "all", "num_trained_steps": 2, "step_selection": "prompt"}, range(9)),
@@ -64,7 +63,6 @@ def test_advantages_are_not_clipped_where_the_loss_chooses_samples_by_them(tmp_p
         ({"loss_type": "nft", "guidance_scale": None}, True),
         ({"loss_type": "nft", "guidance_scale": 7.0}, False),  # asked for
         ({"loss_type": "nft", "guidance_scale": None, "columns": {"guidance_scale": [4.0] * 4}}, False),
-        ({"guidance_scale": None}, False),  # the guided prediction is trained
         ({"loss_type": "nft", "name": "flux", "guidance_scale": None}, False),  # an input of the network
     ],
 )

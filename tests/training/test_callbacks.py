@@ -3,15 +3,13 @@
 from types import SimpleNamespace
 
 import numpy as np
-import torch
 from PIL import Image
 from tiny_runs import first_frame_brightness, trained_weights, trainer_for
 from transformers import TrainerCallback, TrainerState
 
 from diffusion_grpo import DiffusionGRPOConfig
-from diffusion_grpo.distributed.sharded_weights import TrainedWeights
 from diffusion_grpo.report.run_folder import read_log_history
-from diffusion_grpo.training.callbacks import SampleGridCallback, SyncRefModelCallback
+from diffusion_grpo.training.callbacks import SampleGridCallback
 
 VIDEO = {"name": "wan", "rewards": first_frame_brightness, "num_inference_steps": 3, "fps": 8.0}
 
@@ -138,27 +136,6 @@ def test_the_last_updates_are_logged(tmp_path):
         return [entry["step"] for entry in trainer.state.log_history if "ratio/mean" in entry]
 
     assert steps("at the end", max_steps=3, logging_steps=2) == [2, 3]
-    assert steps("once", max_steps=2, logging_steps=2) == [2]
     assert steps("never", max_steps=2, logging_strategy="no") == []
     stopped = {"max_steps": 6, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 3}
     assert steps("stopped", **stopped, callbacks=[Stopping()]) == [2, 3]
-
-
-class Reference(TrainedWeights):
-    """Keeps how often its copies were renewed."""
-
-    refreshed = 0
-
-    def refresh(self):
-        self.refreshed += 1
-
-
-def test_the_reference_moves_towards_the_policy_every_n_updates():
-    policy, base = torch.nn.Parameter(torch.tensor([1.0, 3.0])), torch.nn.Parameter(torch.tensor([0.0, 1.0]))
-    reference = Reference([base])
-    callback = SyncRefModelCallback(TrainedWeights([policy]), lambda: reference, alpha=0.25, interval=2)
-    callback.on_step_end(None, SimpleNamespace(global_step=1), None)
-    assert base.tolist() == [0.0, 1.0] and reference.refreshed == 0
-    callback.on_step_end(None, SimpleNamespace(global_step=2), None)
-    assert base.tolist() == [0.25, 1.5] and reference.refreshed == 1
-    assert policy.tolist() == [1.0, 3.0]

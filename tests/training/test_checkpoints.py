@@ -86,11 +86,6 @@ def make(log, *, has_average=False, has_old_policy=False, has_reference=False, i
     )
 
 
-def test_the_policy_is_written_whole(log, tmp_path):
-    make(log).save_weights(tmp_path, whole_pipeline=True)
-    assert log == [("show", None, True), ("save", "model", tmp_path, True), ("hide",)]
-
-
 def test_an_average_is_published_and_the_policy_lies_beside_it(log, tmp_path):
     make(log, has_average=True).save_weights(tmp_path)
     assert [entry for entry in log if entry[0] == "save"] == [
@@ -135,11 +130,6 @@ def test_a_moving_reference_is_read_where_there_is_one(log, tmp_path, caplog):
 def test_processes_that_write_nothing_take_part_in_showing_the_weights(log, tmp_path):
     make(log, is_writer=False).save_weights(tmp_path)
     assert log == [("show", None, False), ("hide",)]
-
-
-def test_the_running_rollout_is_written_by_the_feed(log, tmp_path):
-    make(log).save_rollout(tmp_path, 7)
-    assert log == [("save rollout", tmp_path, 7)]
 
 
 def test_a_folder_is_replaced_and_leaves_nothing_aside(tmp_path):

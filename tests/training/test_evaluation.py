@@ -8,13 +8,11 @@ import pyarrow.parquet
 import pytest
 from datasets import Dataset
 from fresh import load_again
-from peft import LoraConfig
 from PIL import Image
-from tiny_pipelines import build
-from tiny_runs import LORA, brightness, logged, trained_weights, trainer_for
+from tiny_runs import brightness, logged, trained_weights, trainer_for
 from transformers import TrainerCallback
 
-from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
+from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.policy.rollout import rollout
 from diffusion_grpo.report.gallery import make_gallery, show_rollouts
 from diffusion_grpo.report.run_folder import read_run
@@ -88,12 +86,6 @@ def test_several_datasets_are_measured_each_and_together(tmp_path):
     assert summary["reward_after"] == both
     found = {name: rewards["reward"]["after"] for name, rewards in summary["datasets"].items()}
     assert found == {"cats": cats, "dogs": dogs}
-    trainer.create_model_card()
-    card, page = (tmp_path / "README.md").read_text(), (tmp_path / "report.html").read_text()
-    for name, reward in (("cats", cats), ("dogs", dogs)):
-        first = logged(trainer, f"eval_{name}_reward")[0]
-        assert f"| all, on {name} |  | {first:.3f} | {reward:.3f} |" in card
-        assert f"<td>{name}, after 2 updates</td><td>{reward:.3f}" in page
 
 
 def test_the_images_that_samples_were_made_from_are_shown_beside_them(tmp_path):
@@ -103,7 +95,6 @@ def test_the_images_that_samples_were_made_from_are_shown_beside_them(tmp_path):
     settings |= {"log_samples_steps": 1}
     trainer = trainer_for(tmp_path, "sd15_img2img", **settings, **EVALUATED)
     trainer.train()
-    trainer.create_model_card()
     table = table_of(tmp_path, 2)
     assert table["row"] == [0, 1] and table["input"] == [f"evaluations/inputs/000{row}.png" for row in range(2)]
     for path, source in zip(table["input"], sources, strict=True):
@@ -113,12 +104,9 @@ def test_the_images_that_samples_were_made_from_are_shown_beside_them(tmp_path):
     kept = [row for row in rollout if row["image"]]
     assert kept and all((tmp_path / row["input"]).is_file() for row in kept)
     assert {row["input"] for row in kept} == {row["image"].replace(".png", "-input.png") for row in kept}
-    card = (tmp_path / "README.md").read_text()
-    assert "| make it darker | ![input](images/0-input.png) | ![before training]" in card
     shown = read_run(tmp_path)
     cards = make_gallery(shown)["cards"] + [card for rollout in show_rollouts(shown) for card in rollout["cards"]]
     assert len(cards) > 2 and all(card["input"].startswith("data:image/png") for card in cards)
-    assert (tmp_path / "report.html").read_text().count('class="input"') == len(cards)
 
 
 def test_diversity_is_a_mean_over_the_prompts_of_all_datasets(tmp_path):
@@ -154,20 +142,7 @@ def test_an_evaluation_under_another_prefix_keeps_no_samples(tmp_path, prefix, i
     assert {path.stem for path in (tmp_path / "evaluations").glob("step-*")} == {"step-000000"}
 
 
-def test_rewards_add_columns(tmp_path):
-    def talkative(images, prompts, log_extra, **columns):
-        log_extra("length", [len(prompt) for prompt in prompts])
-        return brightness(images)
-
-    trainer_for(tmp_path, rewards=talkative, max_steps=1, **EVALUATED | {"eval_steps": 1}).train()
-    table = table_of(tmp_path, 1)
-    assert table["length"] == [len(prompt) for prompt in table["prompt"]]
-    samples = pyarrow.parquet.read_table(tmp_path / "samples" / "step-000000.parquet").to_pydict()
-    assert samples["length"] == [len(prompt) for prompt in samples["prompt"]]
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-def test_rewards_score_an_evaluation_in_calls_no_larger_than_in_a_rollout(overlap, tmp_path):
+def test_rewards_score_an_evaluation_in_calls_no_larger_than_in_a_rollout(tmp_path):
     """Except for one that compares all samples; what they return and log is put back in the order of the prompts."""
     calls = {"number": [], "ranked": []}
 
@@ -182,7 +157,7 @@ def test_rewards_score_an_evaluation_in_calls_no_larger_than_in_a_rollout(overla
         calls["ranked"].append(list(prompts))
         return [sorted(prompts).index(prompt) / len(prompts) for prompt in prompts]
 
-    settings = {"num_generations_eval": 2, "per_device_eval_batch_size": 2, "overlap_rewards": overlap}
+    settings = {"num_generations_eval": 2, "per_device_eval_batch_size": 2}
     trainer = trainer_for(tmp_path, rewards=[number, ranked], **EVALUATED, **settings)
     assert trainer.args.num_generations == 4  # so many samples a reward gets in a rollout
     trainer.eval_dataset = Dataset.from_dict({"prompt": list("53142")})
@@ -195,34 +170,17 @@ def test_rewards_score_an_evaluation_in_calls_no_larger_than_in_a_rollout(overla
     assert table["ranked"] == pytest.approx([0.8, 0.8, 0.4, 0.4, 0.0, 0.0, 0.6, 0.6, 0.2, 0.2])
 
 
-def test_a_column_of_another_length_names_the_reward(tmp_path):
-    def short(images, log_extra, **columns):
-        log_extra("length", [1])
-        return brightness(images)
-
-    with pytest.raises(RuntimeError, match="'short'.*1 values for 4 samples"):
-        trainer_for(tmp_path, rewards=short).train()
-
-
-@pytest.mark.parametrize("schedule", ["reduce_lr_on_plateau", "greedy"])
-def test_learning_rate_schedules(tmp_path, schedule):
-    trainer = trainer_for(tmp_path, lr_scheduler_type=schedule, **EVALUATED)
+def test_learning_rate_schedules(tmp_path):
+    trainer = trainer_for(tmp_path, lr_scheduler_type="reduce_lr_on_plateau", **EVALUATED)
     trainer.train()
     assert len(logged(trainer, "learning_rate")) == 2
     assert trainer.lr_scheduler.mode == "max"  # a reward that rises is no plateau
     assert trainer.args.metric_for_best_model == "eval_reward"
 
 
-@pytest.mark.parametrize(
-    ("settings", "mode"),
-    [
-        ({"metric_for_best_model": "eval_rewards/brightness/mean"}, "max"),
-        ({"metric_for_best_model": "eval_kl", "greater_is_better": False}, "min"),
-        ({"metric_for_best_model": "eval_kl", "lr_scheduler_kwargs": {"mode": "min"}}, "min"),
-    ],
-)
-def test_a_schedule_watches_its_metric_in_the_right_direction(settings, mode, tmp_path):
-    given = EVALUATED | {"lr_scheduler_type": "reduce_lr_on_plateau"} | settings
+@pytest.mark.parametrize(("own", "mode"), [({}, "max"), ({"greater_is_better": False}, "min")])
+def test_a_schedule_watches_its_metric_in_the_right_direction(own, mode, tmp_path):
+    given = EVALUATED | {"lr_scheduler_type": "greedy", "metric_for_best_model": "eval_kl"} | own
     args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, **given)
     assert args.lr_scheduler_kwargs["mode"] == mode
 
@@ -240,40 +198,10 @@ def test_an_evaluation_lacks_no_column_of_a_reward(tmp_path):
     def spelling(images, word):
         raise AssertionError("it is refused before anything is sampled")
 
-    pipe, _ = build("sd3")
-    args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True)
     words = Dataset.from_dict({"prompt": ["a"], "word": ["b"]})
-    trainer = DiffusionGRPOTrainer(pipe, spelling, args, train_dataset=words, peft_config=LoraConfig(**LORA))
+    trainer = trainer_for(tmp_path, rewards=spelling, columns={"word": list("abcd")}, eval_dataset=words)
     with pytest.raises(ValueError, match="^The reward 'spelling' needs the column 'word', which signs lacks"):
         trainer.evaluate({"signs": words.remove_columns("word")})
-
-
-def test_a_reward_reads_columns_that_a_transform_makes(tmp_path):
-    def length(images, word):
-        return [float(len(each)) for each in word]
-
-    def split(rows):
-        return {"prompt": rows["prompt"], "word": [prompt.split()[-1] for prompt in rows["prompt"]]}
-
-    pipe, _ = build("sd3")
-    args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, num_inference_steps=2, height=16, width=16)
-    shown = Dataset.from_dict({"prompt": ["a cat", "a mouse"]}).with_transform(split)
-    trainer = DiffusionGRPOTrainer(pipe, length, args, train_dataset=shown, peft_config=LoraConfig(**LORA))
-    assert trainer.evaluate(shown)["eval_reward"] == 4.0
-
-
-@pytest.mark.parametrize("names", [["test"], ["test", "other"]])
-def test_datasets_with_names_have_metrics_of_their_own(names, tmp_path):
-    trainer = trainer_for(tmp_path)
-    metrics = trainer.evaluate({name: Dataset.from_dict({"prompt": [name]}) for name in names})
-    assert {"eval_reward", *(f"eval_{name}_reward" for name in names)} <= metrics.keys()
-    assert not any("eval_dataset" in name for name in trainer.evaluate())
-
-
-def test_an_evaluation_at_the_start_needs_prompts(tmp_path):
-    args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, eval_on_start=True)
-    with pytest.raises(ValueError, match="eval_on_start"):
-        DiffusionGRPOTrainer("no/such", brightness, args, train_dataset=Dataset.from_dict({"prompt": ["a"]}))
 
 
 def test_no_updates_where_none_are_asked_for(tmp_path):
@@ -286,7 +214,7 @@ def test_no_updates_where_none_are_asked_for(tmp_path):
     assert before and all((before[name] == after[name]).all() for name in before)
 
 
-@pytest.mark.parametrize(("steps", "first"), [(2, [0.0, 0.5, 1.0, 1.0]), (0.25, [0.0, 1.0, 1.0, 1.0]), (0, [1.0] * 4)])
+@pytest.mark.parametrize(("steps", "first"), [(2, [0.0, 0.5, 1.0, 1.0]), (0, [1.0] * 4)])
 def test_the_default_schedule_warms_up(tmp_path, steps, first):
     trainer = trainer_for(tmp_path, warmup_steps=steps, max_steps=4, learning_rate=1e-3)
     trainer.create_optimizer_and_scheduler(4)
@@ -355,8 +283,7 @@ def test_an_evaluation_of_the_best_weights_does_not_replace_that_of_the_last(tmp
     trainer = trainer_for(tmp_path, **settings, **best, max_steps=2, learning_rate=1e-2)
     trainer.train()
     assert trainer.run["published_after"] == 1
-    assert "The weights are those of the best evaluation, after 1 update." in capsys.readouterr().out
-    assert "The weights are those of the best evaluation, after 1 update." in (tmp_path / "report.html").read_text()
+    assert "best evaluation, after 1 update" in capsys.readouterr().out
     table, log = (tmp_path / "evaluations/step-000002.parquet").read_bytes(), list(trainer.state.log_history)
     trainer.evaluate()
     assert trainer.state.log_history == log

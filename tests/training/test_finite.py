@@ -12,14 +12,8 @@ def test_only_finite_values_pass(tmp_path):
     value = torch.tensor(-3e38)
     refuse_non_finite(value, "loss", 1, str(tmp_path))
     value *= 10  # beyond float32
-    with pytest.raises(NonFiniteError, match="is -inf"):
+    with pytest.raises(NonFiniteError, match="loss of update 1 is -inf.*checkpoint: none"):
         refuse_non_finite(value, "loss", 1, str(tmp_path))
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_others_are_refused_with_what_is_left(tmp_path, value):
-    with pytest.raises(NonFiniteError, match="loss of update 3 is .*checkpoint: none"):
-        refuse_non_finite(torch.tensor(value), "loss", 3, str(tmp_path))
     (tmp_path / "checkpoint-2").mkdir()
-    with pytest.raises(NonFiniteError, match="checkpoint-2. Try a lower"):
-        refuse_non_finite(torch.tensor(value), "gradient norm", 3, str(tmp_path))
+    with pytest.raises(NonFiniteError, match="is nan.*checkpoint-2"):
+        refuse_non_finite(torch.tensor(math.nan), "gradient norm", 3, str(tmp_path))

@@ -17,7 +17,6 @@ from diffusion_grpo.training.lazy_modules import (
     is_lazy,
     is_plain,
     list_text_encoders,
-    make_lazy_modules,
     restore_encoders,
 )
 from diffusion_grpo.training.offload import FrozenOffload
@@ -149,27 +148,12 @@ def test_models_are_told_apart(tmp_path):
     assert identify_pipeline(one) == identify_pipeline(same) != identify_pipeline(other)
     one.save_pretrained(tmp_path / "one")
     found = identify_source(tmp_path / "one")
-    (tmp_path / "one/transformer/config.json").write_text("{}")  # none of the encoders' business
-    assert identify_source(tmp_path / "one") == found
     config = tmp_path / "one/tokenizer/tokenizer_config.json"
     config.write_text(config.read_text() + " ")
     assert identify_source(tmp_path / "one") != found
-    assert identify_source("owner/name", revision="main") == "owner/name@main"  # not downloaded yet
     names = set()
     eight = {"quantization": {"text_encoder_3": "torchao"}}
     for settings in ({}, {"model_init_kwargs": {"torch_dtype": "bfloat16"}}, eight):
         args = DiffusionGRPOConfig(str(tmp_path / "run"), use_cpu=True, **settings)
         names.add(identify_encoders(one, str(tmp_path / "one"), args))
     assert len(names) == 3 and all(name.startswith("StableDiffusion3Pipeline-") for name in names)
-
-
-def test_lazy_modules_are_made_without_reading_weights(tmp_path):
-    pipe, _ = tiny_pipelines.build("sd3")
-    pipe.save_pretrained(tmp_path / "one")
-    for path in (tmp_path / "one").glob("text_encoder*/*.safetensors"):
-        path.unlink()
-    parts = make_lazy_modules(tmp_path / "one", {"text_encoder_3": torch.float16, "default": torch.bfloat16})
-    assert list(parts) == NAMES
-    assert [part.dtype for part in parts.values()] == [torch.bfloat16, torch.bfloat16, torch.float16]
-    loaded = diffusers.StableDiffusion3Pipeline.from_pretrained(tmp_path / "one", **parts)
-    assert is_lazy(loaded.text_encoder) and loaded.config["text_encoder_3"][1] == "T5EncoderModel"

@@ -13,29 +13,15 @@ from diffusion_grpo.training.metrics import TOTALS, Metrics
 
 
 def test_metrics_of_a_log_entry(tmp_path):
-    """Memory, spreads and ratios are logged; samples of videos are not called images."""
     trainer = trainer_for(tmp_path, name="wan", rewards=first_frame_brightness, num_iterations=2, epsilon=0.1)
     trainer.train()
-    for entry in trainer.state.log_history[:2]:
-        assert 0.05 < entry["memory/peak_gib"] < 100
-        assert "images_per_second" not in entry
     first, second = trainer.state.log_history[:2]
     seconds = sum(entry[name] for entry in (first, second) for name in TOTALS)
     samples = trainer.args.batch_sizes.samples_per_rollout
     assert "samples_per_second" not in first  # the second update uses that rollout again
     assert second["samples_per_second"] == pytest.approx(samples / seconds)
     assert first["ratio/min"] == first["ratio/max"] == 1 and second["ratio/min"] < second["ratio/max"]
-    assert first["spread/reward_min"] <= first["reward"] <= first["spread/reward_max"]
-    assert first["spread/advantage_min"] < 0 < first["spread/advantage_max"]
     assert first["spread/reward_std"] == pytest.approx(first["rewards/first_frame_brightness/std"])
-
-
-def test_both_standard_deviations_are_unbiased(tmp_path):
-    """With one group of one reward they are the same number."""
-    trainer = trainer_for(tmp_path, max_steps=1, num_generations=8)
-    trainer.train()
-    [entry] = [entry for entry in trainer.state.log_history if "reward" in entry]
-    assert entry["rewards/brightness/std"] == pytest.approx(entry["reward_std"], rel=1e-4)
 
 
 class Alone:
@@ -108,15 +94,8 @@ def test_a_reset_forgets_the_rollout_too():
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {},
-        {"old_log_prob": "replay"},
-        {"importance_sampling_level": "sequence"},
-        {"loss_type": "nft"},
-        {"loss_type": "awm"},
-        {"loss_type": "dgpo"},
-    ],
-    ids=lambda settings: next(iter(settings.values()), "grpo"),
+    [{"old_log_prob": "replay"}, {"importance_sampling_level": "sequence"}, {"loss_type": "awm"}],
+    ids=lambda settings: next(iter(settings.values())),
 )
 def test_every_pass_of_the_network_is_in_one_stage(tmp_path, monkeypatch, settings):
     """By a clock that each pass moves by a second; the rest takes no time."""
@@ -145,13 +124,8 @@ def test_every_pass_of_the_network_is_in_one_stage(tmp_path, monkeypatch, settin
 
 def test_an_evaluation_adds_nothing_to_the_log_of_training(tmp_path):
     """It compares the average with the reference, and the next update's log would show that as the policy's."""
-    settings = {
-        "gradient_accumulation_steps": 1,
-        "num_inference_steps": 3,
-        "max_steps": 3,
-        "ema_decay": 0.9,
-        "ema_update_interval": 1,
-    }
+    settings = {"gradient_accumulation_steps": 1, "num_inference_steps": 3, "max_steps": 2}
+    settings |= {"ema_decay": 0.9, "ema_update_interval": 1}
     evaluated = {"eval_strategy": "steps", "eval_steps": 1}
     plain, watched = (trainer_for(tmp_path / str(n), **settings, **more) for n, more in enumerate(({}, evaluated)))
     plain.train()

@@ -16,11 +16,9 @@ from transformers.utils import is_torchvision_available
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.distributed.backend import DistributedBackend
 from diffusion_grpo.distributed.context_parallel import ContextGroups
-from diffusion_grpo.planning.weightless import build_weightless_pipeline
 from diffusion_grpo.policy.drivers import UnsupportedPipeline
 from diffusion_grpo.training.model_checks import (
     check_given_parts,
-    check_packages,
     check_peft_config,
     check_processors,
     check_trained_networks,
@@ -108,17 +106,12 @@ def write_index(folder, **parts):
 
 
 @pytest.mark.skipif(is_torchvision_available(), reason="torchvision is installed")
-@pytest.mark.parametrize("kind", ["Qwen2VLProcessor", "PixtralProcessor"])
+@pytest.mark.parametrize("kind", ["Qwen2VLProcessor"])
 def test_a_processor_that_needs_torchvision_is_refused_before_weights_are_loaded(kind, tmp_path):
     folder = write_index(tmp_path / "model", processor=["transformers", kind])
     args = DiffusionGRPOConfig(str(tmp_path / "run"), use_cpu=True)
-    message = "pip install torchvision"
-    with pytest.raises(ImportError, match=message):
+    with pytest.raises(ImportError, match="pip install torchvision"):
         DiffusionGRPOTrainer(folder, brightness, args)
-    with pytest.raises(ImportError, match=message):
-        check_packages(folder, args)
-    with pytest.raises(ImportError, match=message):
-        build_weightless_pipeline(tmp_path / "model", args, is_full_training=False)
 
 
 @pytest.mark.parametrize("kind", ["Qwen2VLProcessor", "PixtralProcessor"])
@@ -129,12 +122,7 @@ def test_a_processor_is_not_refused_where_torchvision_is_installed_or_it_is_give
         if "torchvision" in getattr(getattr(transformers, name), "_backends", ()):
             monkeypatch.setattr(transformers, name, object)  # what transformers puts there without torchvision
     check_processors(index)
-
-
-@pytest.mark.parametrize("kind", ["CLIPImageProcessor", "SiglipProcessor", "Gemma3Processor", "NoSuchProcessor"])
-def test_processors_that_do_without_torchvision_are_not_refused(kind):
-    other = {"_class_name": "A", "vae": ["diffusers", "AutoencoderKL"], "safety": [None, None], "flag": True}
-    check_processors(other | {"processor": ["transformers", kind]})
+    check_processors({"_class_name": "A", "processor": ["transformers", "Gemma3Processor"], "safety": [None, None]})
 
 
 # What model_index.json says
@@ -156,13 +144,8 @@ def test_an_index_and_its_pipeline_train_the_same_networks(tmp_path, name):
     (tmp_path / "model_index.json").write_text(pipe.to_json_string())
     args = make_config()
     assert find_networks(str(tmp_path), args) == find_networks(pipe, args)
-
-
-def test_a_component_that_is_left_out_of_the_pipeline_is_not_trained(tmp_path):
-    index = {name: ["diffusers", "WanTransformer3DModel"] for name in ("transformer", "transformer_2")}
-    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline"} | index))
-    assert find_networks(str(tmp_path), make_config()) == ("transformer", "transformer_2")
-    assert find_networks(str(tmp_path), make_config(model_init_kwargs={"transformer_2": None})) == ("transformer",)
+    without = make_config(model_init_kwargs={"transformer_2": None})
+    assert "transformer_2" not in find_networks(str(tmp_path), without)
 
 
 @pytest.mark.parametrize(
@@ -211,8 +194,6 @@ class Refusing(DistributedBackend):
     [
         (WAN, None, ("transformer", "transformer_2")),
         (WAN, "transformer_2", ("transformer_2",)),
-        (WAN, "transformer, transformer_2", ("transformer", "transformer_2")),
-        ({"transformer_2": 0, "vae": 0}, None, ("transformer_2",)),
         ({"unet": 0, "text_encoder": 0}, None, ("unet",)),
         ({"vae": 0}, None, ()),
     ],
@@ -226,7 +207,6 @@ def test_the_names_are_those_that_the_loaded_pipeline_would_have(components, tra
     [
         (WanPipeline, ("transformer", "transformer_2"), {"step_selection": "sample"}, {"own_steps": True}),
         (GlmImagePipeline, ("vision_language_encoder",), {}, {"draws_tokens": True}),
-        (GlmImagePipeline, ("transformer",), {}, {}),
     ],
 )
 def test_the_processes_are_asked_about_them(pipeline, networks, settings, expected):

@@ -45,12 +45,6 @@ def copy(checkpoint, tmp_path):
     return shutil.copytree(checkpoint, tmp_path / "checkpoint-1")
 
 
-def test_the_poison_works(tmp_path):
-    write_poison(tmp_path / "a.pt", tmp_path / "ran")
-    torch.load(tmp_path / "a.pt", weights_only=False)
-    assert (tmp_path / "ran").is_dir()
-
-
 def test_these_are_all_files_of_a_checkpoint(checkpoint):
     names = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()}
     unread = {*NOT_READ, "manifest.json", *(f"policy/{name}" for name in NOT_READ)}
@@ -99,9 +93,10 @@ def test_the_scaler_of_half_precision_runs_no_code(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("suffix", [".pt", ".bin", ".pth", ".pkl"])
-def test_weights_of_a_reward_run_no_code(tmp_path, suffix):
-    write_poison(tmp_path / f"weights{suffix}", tmp_path / "ran")
+def test_weights_of_a_reward_run_no_code(tmp_path):
+    write_poison(tmp_path / "weights.pt", tmp_path / "ran")
     with pytest.raises(pickle.UnpicklingError):
-        read_weights(tmp_path / f"weights{suffix}")
+        read_weights(tmp_path / "weights.pt")
     assert not (tmp_path / "ran").exists()
+    torch.load(tmp_path / "weights.pt", weights_only=False)
+    assert (tmp_path / "ran").is_dir()  # the poison works

@@ -10,7 +10,6 @@ from tiny_runs import brightness, logged, trainer_for
 
 from diffusion_grpo.policy.drivers import UnsupportedPipeline
 from diffusion_grpo.policy.rollout import DenoisingPolicy
-from diffusion_grpo.report.page import write_report
 from diffusion_grpo.report.run_folder import ROLLOUTS
 from diffusion_grpo.rewards import RewardError, load_rewards, score
 from diffusion_grpo.rewards.models.base import ModelReward
@@ -22,10 +21,6 @@ def test_what_is_looked_at_fits_what_is_made_and_is_not_trained_on() -> None:
     names = [reward.name for reward in load_watched_rewards(["auto"], "images", load_rewards("sharpness"))]
     assert names == [name for name in CHEAP["images"] if name != "sharpness"]
     assert load_watched_rewards(["auto"], None, []) == [] == load_watched_rewards(None, "images", [])
-    assert [reward.name for reward in load_watched_rewards(["auto", "text", "motion"], "images", [])][-2:] == [
-        "text",
-        "motion",
-    ]
     videos = [[noise() for _ in range(3)] for _ in range(2)]
     watched = load_watched_rewards(["auto"], "videos", [])
     assert score(watched, videos=videos, prompts=["a", "a"]).isfinite().all()
@@ -49,8 +44,6 @@ def test_evaluations_of_a_run_watch(tmp_path) -> None:
     assert distance == pytest.approx(divergences.mean().item()) and distance > 0 and logged(trainer, "kl") == []
     assert logged(trainer, "eval_velocity/ratio_to_ref") == [pytest.approx(compared["velocity/ratio_to_ref"])] != [1.0]
     assert logged(trainer, "ratio/max_error") == [0.0, 0.0] and logged(trainer, "frac_advantage_clipped") == [0.0, 0.0]
-    page = write_report(tmp_path).read_text()
-    assert "Watched, never trained on" in page and "colorfulness" in page
     trainer.args.watch_rewards, trainer.args.num_generations_eval = None, 1
     metrics = trainer.evaluate(metric_key_prefix="test")
     assert not [key for key in metrics if "watch" in key or "diversity" in key or "kl" in key]
