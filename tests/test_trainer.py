@@ -22,7 +22,6 @@ from diffusion_grpo.policy.trajectory import Trajectory
 from diffusion_grpo.rewards import RewardError
 from diffusion_grpo.rollout.steps import make_sampling_plan
 from diffusion_grpo.trainer import NonFiniteError, RatioError
-from diffusion_grpo.training.metrics import Metrics
 
 
 @pytest.mark.parametrize(
@@ -490,23 +489,6 @@ def test_a_divergence_in_the_reward(tmp_path):
     assert table["kl"] == pytest.approx(divergences[1].mean(1).tolist())
 
 
-@pytest.mark.parametrize(("settings", "count"), [({}, 2), ({"beta": 0.1}, 6)])
-def test_predictions_are_compared_with_the_references_in_the_rollout_or_else_in_the_update(
-    tmp_path, monkeypatch, settings, count
-):
-    """Once per micro-batch in the rollout or once per pass in the update, never both: the policies differ."""
-    weights, real = [], Metrics.add
-
-    def add(self, name, value, weight=1.0):
-        if name == "velocity/ratio_to_ref":
-            weights.append(weight)
-        real(self, name, value, weight)
-
-    monkeypatch.setattr(Metrics, "add", add)
-    trainer_for(tmp_path, kl_reward=0.5, max_steps=1, **settings).train()
-    assert weights == [4] * count
-
-
 def test_clipped_losses_of_each_reward(tmp_path):
     """The second update's gradient is that of DanceGRPO's objective for several rewards."""
 
@@ -549,29 +531,6 @@ def test_several_batches_per_step_reach_the_advantages(tmp_path):
         assert table["advantage"] == pytest.approx(expected.flatten().tolist(), rel=1e-4)
         stds.append(rewards.flatten(1).std(1))
     assert stds[1][0] != pytest.approx(stds[0][0].item(), rel=0.01)
-
-
-class RepeatsPasses:
-    """A backend's `equalize` where another process has two passes more."""
-
-    def __init__(self, backend):
-        self.equalize_alone = backend.equalize
-
-    def __call__(self, passes, in_update=False):
-        return self.equalize_alone(passes, in_update) + [(passes[-1], False)] * (2 if in_update else 0)
-
-
-def test_repeated_passes_weigh_nothing_and_measure_nothing(tmp_path):
-    """As under ZeRO-3, where a process makes as many passes as the one with the most."""
-    settings = {"beta": 0.1, "max_steps": 3, "learning_rate": 1e-2, "num_iterations": 2}
-    plain, repeating = (trainer_for(tmp_path / name, **settings) for name in ("plain", "repeating"))
-    repeating.backend.equalize = RepeatsPasses(repeating.backend)
-    for trainer in (plain, repeating):
-        trainer.train()
-    for name in ("loss", "loss/policy", "kl", "ratio/mean", "ratio/max", "clip_ratio/region_mean", "reward"):
-        assert logged(plain, name) == logged(repeating, name) and len(logged(plain, name)) == 3, name
-    weights = trained_weights(plain)
-    assert all(torch.equal(value, weights[name]) for name, value in trained_weights(repeating).items())
 
 
 def test_a_network_that_runs_outside_the_steps_is_refused(tmp_path):

@@ -100,25 +100,6 @@ def test_a_grid_stays_small_and_trackers_get_its_newest_row(tmp_path, monkeypatc
         assert [grid.getpixel((80, 68 * row + 32))[0] for row in range(1, grid.height // 68)] == list(range(0, 80, 10))
 
 
-def test_inputs_stand_above_the_samples_that_were_made_from_them(tmp_path):
-    """Some rows have no image; files of other rows may be left from another run."""
-    samples = tmp_path / "evaluations" / "step-000000"
-    inputs = tmp_path / "evaluations" / "inputs"
-    for folder, names, color in ((samples, ("a", "b", "c"), "white"), (inputs, ("b", "d"), "blue")):
-        folder.mkdir(parents=True)
-        for name in names:
-            Image.new("RGB", (64, 64), color).save(folder / f"{name}.png")
-    args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True)
-    state = TrainerState(log_history=[{"eval_reward": 0.5}], global_step=0, is_world_process_zero=True)
-    SampleGridCallback(SimpleNamespace(callbacks=[])).on_evaluate(args, state, None)
-    with Image.open(tmp_path / "grid.png") as grid:
-        assert [grid.getpixel((64 + 68 * column + 32, 32)) for column in range(3)] == [
-            (255, 255, 255),
-            (0, 0, 255),
-            (255, 255, 255),
-        ]
-
-
 SHORT = {"num_inference_steps": 2, "gradient_accumulation_steps": 1}
 
 

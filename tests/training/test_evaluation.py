@@ -124,7 +124,7 @@ def test_diversity_is_a_mean_over_the_prompts_of_all_datasets(tmp_path):
 
 @pytest.mark.parametrize(("prefix", "is_logged"), [("eval_hard", True), ("hard", False)])
 def test_an_evaluation_under_another_prefix_keeps_no_samples(tmp_path, prefix, is_logged):
-    """What starts with "eval" is logged and shown to the callbacks, also at an update that "eval" left nothing of."""
+    """What starts with "eval" is logged and shown to the callbacks."""
     seen = []
 
     class Watch(TrainerCallback):
