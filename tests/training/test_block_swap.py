@@ -103,25 +103,17 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "way"), [("sd3", way) for way in WAYS] + [("flux", "pairs of blocks, computed again")]
-)
-def test_rollout_replay_and_gradients_are_the_same_to_the_last_bit(name, way):
+# of SDXL's blocks, parts are computed again
+@pytest.mark.parametrize(("name", "way"), [("sdxl", way) for way in WAYS] + [("sd3", "layers"), ("flux", "blocks")])
+def test_weights_are_there_whenever_they_are_used_and_away_otherwise_and_results_are_the_same(moves, name, way):
     expected = step(*adapted(name))
-    policy, inputs = adapted(name)
-    install(policy, **WAYS[way])
-    assert_same(step(policy, inputs), expected)
-
-
-@pytest.mark.parametrize(("name", "way"), [("sdxl", way) for way in WAYS])  # parts of its blocks are computed again
-def test_weights_are_there_whenever_they_are_used_and_away_otherwise(moves, name, way):
     policy, inputs = adapted(name)
     swap = install(policy, **WAYS[way])
     trained = [parameter for parameter in policy.network.parameters() if parameter.requires_grad]
     frozen = [parameter for parameter in policy.network.parameters() if not parameter.requires_grad]
     assert all(parameter.dtype == torch.float64 for parameter in frozen) and len(swap.groups) > 1
     moves.clear()
-    step(policy, inputs)
+    assert_same(step(policy, inputs), expected)
     assert not swap.present and all(parameter.dtype == torch.float64 for parameter in frozen)
     assert all(parameter.dtype == parameter.grad.dtype == torch.float32 for parameter in trained)
     for group in {id(group): group for _, group in moves}.values():

@@ -10,24 +10,7 @@ from diffusers import StableDiffusion3Pipeline
 from tiny_runs import logged, trainer_for
 
 from diffusion_grpo.data.inputs import PipelineInputs
-from diffusion_grpo.rollout.steps import make_sampling_plan
 from diffusion_grpo.training.build import describe_call
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"trained_steps": [1, 9], "num_trained_steps": 4}, range(1, 9)),
-        ({"trained_steps": [1, 9], "num_trained_steps": 4, "step_selection": "sample"}, range(1, 9)),
-        ({"trained_steps": "all", "num_trained_steps": 2, "step_selection": "prompt"}, range(9)),
-        ({}, range(5)),
-    ],
-)
-def test_weights_are_normalised_over_the_steps_that_some_rollout_trains(settings, expected):
-    args = make_config(num_inference_steps=10, **settings)
-    drawn = [make_sampling_plan(args).draw(generation, torch.arange(8)).steps for generation in range(60)]
-    assert {step for rows in drawn for row in rows for step in row} == set(expected)
-    assert args.trainable_steps == expected
 
 
 def test_the_call_of_evaluations_has_plain_arguments_and_names_inputs():

@@ -225,12 +225,18 @@ def test_the_default_schedule_warms_up(tmp_path, steps, first):
 
 def test_the_run_is_read_without_the_extra_report(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("diffusion_grpo.report.page.PACKAGES", ("no_such_package",))
-    trainer = trainer_for(tmp_path, **EVALUATED)
+    trainer = trainer_for(tmp_path, max_steps=1)
     trainer.train()
-    trainer.save_model()
-    assert (tmp_path / "pytorch_lora_weights.safetensors").is_file() and (tmp_path / "summary.json").is_file()
-    assert not (tmp_path / "report.html").exists()
-    assert "no_such_package not installed" in capsys.readouterr().out and read_run(tmp_path).updates == 2
+    assert (tmp_path / "summary.json").is_file() and not (tmp_path / "report.html").exists()
+    assert "no_such_package not installed" in capsys.readouterr().out and read_run(tmp_path).updates == 1
+
+
+def test_a_report_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("diffusion_grpo.report.page.write_report", lambda folder: 1 / 0)
+    trainer = trainer_for(tmp_path, max_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 1 and not (tmp_path / "report.html").exists()
+    assert f"diffusion-grpo report {tmp_path}" in caplog.text
 
 
 def test_the_evaluated_reward_is_weighted_as_in_training_and_errors_are_those_of_the_mean(tmp_path):

@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 from command_line import make_config
-from tiny_runs import brightness, trainer_for
+from tiny_runs import trainer_for
 from transformers import TrainerCallback
 
 from diffusion_grpo.training.progress import RewardProgressCallback, UpdateProgress
@@ -27,19 +27,6 @@ def test_without_a_terminal_there_is_one_line_per_update(tmp_path, capsys):
         assert part in one and len(one) < 120
     assert one.endswith(" left") and not two.endswith(" left")
     assert change.startswith("Reward 0.") and report == f"Report: {tmp_path}/report.html"
-
-
-def test_several_updates_share_a_rollout_and_several_rewards_are_shown_each(tmp_path, capsys):
-    def dark(images, **columns):
-        return [-value for value in brightness(images)]
-
-    evaluated = {"eval_strategy": "steps", "eval_steps": 2}
-    settings = evaluated | {"steps_per_generation": 4, "max_steps": -1, "num_train_epochs": 1}
-    trainer_for(tmp_path, lora=False, rewards=[brightness, dark], **settings).train()
-    first, update, _, evaluation, *_ = lines_of(capsys)
-    assert "all weights" in first and "each rollout makes 16 samples" in first and "num_train_epochs=1" in first
-    assert " (brightness 0." in update and ", dark -0." in update
-    assert " (brightness 0." in evaluation and ", dark -0." in evaluation
 
 
 def test_an_update_tells_where_it_is(tmp_path):

@@ -56,19 +56,6 @@ def test_the_call_of_the_pipeline_has_the_sigmas_of_the_setting(name, settings):
         assert after[1] == pytest.approx(shift * 0.5 / (1 + (shift - 1) * 0.5), abs=1e-5)
 
 
-def test_the_trainer_refuses_before_weights_are_loaded(tmp_path):
-    build("flux")[0].save_pretrained(tmp_path / "model")
-    for file in (tmp_path / "model").rglob("*.safetensors"):
-        file.unlink()
-    for settings, message in (
-        ({"scheduler_kwargs": {"shfit": 5.0}}, "'shift'"),
-        ({"sde_type": "ddim"}, "sde_type"),
-    ):
-        args = DiffusionGRPOConfig(str(tmp_path / "run"), use_cpu=True, **settings)
-        with pytest.raises(ValueError, match=message):
-            DiffusionGRPOTrainer(model=str(tmp_path / "model"), reward_funcs=brightness, args=args)
-
-
 @pytest.mark.parametrize(
     ("scheduler", "message"),
     [

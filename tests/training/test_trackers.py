@@ -23,7 +23,7 @@ from transformers.trainer_callback import PrinterCallback
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.media.files import write_sound, write_video
 from diffusion_grpo.training import trackers
-from diffusion_grpo.training.trackers import TITLE_HEIGHT, draw_grid, log_files, log_image, patch_trackers
+from diffusion_grpo.training.trackers import log_files, log_image, patch_trackers
 from diffusion_grpo.weights import lora as adapters
 
 RUN = {"name": "wan", "rewards": first_frame_brightness, "num_inference_steps": 3, "fps": 8.0, "max_steps": 1}
@@ -143,18 +143,3 @@ def test_trackers_get_videos_and_sounds_under_names_of_their_own(tmp_path, callb
     assert isinstance(values["samples/0000"], Tracker.Video) and isinstance(values["samples/0001"], Tracker.Audio)
     log_image([one], "samples", Image.new("RGB", (2, 2)), 7)
     assert tracker.logged[-1]["samples"].image.size == (2, 2)
-
-
-def test_a_grid_has_a_row_per_evaluation_and_scales_images_down(tmp_path):
-    Image.new("RGB", (600, 300), "red").save(tmp_path / "a.png")
-    small = Image.new("RGB", (20, 20), "blue")
-    grid = draw_grid({"step 0": [tmp_path / "a.png", small], "step 10": [small]}, cell=100)
-    colors = {color for _, color in grid.getcolors(maxcolors=100_000)}
-    assert (255, 0, 0) in colors and (0, 0, 255) in colors
-    red = sum(count for count, color in grid.getcolors(maxcolors=100_000) if color == (255, 0, 0))
-    blue = sum(count for count, color in grid.getcolors(maxcolors=100_000) if color == (0, 0, 255))
-    assert red == 100 * 50 and blue == 2 * 20 * 20
-    titled = draw_grid({"step 0": [tmp_path / "a.png", small]}, cell=100, titles=["a red wall", "a sea " * 50])
-    above = titled.crop((60, 0, titled.width, TITLE_HEIGHT))
-    assert titled.height == TITLE_HEIGHT + 54 and len(above.getcolors(maxcolors=100_000)) > 1  # letters, no image
-    assert not {(255, 0, 0), (0, 0, 255)} & {color for _, color in above.getcolors(maxcolors=100_000)}
