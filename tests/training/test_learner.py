@@ -34,21 +34,6 @@ def test_the_settings_say_what_stands_beside_the_policy(tmp_path, settings, refe
     assert optional == found
 
 
-def test_the_average_is_shown_until_the_policy_is(tmp_path):
-    trainer = trainer_for(tmp_path, ema_decay=0.9)
-    average = {name: value.clone() for name, value in trained_weights(trainer).items()}
-    with torch.no_grad():
-        for parameter in trainer.learner.weights.parameters:
-            parameter += 1
-    policy = trained_weights(trainer)
-    for _ in range(2):
-        trainer.learner.show_average()
-        assert all(torch.equal(value, average[name]) for name, value in trained_weights(trainer).items())
-    for _ in range(2):
-        trainer.learner.show_policy()
-        assert all(torch.equal(value, policy[name]) for name, value in trained_weights(trainer).items())
-
-
 def test_equal_rewards_move_neither_of_two_experts(tmp_path):
     """With its momentum, Adam would move both although their gradients are 0."""
     seen = []

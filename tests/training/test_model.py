@@ -11,7 +11,6 @@ from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.training.model import (
     check_gradient_range,
     choose_dtype,
-    load_pipeline,
     load_plain_pipeline,
     prepare_model,
 )
@@ -117,16 +116,6 @@ NETWORKS = [f"{name}{number}" for name in ("transformer", "unet", "prior", "deco
 )
 def test_the_dtype_in_which_a_pipeline_is_loaded(settings, is_full, expected):
     assert choose_dtype(make_config(**settings), is_full) == expected
-
-
-@pytest.mark.filterwarnings("error::FutureWarning")
-@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
-def test_both_names_of_a_dtype_load_without_a_warning(name, tmp_path):
-    tiny_pipelines.build("sd3")[0].save_pretrained(tmp_path)
-    args = make_config(bf16=True, model_init_kwargs={name: "float32"})
-    assert load_pipeline(str(tmp_path), args, is_full_training=False).transformer.dtype == torch.float32
-    args = make_config(bf16=True)
-    assert load_pipeline(str(tmp_path), args, is_full_training=False).transformer.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("cached", ["off", "memory"])
