@@ -17,65 +17,11 @@ from ..policy.trajectory import CleanSamples, Denoised, StepDistribution, Trajec
 from ..weights.lora import reference_adapters
 
 
-class AdapterReference:
-    """The reference of a LoRA: the same network with the adapter switched off."""
-
-    module: None = None
+class Reference:
+    """The policy's networks with the weights that the run began with."""
 
     def __init__(self, policy: Policy, model: nn.Module):
         self._policy, self._model = policy, model
-
-    def shard(self) -> None:
-        """Do nothing: the reference shares the network of the policy."""
-
-    @torch.no_grad()
-    def replay(
-        self,
-        inputs: dict[str, Any],
-        trajectory: Trajectory | TokenTrajectory,
-        step: int,
-        sources: Tensor | None = None,
-    ) -> StepDistribution | TokenDistribution:
-        """Score one recorded step under the reference; see [`~diffusion_grpo.policy.rollout.replay`]."""
-        with disable_adapters(self._model):
-            return self._policy.replay(inputs, trajectory, step, sources=sources)
-
-    @torch.no_grad()
-    def denoise(self, inputs: dict[str, Any], samples: CleanSamples, step: int) -> Denoised:
-        """Return the clean samples that the reference predicts from re-noised ones."""
-        with disable_adapters(self._model):
-            return self._policy.denoise(inputs, samples, step)
-
-
-class CopiedReference:
-    """The reference of full training: a frozen copy of the network."""
-
-    def __init__(
-        self,
-        policy: Policy,
-        model: nn.Module,
-        backend: DistributedBackend,
-        device: torch.device,
-        is_offloaded: bool,
-    ):
-        self._policy, self._model, self._backend = policy, model, backend
-        self._device, self._is_offloaded = device, is_offloaded
-        self.module = copy_held(model).requires_grad_(False).eval()
-        self.module.to("cpu" if is_offloaded or backend.shards_weights else device)
-
-    @property
-    def plain_module(self) -> nn.Module:
-        """The copy without the engine that wraps it."""
-        return self._backend.accelerator.unwrap_model(self.module)
-
-    @property
-    def weights(self) -> TrainedWeights:
-        """The parameters of the copy that correspond to the policy's trained ones."""
-        return self._backend.reference_weights(self.plain_module, self._model)
-
-    def shard(self) -> None:
-        """Shard the copy across the processes, if the policy is sharded."""
-        self.module = self._backend.shard_reference(self.module, self._is_offloaded)
 
     @torch.no_grad()
     def replay(
@@ -94,6 +40,52 @@ class CopiedReference:
         """Return the clean samples that the reference predicts from re-noised ones."""
         with self._load():
             return self._policy.denoise(inputs, samples, step, self._forwards())
+
+
+class AdapterReference(Reference):
+    """The reference of a LoRA: the same network with the adapter switched off."""
+
+    module: None = None
+
+    def shard(self) -> None:
+        """Do nothing: the reference shares the network of the policy."""
+
+    def _load(self) -> contextlib.AbstractContextManager[None]:
+        return disable_adapters(self._model)
+
+    def _forwards(self) -> None:
+        """Return None: the policy's own."""
+
+
+class CopiedReference(Reference):
+    """The reference of full training: a frozen copy of the network."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        model: nn.Module,
+        backend: DistributedBackend,
+        device: torch.device,
+        is_offloaded: bool,
+    ):
+        super().__init__(policy, model)
+        self._backend, self._device, self._is_offloaded = backend, device, is_offloaded
+        self.module = copy_held(model).requires_grad_(False).eval()
+        self.module.to("cpu" if is_offloaded or backend.shards_weights else device)
+
+    @property
+    def plain_module(self) -> nn.Module:
+        """The copy without the engine that wraps it."""
+        return self._backend.accelerator.unwrap_model(self.module)
+
+    @property
+    def weights(self) -> TrainedWeights:
+        """The parameters of the copy that correspond to the policy's trained ones."""
+        return self._backend.reference_weights(self.plain_module, self._model)
+
+    def shard(self) -> None:
+        """Shard the copy across the processes, if the policy is sharded."""
+        self.module = self._backend.shard_reference(self.module, self._is_offloaded)
 
     @contextlib.contextmanager
     def _load(self) -> Iterator[None]:
