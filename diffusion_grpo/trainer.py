@@ -154,12 +154,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         args, policy, inputs = self.args, self.policy, self.inputs
         runtime = Runtime(self.backend, self.monitor, self.metrics, self.progress)
         self.learner = make_learner(
-            args,
-            policy,
-            self.model,
-            runtime,
-            reward_weights=self.rewards.weights,
-            is_full_training=is_full_training,
+            args, policy, self.model, runtime, reward_weights=self.rewards.weights, is_full_training=is_full_training
         )
         build.warn_of_guidance(args, policy, inputs, self.train_dataset)
         built = build.build(
@@ -173,12 +168,8 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             read_rows=lambda indices: self.inputs.rows(self.train_dataset, indices),
             state=lambda: self.state,
         )
-        self.update, self.passes, self.loader, self.evaluator = (
-            built.update,
-            built.passes,
-            built.loader,
-            built.evaluator,
-        )
+        self.update, self.passes = built.update, built.passes
+        self.loader, self.evaluator = built.loader, built.evaluator
         self.step_size = build.make_step_size(args, self.passes, runtime)
         self.use_checkpointer(built.checkpointer)
         self.run |= build.describe_model(policy, self.model, self.inputs, self.train_dataset, self.eval_dataset)
@@ -254,9 +245,8 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         folder = Path(self.args.output_dir)
         with contextlib.ExitStack() as held:
             held.enter_context(self.monitor.propagate_errors())
-            point = self.find_start(
-                resume_from_checkpoint or self.args.resume_from_checkpoint, held, self.monitor.agree
-            )
+            wanted = resume_from_checkpoint or self.args.resume_from_checkpoint
+            point = self.find_start(wanted, held, self.monitor.agree)
             self.run.pop("published_after", None)
             if self.args.should_save:
                 write_json(folder / "run.json", self.run)
@@ -400,12 +390,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
                 avoid_cudnn_attention(),  # as in `train`, for comparable images
             ):
                 metrics = self.evaluator.evaluate(
-                    datasets,
-                    metric_key_prefix,
-                    overrides,
-                    self.state.global_step,
-                    self.state.log_history,
-                    is_kept,
+                    datasets, metric_key_prefix, overrides, self.state.global_step, self.state.log_history, is_kept
                 )
         except (RewardError, RowError):
             if self.is_in_train:  # else the model may hold other weights than those of the last update

@@ -31,11 +31,7 @@ class PolicyAverage(TrainerCallback):
     moves_at_end = True
 
     def __init__(
-        self,
-        weights: TrainedWeights,
-        decay: float,
-        interval: int,
-        note: Callable[[Tensor], None] | None = None,
+        self, weights: TrainedWeights, decay: float, interval: int, note: Callable[[Tensor], None] | None = None
     ):
         self.weights, self.note = weights, note
         self.average = EMAModel(weights.exact(), decay=decay)

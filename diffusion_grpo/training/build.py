@@ -117,15 +117,7 @@ def build(
         learner, policy, runtime, value_clip=args.value_clip, device=args.device, output_dir=args.output_dir
     )
     evaluator = Evaluator(
-        args,
-        policy,
-        rewards,
-        learner,
-        runtime,
-        scorer=scorer,
-        generator=generator,
-        loader=loader,
-        passes=passes,
+        args, policy, rewards, learner, runtime, scorer=scorer, generator=generator, loader=loader, passes=passes
     )
     checkpointer = Checkpointer(
         model,
@@ -212,8 +204,9 @@ def describe_call(inputs: PipelineInputs, data: Dataset | dict[str, Dataset] | N
     """Return how evaluations call the pipeline: names of varying `inputs`, and values of fixed `arguments`."""
     first = next(iter(data.values())) if isinstance(data, dict) else data
     taken = [name for name in ([] if first is None else list_given(first)) if name in inputs.accepted]
-    arguments = {"num_inference_steps": _count_evaluation_steps(inputs.args)}
-    overrides = inputs.args.eval_pipeline_kwargs or {}
+    args, arguments = inputs.args, {}
+    arguments["num_inference_steps"] = args.eval_num_inference_steps or args.num_inference_steps
+    overrides = args.eval_pipeline_kwargs or {}
     taken = [name for name in taken if name not in overrides]
     for name, value in (inputs.fixed | overrides).items():
         if name in taken:
@@ -225,10 +218,6 @@ def describe_call(inputs: PipelineInputs, data: Dataset | dict[str, Dataset] | N
         else:
             arguments[name] = strip_folders(strip_secrets(value))
     return {"inputs": taken, "arguments": arguments}
-
-
-def _count_evaluation_steps(args: DiffusionGRPOConfig) -> int:
-    return args.eval_num_inference_steps or args.num_inference_steps
 
 
 def add_callbacks(

@@ -185,9 +185,7 @@ def _show(
     if not newest.is_dir():
         return
     steps = sorted(int(path.name[5:]) for path in folder.glob("step-*") if path.is_dir())
-    steps = choose_evenly(
-        [each for each in steps if each <= step], EVALUATIONS
-    )  # a resumed run may have left later ones
+    steps = choose_evenly([each for each in steps if each <= step], EVALUATIONS)  # a resumed run may have left others
     rows = {f"step {each}": sorted((folder / f"step-{each:06d}").glob("*.png")) for each in steps}
     names = [path.name for path in rows[f"step {step}"]]
     inputs = [folder / "inputs" / name if (folder / "inputs" / name).is_file() else None for name in names]

@@ -162,10 +162,9 @@ def replace_folder(source: Path, target: Path) -> None:
 def write_manifest(folder: Path) -> None:
     """Write the hashes of all files under `folder`; call it once, after every process has written its files."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
+    names = [path.relative_to(folder).as_posix() for path in paths]
     with ThreadPoolExecutor(THREADS) as pool:
-        hashes = dict(
-            zip((path.relative_to(folder).as_posix() for path in paths), pool.map(_hash, paths), strict=True)
-        )
+        hashes = dict(zip(names, pool.map(_hash, paths), strict=True))
     (folder / MANIFEST).write_text(json.dumps(hashes, indent=1), encoding="utf-8")
 
 

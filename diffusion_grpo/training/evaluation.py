@@ -161,9 +161,8 @@ class Evaluator:
             metrics |= {f"{prefix}_{name}_{key}": value for key, value in result.diversity.items()}
         for key in dict.fromkeys(key for result in results.values() for key in result.diversity):
             measured = {name: result.diversity[key] for name, result in results.items() if key in result.diversity}
-            metrics[f"{prefix}_{key}"] = statistics.fmean(
-                measured.values(), [len(datasets[name]) for name in measured]
-            )
+            prompts = [len(datasets[name]) for name in measured]
+            metrics[f"{prefix}_{key}"] = statistics.fmean(measured.values(), prompts)
         means = gather_means(self._backend.accelerator, logged)
         metrics |= {f"{prefix}_{name}": value for name, value in means.items()}
         metrics[f"{prefix}_runtime"] = time.perf_counter() - start

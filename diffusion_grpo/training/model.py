@@ -260,9 +260,8 @@ def load_plain_pipeline(
 
 def set_scheduler(pipe: DiffusionPipeline, settings: dict[str, Any] | None) -> DiffusionPipeline:
     """Change some settings of the pipeline's scheduler, e.g. `{"shift": 3.0}`."""
-    if not settings:
-        return pipe
-    pipe.scheduler = change_scheduler(pipe.scheduler, settings)
+    if settings:
+        pipe.scheduler = change_scheduler(pipe.scheduler, settings)
     return pipe
 
 

@@ -165,11 +165,7 @@ class PromptEmbeds:
 
 
 def make_prompt_embeds(
-    args: DiffusionGRPOConfig,
-    given: CheckedRun,
-    policy: Policy,
-    inputs: PipelineInputs,
-    monitor: ProcessGroupMonitor,
+    args: DiffusionGRPOConfig, given: CheckedRun, policy: Policy, inputs: PipelineInputs, monitor: ProcessGroupMonitor
 ) -> PromptEmbeds | None:
     """Make the encoder of a run's prompts, and encode this process's share, if the settings ask for it."""
     if args.cache_prompt_embeds == "off":
@@ -199,11 +195,7 @@ def make_prompt_embeds(
 @contextlib.contextmanager
 def quantized_networks_on_cpu(networks: list[nn.Module], device: torch.device) -> Iterator[None]:
     """Keep networks that bitsandbytes loaded onto the accelerator in 4 bits in CPU memory inside this context."""
-    moved = [
-        network
-        for network in networks
-        if find_quantization(network) == "bitsandbytes_4bit" and network.device.type != "cpu"
-    ]
+    moved = [each for each in networks if find_quantization(each) == "bitsandbytes_4bit" and each.device.type != "cpu"]
     try:
         for network in moved:
             network.to("cpu")
