@@ -56,9 +56,7 @@ Yaml12Loader.yaml_implicit_resolvers = {
 }
 Yaml12Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("^(true|True|false|False)$"), list("tTfF"))
 Yaml12Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:int",
-    re.compile("^[-+]?[0-9]+$|^0o[0-7]+$|^0x[0-9a-fA-F]+$"),
-    list("-+0123456789"),
+    "tag:yaml.org,2002:int", re.compile("^[-+]?[0-9]+$|^0o[0-7]+$|^0x[0-9a-fA-F]+$"), list("-+0123456789")
 )
 Yaml12Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",

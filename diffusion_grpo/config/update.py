@@ -83,11 +83,7 @@ class UpdateSettings:
     )
     reward_weights: list[float] | None = setting(None, "One weight per reward function; by default 1 each.")
     multi_objective_aggregation: Literal[
-        "sum_then_normalize",
-        "normalize_then_sum",
-        "min_then_normalize",
-        "product_then_normalize",
-        "loss_per_reward",
+        "sum_then_normalize", "normalize_then_sum", "min_then_normalize", "product_then_normalize", "loss_per_reward"
     ] = setting(
         "sum_then_normalize",
         "How several rewards are combined: sum_then_normalize, normalize_then_sum (GDPO), min_then_normalize or "

@@ -72,9 +72,7 @@ def build_arguments(rows: list[dict[str, Any]], accepted: set[str], is_bare: boo
 
 
 def group_by_shape(
-    rows: list[dict[str, Any]],
-    accepted: set[str],
-    describe_prompt: Callable[[dict[str, Any]], Any] | None = None,
+    rows: list[dict[str, Any]], accepted: set[str], describe_prompt: Callable[[dict[str, Any]], Any] | None = None
 ) -> list[list[int]]:
     """Return groups of indices of rows that may share a pipeline call, in the order of the rows."""
     groups: dict[tuple, list[int]] = {}

@@ -34,10 +34,7 @@ class PipelineInputs:
     """Builds the keyword arguments of a pipeline call from dataset rows."""
 
     def __init__(
-        self,
-        pipe: DiffusionPipeline | type[DiffusionPipeline],
-        args: DiffusionGRPOConfig,
-        asked: Collection[str] = (),
+        self, pipe: DiffusionPipeline | type[DiffusionPipeline], args: DiffusionGRPOConfig, asked: Collection[str] = ()
     ):
         self.args, self._asked = args, frozenset(asked)
         self.pipeline = pipe if isinstance(pipe, type) else type(pipe)
@@ -262,10 +259,7 @@ def _measure(sample: Any) -> dict[str, int]:
 
 
 def prepare_inputs(
-    pipe: type[DiffusionPipeline],
-    args: DiffusionGRPOConfig,
-    named: list[tuple[str, Dataset]],
-    rewards: list[Reward],
+    pipe: type[DiffusionPipeline], args: DiffusionGRPOConfig, named: list[tuple[str, Dataset]], rewards: list[Reward]
 ) -> PipelineInputs:
     """Make the inputs of a pipeline class, and check settings and datasets against it; see `PipelineInputs`."""
     asked = set().union(*map(list_columns, rewards)) - {*PROVIDED}  # rewards get no columns of these names

@@ -36,11 +36,7 @@ class FSDP2Backend(DistributedBackend):
     shards_weights = passes_together = _reduces_every_pass = True
 
     def __init__(
-        self,
-        half: torch.dtype | None,
-        groups: ContextGroups,
-        plugin_args: dict[str, Any] | None,
-        keeps_gathered: bool,
+        self, half: torch.dtype | None, groups: ContextGroups, plugin_args: dict[str, Any] | None, keeps_gathered: bool
     ):
         super().__init__(half, groups)
         self._plugin_args, self._keeps_gathered = plugin_args or {}, keeps_gathered

@@ -366,11 +366,7 @@ class ZeroWeights(TrainedWeights):
     """The trained parameters under ZeRO: whole beside float32 shares under ZeRO-1 and 2, in shares under ZeRO-3."""
 
     def __init__(
-        self,
-        parameters: list[nn.Parameter],
-        stage: int,
-        take_turns: bool = False,
-        frozen: Sequence[nn.Parameter] = (),
+        self, parameters: list[nn.Parameter], stage: int, take_turns: bool = False, frozen: Sequence[nn.Parameter] = ()
     ):
         super().__init__(parameters, take_turns)
         self.stage, self._frozen = stage, list(frozen)

@@ -121,10 +121,7 @@ def read_run(
 
 
 def plan(
-    config_file: str | None,
-    overrides: list[str],
-    launch: LaunchArguments | None = None,
-    cache: Cache | None = None,
+    config_file: str | None, overrides: list[str], launch: LaunchArguments | None = None, cache: Cache | None = None
 ) -> Plan:
     """Plan the run that a YAML file and overrides describe; plans with one cache share what they measure."""
     (script, lora, args), launch_settings, notes = read_run(config_file, overrides, launch)

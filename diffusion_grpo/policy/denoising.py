@@ -170,11 +170,7 @@ class DenoisingPolicy(Policy):
         return driver.scored
 
     def denoise(
-        self,
-        inputs: dict[str, Any],
-        samples: CleanSamples,
-        step: int,
-        forwards: Sequence[Callable] | None = None,
+        self, inputs: dict[str, Any], samples: CleanSamples, step: int, forwards: Sequence[Callable] | None = None
     ) -> Denoised:
         """Predict clean samples from re-noised ones; see [`~diffusion_grpo.policy.rollout.denoise`]."""
         if step < 1:

@@ -5,13 +5,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ..algorithms.advantages import (
-    Advantages,
-    compute_advantages,
-    estimate_advantages,
-    load_advantage_fn,
-    normalize,
-)
+from ..algorithms.advantages import Advantages, compute_advantages, estimate_advantages, load_advantage_fn, normalize
 from ..algorithms.losses import sample_weights
 from ..config.settings import DiffusionGRPOConfig
 from .value_model import ValueModel, ValueTargets

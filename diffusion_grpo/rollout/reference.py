@@ -61,12 +61,7 @@ class CopiedReference(Reference):
     """The reference of full training: a frozen copy of the network."""
 
     def __init__(
-        self,
-        policy: Policy,
-        model: nn.Module,
-        backend: DistributedBackend,
-        device: torch.device,
-        is_offloaded: bool,
+        self, policy: Policy, model: nn.Module, backend: DistributedBackend, device: torch.device, is_offloaded: bool
     ):
         super().__init__(policy, model)
         self._backend, self._device, self._is_offloaded = backend, device, is_offloaded

@@ -29,16 +29,7 @@ from .order import RolloutOrder
 from .value_model import ValueTargets
 
 # Settings that a replay depends on besides those that identify the run. Batch sizes change results only by rounding.
-ROLLOUT_SETTINGS = (
-    "loss_type",
-    "step_interval",
-    "temperature",
-    "top_k",
-    "top_p",
-    "shuffle_dataset",
-    "bf16",
-    "fp16",
-)
+ROLLOUT_SETTINGS = ("loss_type", "step_interval", "temperature", "top_k", "top_p", "shuffle_dataset", "bf16", "fp16")
 KINDS = {kind.__name__: kind for kind in (Trajectory, TokenTrajectory, CleanSamples)}
 
 

@@ -304,11 +304,7 @@ def _write_table(folder: Path, table: list[dict[str, Any]]) -> None:
 
 
 def _finish(
-    table: list[dict[str, Any]],
-    size: int,
-    rewards: list[Reward],
-    eval_rewards: list[Reward],
-    settings: SampleSettings,
+    table: list[dict[str, Any]], size: int, rewards: list[Reward], eval_rewards: list[Reward], settings: SampleSettings
 ) -> dict[str, tuple[float, float | None]]:
     """Add the combined reward and, if there are groups, the advantage to the table. Return the summary."""
     # an earlier job with more prompts may have left other rows, which are kept as they are
