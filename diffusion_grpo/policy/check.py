@@ -131,7 +131,7 @@ def _replay_steps(
             with torch.enable_grad():
                 log_prob = replay(policy, inputs, trajectory, step).log_prob
             squares.append(_square_gradients(log_prob.sum(), parameters))
-            differences.append((log_prob.detach().cpu() - trajectory.log_probs[:, column]).double())
+            differences.append(log_prob.detach().cpu() - trajectory.log_probs[:, column])
     return differences, squares
 
 

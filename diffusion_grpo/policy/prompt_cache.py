@@ -173,7 +173,7 @@ class EncoderCall:
 
     def key(self, row: int | None = None) -> str:
         """Return the key of one sample's part of the call, or of the call as a whole."""
-        return _hash(self._settings if row is None else json.dumps([self._settings, self.texts(row)], sort_keys=True))
+        return _hash(self._settings if row is None else json.dumps([self._settings, self.texts(row)]))
 
     def texts(self, row: int) -> dict[str, str]:
         """Return the texts of one sample."""

@@ -265,7 +265,6 @@ class FinishDriver(Driver):
         (self.latents,) = recorder.left.values()
 
     def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
-        self.enter(scheduler, index, sample)
         return self.latents.clone() if index == scheduler.loop_length - 1 else sample
 
 

@@ -20,8 +20,6 @@ def test_report_writes_the_page_again(tmp_path, capsys):
     ("content", "message"),
     [
         (None, "there is no file"),
-        ("{a", "is not JSON"),
-        ("[1, 2]", "holds no experiment"),
         ("{}", "`columns` and `rows`"),
     ],
 )

@@ -11,10 +11,9 @@ import pytest
 import tiny_pipelines
 from command_line import SIZE, refusal
 from datasets import Dataset
-from run_folders import make_run
 
 from diffusion_grpo import cli
-from diffusion_grpo.cli.train import find_baseline_argument, finish_run, measure_baselines
+from diffusion_grpo.cli.train import find_baseline_argument, measure_baselines
 from diffusion_grpo.config import parse
 from diffusion_grpo.config.parse import parse_train_arguments
 from diffusion_grpo.training.checkpoints import lock_folder
@@ -25,19 +24,14 @@ from diffusion_grpo.training.checkpoints import lock_folder
     [
         ({"learning_rat": 1e-3}, "`learning_rate`"),
         ({"num_generations": 1}, "num_generations"),
-        ({"num_generations": [2, 3]}, "num_generations"),
         ({"trained_steps": [3, 12]}, "trained_steps"),
         ({"loss_type": "grop"}, "'grpo'"),
         ({"reward_funcs": ["brigthness"]}, "'brightness'"),
         ({"reward_funcs": ["no_such_module.reward"]}, "no_such_module.reward"),
-        ({"eval_reward_funcs": ["tessract"]}, "'tesseract'"),
         ({"reward_funcs": {"brightness": {"wieght": 1}}}, "'weight'"),
-        ({"reward_funcs": [{"brightness": "much"}]}, "weight"),
         ({"reward_funcs": {"ssim": {"target_column": "goal"}}}, "'goal'"),
-        ({"eval_reward_funcs": {"remote": {"url": "here"}}}, "http://host:port"),
         ({"lora_dropout": 0.05}, "lora_dropout"),
         ({"dataset": "missing.txt"}, "missing.txt"),
-        ({"eval_max_prompts": 0}, "eval_max_prompts"),
         ({"baseline_guidance_scales": [2.0]}, "eval_dataset"),
         ({"report_experiment": "missing.json"}, "missing.json"),
         ({"model": "./no/such/folder"}, "./no/such/folder"),
@@ -45,23 +39,6 @@ from diffusion_grpo.training.checkpoints import lock_folder
 )
 def test_bad_settings_are_refused_before_a_model_is_loaded(changes, expected, config_file, no_model, capsys):
     assert expected in refusal(capsys, "train", config_file(**changes))
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "expected"),
-    [
-        ("empty.txt", "\n\n", ["dataset", "empty"]),
-        ("columns.jsonl", '{"text": "a cat", "title": "Cat"}\n', ["dataset", "prompt_column", "text"]),
-        ("numbers.jsonl", '{"prompt": 1}\n{"prompt": 2}\n', ["dataset", "row 0"]),
-    ],
-)
-def test_bad_prompts_are_refused_before_a_model_is_loaded(
-    name, content, expected, config_file, no_model, capsys, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    (tmp_path / name).write_text(content)
-    line = refusal(capsys, "train", config_file(dataset=str(tmp_path / name)))
-    assert all(part in line for part in expected), line
 
 
 def test_files_that_are_no_settings_are_refused(tmp_path, no_model, capsys):
@@ -83,18 +60,14 @@ def test_flags_are_checked_like_keys(config_file, no_model, capsys):
     assert "`beta`" in refusal(capsys, "train", config_file(), "--bta", "0.1")
     assert "does not belong to a key" in refusal(capsys, "train", config_file(), "0.1")
     assert "reward_funcs=True" in refusal(capsys, "train", config_file(), "--reward_funcs")
-    assert "no_such" in refusal(capsys, "train", config_file(), "--reward_funcs", "no_such")
+    assert "HF_HUB_OFFLINE" in refusal(capsys, "train", config_file(), "--push_to_hub", "true")
+    assert "no folder gone/5" in refusal(capsys, "train", config_file(), "--resume_from_checkpoint", "gone/5")
 
 
 def test_a_folder_that_holds_a_run_is_refused_before_prompts_are_loaded(config_file, capsys, tmp_path, monkeypatch):
     (tmp_path / "run" / "checkpoint-5").mkdir(parents=True)
     monkeypatch.setattr("diffusion_grpo.data.prompts.load_prompts", None)
-    assert "checkpoint-5" in refusal(capsys, "train", config_file())
-
-
-def test_resuming_may_be_said_to_be_off(config_file, no_model, capsys, tmp_path):
-    (tmp_path / "run" / "checkpoint-5").mkdir(parents=True)
-    for words in ([config_file(), "--resume_from_checkpoint", "false"], [config_file(resume_from_checkpoint=False)]):
+    for words in ([config_file()], [config_file(), "--resume_from_checkpoint", "false"]):
         assert "already contains a run (newest: checkpoint-5)" in refusal(capsys, "train", *words)
 
 
@@ -108,16 +81,6 @@ def test_a_start_that_is_refused_leaves_the_settings_of_the_run_there(config_fil
     assert "is being written by another run" in capsys.readouterr().err
     assert settings.read_text() == "of the run there\n"
     assert cli.main(["train", path]) == 0 and "max_steps: 1" in settings.read_text()
-
-
-def test_a_push_that_cannot_work_is_refused(config_file, no_model, capsys):
-    words = ["train", config_file(), "--push_to_hub", "true"]
-    assert "push_to_hub needs the Hub, but HF_HUB_OFFLINE is set" in refusal(capsys, *words)
-
-
-def test_a_checkpoint_that_does_not_exist_is_refused(config_file, no_model, capsys):
-    refused = refusal(capsys, "train", config_file(), "--resume_from_checkpoint", "nothere/checkpoint-5")
-    assert "there is no folder nothere/checkpoint-5" in refused
 
 
 def test_a_file_of_settings_that_the_run_would_write_over_is_refused(config_file, no_model, capsys, tmp_path):
@@ -185,16 +148,13 @@ def test_train_leaves_a_whole_run_folder(config_file, model, tmp_path, capsys):
     }
     assert files <= {file.name for file in run.iterdir()}
     summary = json.loads((run / "summary.json").read_text())
-    assert (
-        summary["updates"] == 2
-        and summary["evaluation_prompts"] == 2
-        and summary["evaluation_prompts_in_training"] == 2
-    )
+    assert summary["updates"] == summary["evaluation_prompts"] == summary["evaluation_prompts_in_training"] == 2
     assert set(summary["rewards"]) == {"brightness", "jpeg_compressibility"}
     baseline = json.loads((run / "baselines.json").read_text())[0]
     assert baseline["name"] == "guidance 2" and set(baseline["rewards"]) == set(summary["rewards"])
     assert "guidance 2" in (run / "report.html").read_text()
-    assert str(run / "summary.json") in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"Evaluations: {run / 'evaluations'}" in printed and "Samples:" not in printed
     card = (run / "README.md").read_text()
     assert "The prompts are from prompts.txt.\n" in card and str(tmp_path) not in card
     assert "\ndiffusion-grpo train train.yaml\n" in card
@@ -242,11 +202,3 @@ def test_ctrl_c_says_in_one_line_how_to_go_on(config_file, model, tmp_path, caps
     )
     assert last == f"Interrupted after 1 update; {how}."
     assert "Traceback" not in last
-
-
-def test_the_terminal_names_no_path_that_does_not_exist(tmp_path, capsys):
-    run = make_run(tmp_path / "run", updates=2, eval_every=1, prompts=2)
-    finish_run(run, None)
-    printed = capsys.readouterr().out
-    assert f"Evaluations: {run / 'evaluations'}" in printed and "Samples:" not in printed
-    assert "text             0.400 ± 0.030 before training, 0.900 ± 0.030 after 2 updates" in printed

@@ -1,27 +1,8 @@
 """The defaults of a family, which fit pipelines without particulars."""
 
-from types import SimpleNamespace
-
 import torch
-from torch import nn
 
 from diffusion_grpo.pipelines import Family
-
-
-def test_arguments_and_calls_stay_as_they_are():
-    inputs, kwargs = {"prompt": ["a"]}, {"hidden_states": 1}
-    family = Family()
-    assert family.arguments(None, inputs) is inputs and family.network_call(kwargs) == (kwargs, False)
-    assert family.token_count({"max_new_tokens": 7}) == 7 and family.language_model is None
-    with family.bridged(None):
-        pass
-
-
-def test_ids_below_the_size_of_the_output_layer_may_be_drawn():
-    family = Family()
-    family.language_model = "writer"
-    writer = SimpleNamespace(get_output_embeddings=lambda: nn.Linear(4, 11))
-    assert family.vocabulary(SimpleNamespace(writer=writer)) == 11
 
 
 def test_every_token_follows_the_recorded_ones():

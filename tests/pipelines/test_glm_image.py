@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftModel
 from tiny_pipelines.conditioned import draw_images
 from tiny_runs import LORA, SETTINGS, brightness, logged, trained_weights
 
-from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, check_pipeline
+from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.pipelines import FAMILIES, family_of
 from diffusion_grpo.policy.rollout import DenoisingPolicy, replay, rollout
 from diffusion_grpo.policy.token import TokenPolicy
@@ -46,13 +46,6 @@ def trainer_of(folder, component, kind="glm_image", lora=True, pipe=None, **sett
 def changed(before, after):
     """Names of the weights that differ."""
     return {name for name, value in before.items() if not torch.equal(value, after[name])}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_dit_is_found_to_train(kind):
-    pipe, inputs = tiny_pipelines.build(kind)
-    report = check_pipeline(pipe, inputs)
-    assert report.trains and report.policy == DIT and report.max_ratio_error == 0.0 and report.steps == 3
 
 
 @pytest.mark.parametrize("kind", KINDS)

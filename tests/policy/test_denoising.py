@@ -24,20 +24,6 @@ def test_what_is_scored_is_the_latent_as_it_was_rounded():
         torch.testing.assert_close(trajectory.log_probs[:, column], scored, rtol=0, atol=1e-6)
 
 
-def test_a_negative_prompt_counts_in_the_replay():
-    pipe, inputs = tiny_pipelines.build("sd3")
-    inputs |= {"guidance_scale": 4.0, "negative_prompt": ["a grey blur", "text"]}
-    policy = DenoisingPolicy(pipe)
-    _, trajectory = rollout(policy, inputs, seeds=SEEDS, num_inference_steps=4)
-    for column, step in enumerate((0, 1, 2)):
-        with torch.no_grad():
-            now, without = (
-                replay(policy, given, trajectory, step) for given in (inputs, {**inputs, "negative_prompt": None})
-            )
-        assert torch.equal(now.log_prob, trajectory.log_probs[:, column])
-        assert not torch.equal(without.log_prob, now.log_prob)
-
-
 def count_calls(pipe):
     """Count how often each network of a pipeline runs from here on, by its first block: gates leave hooks in place."""
     calls = dict.fromkeys(("transformer", "transformer_2"), 0)
@@ -70,12 +56,4 @@ def test_the_steps_of_each_expert_are_those_in_which_the_pipeline_calls_it(bound
         calls.update(transformer=0, transformer_2=0)
         assert policy.find_passing_steps(one, 6) == {name: steps}
         assert all(count <= 1 for count in calls.values())  # for the shape of its output
-
-
-def test_networks_are_left_as_they_were():
-    pipe, inputs = tiny_pipelines.build("wan_experts")
-    before = pipe.transformer.forward, pipe.transformer_2.forward
-    policy = DenoisingPolicy(pipe, "transformer")
-    assert policy.frozen_experts == ["transformer_2"] and not DenoisingPolicy(pipe).frozen_experts
-    policy.find_passing_steps(inputs | {"prompt": ["a"]}, 4)
-    assert (pipe.transformer.forward, pipe.transformer_2.forward) == before
+    assert policy.frozen_experts == ["transformer"] and not {"forward"} & {*vars(pipe.transformer)}

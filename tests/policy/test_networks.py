@@ -26,10 +26,17 @@ from diffusion_grpo.policy.networks import (
 from diffusion_grpo.policy.rollout import replay, rollout, run_prefix
 
 
+def in_step(ask_all):
+    """A policy that asks others before each call of its network, and the grad modes of the calls."""
+    pipe, inputs = tiny_pipelines.build("sd3")
+    calls = []
+    policy = DenoisingPolicy(pipe, access=NetworkAccess(hook=EqualCalls(ask_all), skips_hooks=True))
+    pipe.transformer.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    return pipe, inputs, policy, calls
+
+
 def test_networks_are_called_as_on_the_process_that_calls_them_most():
     """In the same order, and neither score nor gradient know of it."""
-    pipe, inputs = tiny_pipelines.build("sd3")
-    calls, others = [], []
 
     def ask_all(own):
         other = others[0] if others else own
@@ -37,8 +44,8 @@ def test_networks_are_called_as_on_the_process_that_calls_them_most():
             others.pop(0)
         return [own, other]
 
-    policy = DenoisingPolicy(pipe, access=NetworkAccess(hook=EqualCalls(ask_all), skips_hooks=True))
-    pipe.transformer.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    pipe, inputs, policy, calls = in_step(ask_all)
+    others = []
     _, trajectory = rollout(policy, inputs, seeds=[1, 2], num_inference_steps=3)
 
     def gradient():
@@ -58,14 +65,8 @@ def test_networks_are_called_as_on_the_process_that_calls_them_most():
 
 def test_a_process_without_a_call_of_its_own_repeats_one_from_before():
     """As where a prefix has made an expert's only call, and another process still has one to make."""
-    pipe, inputs = tiny_pipelines.build("sd3")
-    calls, others = [], []
-
-    def ask_all(own):
-        return [own, others.pop(0) if others else own]
-
-    policy = DenoisingPolicy(pipe, access=NetworkAccess(hook=EqualCalls(ask_all), skips_hooks=True))
-    pipe.transformer.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    others = []
+    _, inputs, policy, calls = in_step(lambda own: [own, others.pop(0) if others else own])
     run_prefix(policy, inputs, 0, num_inference_steps=3, initial_seeds=[1, 2])
     calls.clear()
     others += [PLAIN, DONE]

@@ -12,7 +12,6 @@ from diffusers import (
     DDPMWuerstchenScheduler,
     DPMSolverMultistepScheduler,
     EDMEulerScheduler,
-    EulerAncestralDiscreteScheduler,
     EulerDiscreteScheduler,
     FlowMapEulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
@@ -87,17 +86,7 @@ def test_a_flow_schedule_keeps_its_sigmas_and_its_signature(scheduler):
     assert mine.sde.name == "flow_sde" and isinstance(mine, type(scheduler))
 
 
-@pytest.mark.parametrize(
-    "cls",
-    [
-        DDIMScheduler,
-        DDPMScheduler,
-        PNDMScheduler,
-        EulerDiscreteScheduler,
-        EulerAncestralDiscreteScheduler,
-        DPMSolverMultistepScheduler,
-    ],
-)
+@pytest.mark.parametrize("cls", [DDPMScheduler, PNDMScheduler, EulerDiscreteScheduler, DPMSolverMultistepScheduler])
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample"])
 def test_variance_preserving_schedulers_become_ddim_with_their_own_alphas(cls, prediction_type):
     if cls is PNDMScheduler and prediction_type == "sample":

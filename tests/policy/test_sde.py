@@ -160,15 +160,9 @@ def test_ddim_with_eta_one_is_the_posterior_of_ddpm(alphas, kind):
 @pytest.mark.parametrize("eta", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("timestep", [901, 501, 1])
 def test_ddim_equals_the_scheduler_of_diffusers(timestep, eta, kind):
-    scheduler = DDIMScheduler(
-        beta_schedule="scaled_linear",
-        beta_start=0.00085,
-        beta_end=0.012,
-        prediction_type=kind,
-        clip_sample=False,
-        set_alpha_to_one=False,
-        steps_offset=1,
-    )
+    betas = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
+    ends = {"clip_sample": False, "set_alpha_to_one": False, "steps_offset": 1}
+    scheduler = DDIMScheduler(prediction_type=kind, **betas, **ends)
     scheduler.set_timesteps(10)
     alphas = scheduler.alphas_cumprod
     alpha_next = alphas[timestep - 100] if timestep > 100 else scheduler.final_alpha_cumprod

@@ -45,28 +45,18 @@ def reference(logits, sampling):
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-def test_the_distribution_is_the_truncated_one(sampling):
-    logits = random_logits(6, 20)
+def test_tokens_are_drawn_and_scored_by_the_truncated_distribution(sampling):
+    logits = random_logits(10, 20)
     filtered = sampling.filter(logits)
-    for row, values in zip(filtered, logits, strict=True):
+    kept = (filtered > -torch.inf)[:, None] if sampling.is_truncated else None
+    ids = draw_ids(filtered.log_softmax(1), torch.rand(10))
+    found = token_log_prob(logits[:, None], ids[:, None], kept, sampling.temperature)[:, 0]
+    assert sampling.is_truncated == bool((filtered == -torch.inf).any())
+    for row, values, drawn, log_prob in zip(filtered, logits, ids.tolist(), found.tolist(), strict=True):
         expected = reference(values, sampling)
         assert set((row > -torch.inf).nonzero()[:, 0].tolist()) == set(expected)
-        probabilities = row.softmax(0)
-        assert all(abs(probabilities[i].item() - p) < 1e-6 for i, p in expected.items())
-    assert sampling.is_truncated == bool((filtered == -torch.inf).any())
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-def test_log_probs_are_of_the_distribution_that_was_drawn_from(sampling):
-    logits = random_logits(2, 5, 20, seed=1)
-    filtered = sampling.filter(logits.flatten(0, 1)).unflatten(0, (2, 5))
-    kept = filtered > -torch.inf if sampling.is_truncated else None
-    ids = draw_ids(filtered.flatten(0, 1).log_softmax(1), torch.rand(10)).unflatten(0, (2, 5))
-    found = token_log_prob(logits, ids, kept, sampling.temperature)
-    for row in range(2):
-        for token in range(5):
-            expected = math.log(reference(logits[row, token], sampling)[int(ids[row, token])])
-            assert abs(found[row, token].item() - expected) < 1e-5
+        assert all(abs(row.softmax(0)[i].item() - p) < 1e-6 for i, p in expected.items())
+        assert abs(log_prob - math.log(expected[drawn])) < 1e-5
 
 
 def test_a_token_stays_in_the_support_it_was_drawn_from():
@@ -99,7 +89,8 @@ def test_draws_follow_the_probabilities():
 def test_a_support_survives_packing(count):
     kept = random_logits(3, 4, count) > 0
     bits = pack_bits(kept)
-    assert bits.shape == (3, 4, math.ceil(count / 8)) and torch.equal(unpack_bits(bits, count), kept)
+    assert bits.dtype == torch.uint8 and bits.shape == (3, 4, math.ceil(count / 8))
+    assert torch.equal(unpack_bits(bits, count), kept)
 
 
 def test_by_default_tokens_are_drawn_as_the_model_says():

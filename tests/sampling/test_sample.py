@@ -51,6 +51,10 @@ def run(*words):
     assert cli.main(["sample", *map(str, words)]) == 0
 
 
+def settings_of(*words):
+    return read_settings(*cli.build_parser().parse_known_args(["sample", *map(str, words)]))
+
+
 def table_of(folder):
     return pyarrow.parquet.read_table(folder / "samples.parquet").to_pylist()
 
@@ -184,8 +188,7 @@ def test_the_settings_of_a_run_are_those_of_its_rollouts(training, tmp_path):
 def test_a_run_on_a_quantised_base_is_sampled_with_it(training, tmp_path):
     settings = yaml.safe_load(training.read_text()) | {"model": str(save_pipeline(tmp_path / "sd3")), "use_peft": True}
     training.write_text(yaml.safe_dump(settings | {"quantization": INT8, "num_frames": None}))
-    arguments, others = cli.build_parser().parse_known_args(["sample", str(training)])
-    pipe = sample.load_pipeline_to_sample(read_settings(arguments, others))
+    pipe = sample.load_pipeline_to_sample(settings_of(training))
     assert describe_quantization(pipe) == dict.fromkeys(INT8, "torchao")
 
 
@@ -204,16 +207,6 @@ def test_parts_that_wait_in_cpu_memory_change_no_sample(models, prompts, tmp_pat
         assert (pixels(tmp_path / "plain", row) == pixels(tmp_path / "offloaded", row)).all()
 
 
-@pytest.mark.parametrize(("offload", "waiting"), [(None, set()), ("cpu", {"text_encoder", "text_encoder_3", "vae"})])
-def test_only_the_network_is_placed_at_once_where_the_rest_is_offloaded(tmp_path, offload, waiting):
-    pipe, _ = tiny_pipelines.build("sd3")
-    sample.place(pipe, SampleSettings("x", "y", "test", tmp_path, offload_frozen=offload), torch.device("meta"))
-    found = {
-        name: getattr(pipe, name).device.type for name in ("transformer", "text_encoder", "text_encoder_3", "vae")
-    }
-    assert {name for name, kind in found.items() if kind == "cpu"} == waiting and found["transformer"] == "meta"
-
-
 @pytest.mark.parametrize(
     ("added", "offloads", "swaps"),
     [
@@ -225,8 +218,7 @@ def test_only_the_network_is_placed_at_once_where_the_rest_is_offloaded(tmp_path
 def test_a_run_that_saves_memory_is_sampled_with_as_little(training, tmp_path, added, offloads, swaps):
     run(training, "--output_dir", tmp_path / "plain", "--max_prompts", 1)
     training.write_text(yaml.safe_dump(yaml.safe_load(training.read_text()) | added))
-    arguments, others = cli.build_parser().parse_known_args(["sample", str(training)])
-    pipe = sample.load_pipeline_to_sample(read_settings(arguments, others))
+    pipe = sample.load_pipeline_to_sample(settings_of(training))
     assert hasattr(pipe.vae, "_hf_hook") == offloads
     assert (find_hook(pipe.transformer.blocks[0]) is not None) == swaps
     run(training, "--output_dir", tmp_path / "saving", "--max_prompts", 1)
@@ -248,19 +240,13 @@ def test_a_lora_in_pefts_layout_is_loaded(training, models, tmp_path):
     config = LoraConfig(r=4, target_modules=["to_q", "to_v"], init_lora_weights=False)
     get_peft_model(pipe.transformer, config).save_pretrained(tmp_path / "peft")
     (tmp_path / "further.yaml").write_text(training.read_text() + f"lora_path: {tmp_path / 'peft'}\n")
-    for words in (
-        [tmp_path / "further.yaml"],
-        [training, "--lora", tmp_path / "peft"],
-        [models / "wan", "--prompts", "tiny", "--lora", tmp_path / "peft"],
-    ):
-        arguments, others = cli.build_parser().parse_known_args(["sample", *map(str, words)])
-        assert list(list_adapters(sample.load_pipeline_to_sample(read_settings(arguments, others)))) == ["transformer"]
+    lora = ["--lora", tmp_path / "peft"]
+    for words in ([tmp_path / "further.yaml"], [training, *lora], [models / "wan", "--prompts", "tiny", *lora]):
+        assert list(list_adapters(sample.load_pipeline_to_sample(settings_of(*words)))) == ["transformer"]
 
 
 def test_a_window_that_moves_with_the_rollouts_does_so_here(training):
-    words = ["sample", str(training), "--num_inference_steps", "6", "--num_trained_steps", "2"]
-    arguments, others = cli.build_parser().parse_known_args(words)
-    settings = read_settings(arguments, others)
+    settings = settings_of(training, "--num_inference_steps", 6, "--num_trained_steps", 2)
     sampler = sample.Sampler(tiny_pipelines.build("wan")[0], settings)
     rollout = settings.train.batch_sizes.prompts_per_rollout * settings.num_generations
     expected = [make_sampling_plan(settings.train).draw_steps(generation) for generation in range(8)]
@@ -269,11 +255,9 @@ def test_a_window_that_moves_with_the_rollouts_does_so_here(training):
 
 
 def test_samples_have_the_latents_and_windows_of_the_trainings_branches(training, monkeypatch):
-    words = ["sample", str(training), "--num_inference_steps", "7", "--num_generations", "4"]
-    words += ["--trained_steps", "1", "5", "--num_trained_steps", "1", "--step_selection", "prompt"]
-    words += ["--samples_per_latent", "2", "--per_device_train_batch_size", "16"]
-    arguments, others = cli.build_parser().parse_known_args(words)
-    settings, asked = read_settings(arguments, others), {}
+    words = ["--num_inference_steps", 7, "--num_generations", 4, "--per_device_train_batch_size", 16]
+    words += ["--trained_steps", 1, 5, "--num_trained_steps", 1, "--step_selection", "prompt"]
+    settings, asked = settings_of(training, *words, "--samples_per_latent", 2), {}
     sampler = sample.Sampler(tiny_pipelines.build("wan")[0], settings)
     monkeypatch.setattr(sample, "rollout", lambda *args, **given: asked.update(given) or ([None] * 12, None))
     sampler([{"prompt": "a fox"}] * 12, list(range(12)))
@@ -284,15 +268,10 @@ def test_samples_have_the_latents_and_windows_of_the_trainings_branches(training
     assert asked["noise_steps"] == expected and len(set(expected)) > 1
 
 
-def test_what_is_noised_after_its_rollout_is_sampled_without_noise(training, tmp_path):
+def test_what_is_noised_after_its_rollout_is_sampled_without_noise(training):
     """By the pipeline's own scheduler, as those rollouts are."""
-    file = tmp_path / "nft.yaml"
-    settings = yaml.safe_load(training.read_text()) | {"loss_type": "nft", "samples_per_latent": 1}
-    file.write_text(yaml.safe_dump(settings))
-    arguments, others = cli.build_parser().parse_known_args(["sample", str(file)])
-    assert read_settings(arguments, others).noise_level == 0.0
-    arguments, others = cli.build_parser().parse_known_args(["sample", str(training)])
-    assert read_settings(arguments, others).noise_level != 0.0
+    assert settings_of(training, "--loss_type", "nft", "--samples_per_latent", 1).noise_level == 0.0
+    assert settings_of(training).noise_level != 0.0
 
 
 def test_options_replace_columns_and_a_negative_prompt_is_given_to_each_sample(tmp_path, monkeypatch):

@@ -10,9 +10,6 @@ from command_line import write_config
 from diffusion_grpo.sampling.settings import (
     SampleSettings,
     add_sample_options,
-    parse_json_object,
-    read_call_options,
-    read_rewards,
     read_settings,
 )
 
@@ -54,14 +51,10 @@ def test_jobs_whose_samples_differ_have_other_identities(tmp_path):
     assert read(*words, f"{tmp_path}/").identity == read(*words, str(tmp_path)).identity
 
 
-@pytest.mark.parametrize(
-    "option",
-    [("--temperature", "0.5"), ("--top_p", "0.5"), ("--noisy_steps", "all_and_last"), ("--bf16", "true")],
-    ids=lambda option: option[0],
-)
-def test_settings_of_a_run_that_change_its_samples_make_another_job(tmp_path, option):
+def test_settings_of_a_run_that_change_its_samples_make_another_job(tmp_path):
     config = write_config(tmp_path, noisy_steps="all", sde_type="flow_sde")
-    assert read(config).identity != read(config, *option).identity
+    options = {"temperature": "0.5", "top_p": "0.5", "noisy_steps": "all_and_last", "bf16": "true"}
+    assert all(read(config).identity != read(config, f"--{name}", value).identity for name, value in options.items())
 
 
 def test_samples_of_a_run_have_its_spacing_of_steps_and_begin_with_the_lora_that_it_trains_further(tmp_path):
@@ -111,15 +104,6 @@ def test_what_a_pipeline_is_loaded_with(tmp_path):
     assert read(config, *words).train.model_init_kwargs == {"revision": "v2"}
 
 
-def test_arguments_of_the_call_and_rewards():
-    given = argparse.Namespace(num_inference_steps=4, guidance_scale=None, height=8, width=None, num_frames=None)
-    given.pipeline_kwargs, given.model, given.lora = '{"max_sequence_length": 8}', "owner/name", None
-    assert read_call_options(given) == {"num_inference_steps": 4, "height": 8, "max_sequence_length": 8}
-    assert parse_json_object(None) == {}
-    assert read_rewards(["{text: {weight: 2}}"]) == {"text": {"weight": 2}}
-    assert read_rewards(["text", "color"]) == ["text", "color"]
-
-
 @pytest.mark.parametrize("lora", ["run/checkpoint-9", "./nowhere", "nowhere"])
 def test_a_lora_that_is_not_there_is_refused(lora, tmp_path, monkeypatch):
     """Before it is looked for on the Hub, where a missing checkpoint would be `owner/name`."""
@@ -127,8 +111,5 @@ def test_a_lora_that_is_not_there_is_refused(lora, tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{}")
     with pytest.raises(ValueError, match=f"--lora: there is no folder or file {lora}, and a Hub id is"):
-        SampleSettings(model="tiny", prompts="x.txt", split="test", output_dir="out", lora=lora)
-    assert (
-        SampleSettings(model="tiny", prompts="x.txt", split="test", output_dir="out", lora="owner/name").lora
-        == "owner/name"
-    )
+        read("tiny", "--prompts", "x.txt", "--lora", lora)
+    assert read("tiny", "--prompts", "x.txt", "--lora", "owner/name").lora == "owner/name"
