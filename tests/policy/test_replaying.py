@@ -84,7 +84,9 @@ def test_the_prediction_is_what_the_scheduler_got_in_the_rollout(name, monkeypat
         patch.setattr(type(policy.scheduler), "distribution", note)
         _, trajectory = rollout(policy, inputs, seeds=[1, 2], num_inference_steps=4)
     for step, prediction in enumerate(seen):
-        assert torch.equal(replay(policy, inputs, trajectory, step).prediction, prediction)
+        now = replay(policy, inputs, trajectory, step)
+        assert torch.equal(now.prediction, prediction) and now.log_prob.requires_grad
+        assert not now.prediction.requires_grad and not now.velocity.requires_grad  # they would keep the whole graph
 
 
 # What of a latent reaches a network: found by autograd, without a trace in what runs

@@ -192,21 +192,6 @@ def test_a_run_on_a_quantised_base_is_sampled_with_it(training, tmp_path):
     assert describe_quantization(pipe) == dict.fromkeys(INT8, "torchao")
 
 
-def test_parts_that_wait_in_cpu_memory_change_no_sample(models, prompts, tmp_path, monkeypatch):
-    placed, place = [], sample.place
-    monkeypatch.setattr(sample, "place", lambda pipe, *args: (place(pipe, *args), placed.append(pipe)))
-    words = [models / "sd3", "--prompts", prompts, *SIZE, "--max_prompts", 2]
-    run(*words, "--output_dir", tmp_path / "plain")
-    run(*words, "--output_dir", tmp_path / "offloaded", "--offload_frozen", "cpu")
-    plain, offloaded = placed
-    assert not hasattr(plain.vae, "_hf_hook") and not hasattr(offloaded.transformer, "_hf_hook")
-    assert (
-        offloaded.vae._hf_hook.is_present and not offloaded.text_encoder._hf_hook.is_present
-    )  # the last to be called
-    for row in table_of(tmp_path / "plain"):
-        assert (pixels(tmp_path / "plain", row) == pixels(tmp_path / "offloaded", row)).all()
-
-
 @pytest.mark.parametrize(
     ("added", "offloads", "swaps"),
     [
@@ -300,16 +285,6 @@ def test_an_input_named_as_a_column_of_ours_is_kept(models, tmp_path):
         assert (row["prompt"], row["image"], row["level"]) == ("a fox", f"000{number}.png", 3)
         assert row["input_image"] == "fox.png"
         assert (row["input_reward"], row["input_advantage"], row["reward"]) == (7, 8, row["brightness"])
-
-
-def test_options_and_settings_given_beside_the_file_win(training, tmp_path, capsys):
-    options = ["--num_generations", 1, "--noise_level", 0, "--reward_funcs", "smoothness", "--num_frames", 9]
-    run(training, "--output_dir", tmp_path / "out", "--max_prompts", 1, *options, "--beta", 0.5)
-    [row] = table_of(tmp_path / "out")
-    assert "smoothness" in row and "brightness" not in row and "motion" not in row and "advantage" not in row
-    assert len(read_video(tmp_path / "out" / row["file"])) == 9
-    assert cli.main(["sample", str(training), "--bta", "0.5"]) == 2
-    assert "`beta`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["LoRA", "full"])
