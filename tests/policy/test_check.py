@@ -68,14 +68,15 @@ def test_a_safety_checker_is_left_out_of_rollouts_and_stays_in_the_pipeline():
     assert check_pipeline(pipe, inputs, num_inference_steps=2).trains and pipe.safety_checker is checker
 
 
-def test_images_of_a_prompt_are_samples_of_their_own(monkeypatch):
-    pipe, inputs = tiny_pipelines.build("sd3")
-    counts = []
+def test_rows_and_images_of_a_prompt_are_samples_of_their_own(monkeypatch):
+    counts, two = [], {"num_images_per_prompt": 2}
     count = lambda *args, **given: counts.append(len(given["seeds"])) or rollout(*args, **given)  # noqa: E731
     monkeypatch.setattr("diffusion_grpo.policy.check.rollout", count)
-    for prompt in ("a cat", ["a cat", "a dog"]):
-        assert check_pipeline(pipe, {**inputs, "prompt": prompt, "num_images_per_prompt": 2}).trains
-    assert counts == [2, 4]
+    calls = [("sd3", {"prompt": "a cat", **two}), ("sd3", {"prompt": ["a", "b"], **two}), ("kandinsky_decoder", {})]
+    for name, given in calls:
+        pipe, inputs = tiny_pipelines.build(name)
+        assert check_pipeline(pipe, inputs | given).trains
+    assert counts == [2, 4, 2]
 
 
 def test_memory_that_does_not_suffice_says_nothing_about_the_pipeline(monkeypatch):

@@ -66,6 +66,7 @@ def test_a_flow_is_noised_as_diffusers_does_it(name):
         error = ((velocity.double() - (noise - clean.latents)) ** 2).flatten(1).mean(1)
         torch.testing.assert_close(found.error(), error, rtol=2e-3, atol=1e-5)
         torch.testing.assert_close(found.norm(), velocity.double().flatten(1).pow(2).mean(1).sqrt(), rtol=2e-3, atol=0)
+        assert found.compare(found)["velocity/ratio_to_ref"].tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("name", PRESERVING)

@@ -46,11 +46,15 @@ def test_the_mean_over_steps():
     assert make(2).over_steps(torch.tensor([[1.0, 3.0], [0.0, 1.0]])).tolist() == [2.0, 0.5]
 
 
-def test_a_loss_gets_the_mean_of_the_reference_where_there_is_one():
-    step = StepDistribution(torch.zeros(1, 2), torch.ones(()), torch.zeros(1))
-    other = StepDistribution(torch.ones(1, 2), torch.ones(()), torch.zeros(1))
+def test_a_step_is_compared_with_the_reference_where_there_is_one():
+    scale = StepScale(torch.ones(1), torch.ones(1), moving=torch.ones(1))  # of two elements, one moves
+    parts = torch.ones(()), torch.zeros(1), scale, torch.zeros(1, 2)
+    step, other = (StepDistribution(torch.full((1, 2), x), *parts, torch.full((1, 2), x + 1)) for x in (0.0, 3.0))
     assert step.loss_inputs(None)["ref_mean"] is None and step.loss_inputs(other)["ref_mean"] is other.mean
-    assert step.loss_inputs(None)["mean"] is step.mean
+    assert step.loss_inputs(None)["mean"] is step.mean and step.divergence(other.mean).tolist() == [9.0]
+    assert step.compare(other)["velocity/ratio_to_ref"].tolist() == [0.25]
+    other.velocity = None
+    assert step.compare(other) == other.compare(step) == {}
 
 
 def test_what_a_sample_draws_depends_on_its_seed_alone():
