@@ -31,6 +31,10 @@ def test_it_leaves_the_pipeline_as_it_was():
     assert pipe.__dict__ == attributes
     assert {id(module): dict(module.__dict__) for module in pipe.transformer.modules()} == before
     assert not any(p.requires_grad or p.grad is not None for p in pipe.transformer.parameters())
+    pipe, inputs = tiny_pipelines.build("sd15_controlnet")
+    pipe.controlnet.requires_grad_(True)
+    assert check_pipeline(pipe, inputs, num_inference_steps=2).trains
+    assert all(weight.grad is None for weight in pipe.controlnet.parameters())
 
 
 def test_it_measures_the_gradient_of_all_weights_and_keeps_those_that_are_there():

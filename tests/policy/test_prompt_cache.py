@@ -229,7 +229,7 @@ def test_an_encoder_can_be_asked_without_a_pipeline():
     keys = cache.keep(pipe.encode_prompt, ["cat", "horse"])
     count = len(pipe.asked)
     _, pooled = cache.call(pipe.encode_prompt, ["horse", "cat", "horse"])
-    assert pooled.flatten().tolist() == [5, 3, 5] and len(pipe.asked) == count
+    assert pooled.flatten().tolist() == [5, 3, 5] and len(pipe.asked) == count and cache.encoded == 2
     assert [cache.kept.shapes(key) for key in keys] == ["[[1, 1, 1], [1, 1]]"] * 2 + ["[]"]
 
 

@@ -19,6 +19,11 @@ def test_a_recorder_draws_each_samples_noise_from_its_own_seed():
     assert torch.equal(trajectory.latents[:, 1], left[0]) and torch.equal(trajectory.next_latents[:, 1], left[1])
     expected = -((left[1] - left[0] / 2) ** 2).mean(1)
     torch.testing.assert_close(trajectory.log_probs[:, 1], expected)
+    for latents in left:
+        latents.zero_()  # as pipelines that write conditions into their latents
+    again = recorder.trajectory()
+    assert torch.equal(again.latents, trajectory.latents)
+    assert torch.equal(again.next_latents, trajectory.next_latents)
 
 
 def test_noise_and_records_where_they_are_asked_for():

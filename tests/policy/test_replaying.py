@@ -43,7 +43,7 @@ def test_a_step_of_two_latents_is_scored_as_one():
     torch.testing.assert_close(trajectory.log_probs[:, 0], expected)
     teacher = ReplayDriver(0, trajectory)
     handed = torch.ones(2, 2, 3, requires_grad=True), torch.ones(2, 2, requires_grad=True)
-    teacher.step(video, 0, None, None, handed[0])
+    assert teacher.step(video, 0, None, None, handed[0]) is handed[0]
     with pytest.raises(StepScored):
         teacher.step(audio, 0, None, None, handed[1])
     now = teacher.scored

@@ -6,7 +6,6 @@ import torch
 
 from diffusion_grpo.policy.rollout import DenoisingPolicy, Trajectory, replay, rollout
 
-FAMILIES = ["sd3", "flux", "sdxl", "sd15", "wan"]
 SEEDS = [1, 2]
 
 
@@ -20,13 +19,11 @@ def ratio_error(policy, inputs, trajectory):
     return max(errors).item()
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "gradient checkpointing"])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_ratio_is_exactly_one_in_float32(name, checkpointing):
+@pytest.mark.parametrize("name", ["sd3", "flux", "sdxl", "sd15", "wan"])
+def test_the_ratio_is_exactly_one_in_float32_with_gradient_checkpointing(name):
     pipe, inputs = tiny_pipelines.build(name)
     policy = DenoisingPolicy(pipe)
-    if checkpointing:
-        policy.network.enable_gradient_checkpointing()
+    policy.network.enable_gradient_checkpointing()
     _, trajectory = rollout(policy, inputs, seeds=SEEDS, num_inference_steps=4)
     assert ratio_error(policy, inputs, trajectory) == 0.0
 
@@ -44,6 +41,7 @@ def test_in_bfloat16_the_ratio_is_one_within_1e_5():
     pipe.to(dtype=torch.bfloat16)
     policy = DenoisingPolicy(pipe)
     _, trajectory = rollout(policy, inputs, seeds=SEEDS, num_inference_steps=4)
+    assert torch.equal(trajectory.next_latents, trajectory.next_latents.bfloat16().float())  # rounded, then scored
     assert trajectory.latents.dtype == torch.float32
     assert ratio_error(policy, inputs, trajectory) <= 1e-5
 
@@ -178,5 +176,6 @@ def test_a_step_cannot_draw_more_noise_than_its_latent_holds(name):
     """`ddim` and `ancestral` take the step's noise from that of the latent."""
     pipe, inputs = tiny_pipelines.build(name)
     policy, call = DenoisingPolicy(pipe), {"seeds": SEEDS, "num_inference_steps": 4, "noise_level": 1.4}
+    policy.check_noise_level(1.0)
     with pytest.raises(ValueError, match="noise_level must lie in"):
         rollout(policy, inputs, **call)

@@ -299,9 +299,7 @@ def test_the_scale_of_a_step_is_its_std_and_the_derivative_of_its_mean(name):
     assert_same_scale(scale, std.flatten()[0], derivative.mean(), moving=4 * 5 * 6)
     half = scheduler.scale(timestep, sample, 0.5, count=1)  # both halves of guidance in one batch
     assert len(half.std) == len(half.jacobian) == len(half.moving) == 1
-    assert (
-        scheduler.scale(timestep, sample, 0.0).moving.tolist() == [4 * 5 * 6] * 3
-    )  # a step that is silent as a whole
+    assert scheduler.scale(timestep, sample, 0.0).moving.tolist() == [4 * 5 * 6] * 3
 
 
 @pytest.mark.parametrize("index", [0, 2])

@@ -103,8 +103,6 @@ def test_by_default_tokens_are_drawn_as_the_model_says():
 def test_settings_that_are_not_replayed_are_refused():
     with pytest.raises(ValueError, match="repetition_penalty=1.2.*not replayed; set it to 1.0"):
         Sampling.of(GenerationConfig(repetition_penalty=1.2))
-    with pytest.raises(ValueError, match="suppress_tokens=.3.*set it to None"):
-        Sampling.of(GenerationConfig(suppress_tokens=[3]))
     assert Sampling.of(GenerationConfig(repetition_penalty=1.0, min_length=0)).top_p == 1.0
 
 
