@@ -154,7 +154,7 @@ def test_train_leaves_a_whole_run_folder(config_file, model, tmp_path, capsys):
     assert baseline["name"] == "guidance 2" and set(baseline["rewards"]) == set(summary["rewards"])
     assert "guidance 2" in (run / "report.html").read_text()
     printed = capsys.readouterr().out
-    assert f"Evaluations: {run / 'evaluations'}" in printed and "Samples:" not in printed
+    assert f"Evaluations: {run / 'evaluations'}" in printed
     card = (run / "README.md").read_text()
     assert "The prompts are from prompts.txt.\n" in card and str(tmp_path) not in card
     assert "\ndiffusion-grpo train train.yaml\n" in card
