@@ -23,7 +23,7 @@ from diffusion_grpo.data import inputs
 from diffusion_grpo.distributed import collectives, failure, late_weights
 from diffusion_grpo.policy import networks
 from diffusion_grpo.rollout import generate
-from diffusion_grpo.training import evaluation
+from diffusion_grpo.training import checkpoints, evaluation
 from diffusion_grpo.weights import files as hub
 
 
@@ -99,6 +99,13 @@ def train(folder, settings, rewards="brightness", resume=None):
             save_file(trained_weights(own), Path(folder) / "weights.safetensors")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def write_late(folder, settings):
+    """`train`, where process 1 is slow to write its part of a checkpoint."""
+    save, seconds = checkpoints.Checkpointer.save_rollout, 0.5 * rank()
+    checkpoints.Checkpointer.save_rollout = lambda *args: time.sleep(seconds) or save(*args)
+    train(folder, settings)
 
 
 def regulate(folder, settings):

@@ -122,12 +122,17 @@ class DistributedBackend:
         """Change an optimizer before an engine takes it: let it skip idle ones of networks that take turns."""
         if isinstance(model, nn.ModuleDict):
             networks = list(model.values())
-            # no earlier than in the step, because a `GradScaler` needs at least one gradient
-            optimizer.register_step_pre_hook(lambda *_: drop_gradients(self._find_idle(networks)))
+
+            def skip(*_: Any) -> None:  # no earlier: a `GradScaler` needs at least one gradient
+                for network in self._find_idle(networks):
+                    network.zero_grad(set_to_none=True)
+
+            optimizer.register_step_pre_hook(skip)
 
     def _find_idle(self, networks: list[nn.Module]) -> list[nn.Module]:
         """Return the networks whose gradient, which was summed over the processes, is 0."""
-        return [network for network in networks if not any(map(has_gradient, network.parameters()))]
+        gradients = ((network, [p.grad for p in network.parameters() if p.grad is not None]) for network in networks)
+        return [network for network, own in gradients if not any(gradient.any() for gradient in own)]
 
     def begin_update(self, optimizer: Any) -> None:
         """Clear gradients that the last update left behind."""
@@ -184,17 +189,6 @@ class DistributedBackend:
     def gather(self, tensor: Tensor) -> Tensor:
         """Return the (processes x rows, ...) rows of all processes, or of the first in each context-parallel group."""
         return self.groups.first_of_each(self.accelerator.gather(tensor))
-
-
-def has_gradient(parameter: nn.Parameter) -> bool:
-    """Return whether the gradient of a parameter is not 0."""
-    return parameter.grad is not None and bool(parameter.grad.any())
-
-
-def drop_gradients(networks: list[nn.Module]) -> None:
-    """Drop the gradients of networks, so that an optimizer skips them."""
-    for network in networks:
-        network.zero_grad(set_to_none=True)
 
 
 class NetworkPasses:

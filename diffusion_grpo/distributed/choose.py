@@ -1,11 +1,13 @@
 """Choose the backend of a run: the only place that checks which engine shards the weights."""
 
+import os
+
 import torch
 
 from ..config.settings import DiffusionGRPOConfig
 from .backend import DistributedBackend
 from .context_parallel import ContextGroups
-from .fsdp import FSDP2Backend, wants_fsdp
+from .fsdp import FSDP2Backend
 from .zero import DeepSpeedBackend, hide_deepspeed
 
 
@@ -18,7 +20,7 @@ def choose_backend(args: DiffusionGRPOConfig) -> DistributedBackend:
     if args.deepspeed_plugin is not None:
         hide_deepspeed()
         return DeepSpeedBackend(half, groups, args.deepspeed_plugin, args.ds3_gather_for_generation)
-    if wants_fsdp(args.fsdp):
+    if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":  # by the launcher
         return FSDP2Backend(half, groups, args.fsdp_plugin_args, args.fsdp_gather_for_generation)
     return DistributedBackend(half, groups)
 

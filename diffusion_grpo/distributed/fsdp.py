@@ -110,11 +110,6 @@ class FSDP2Backend(DistributedBackend):
         return True
 
 
-def wants_fsdp(setting: Any) -> bool:
-    """Return whether the setting `fsdp`, or `accelerate launch`, asks for FSDP."""
-    return bool(setting) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-
-
 def _check_plugin(plugin_args: dict[str, Any]) -> None:
     version = plugin_args.get("fsdp_version", os.environ.get("FSDP_VERSION", "1"))
     if int(version) != 2:  # checked before accelerate looks for the GPU that FSDP1 needs

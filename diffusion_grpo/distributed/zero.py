@@ -31,16 +31,6 @@ from .collectives import redirect
 from .context_parallel import ContextGroups
 from .sharded_weights import TrainedWeights
 
-LAYERED_TOKENS = (
-    "ds3_gather_for_generation=False gathers each layer again for every token, and the other processes would wait "
-    "for those that have finished; set it to True."
-)
-
-ONE_GROUP = (
-    "{networks} are trained together, and the optimizer of the DeepSpeed configuration would also change a network "
-    'that an update does not train; leave "optimizer" out of the configuration, and set optim and learning_rate.'
-)
-
 
 class DeepSpeedBackend(DistributedBackend):
     """DeepSpeed ZeRO."""
@@ -66,11 +56,17 @@ class DeepSpeedBackend(DistributedBackend):
 
     def check_run(self, component: tuple[str, ...], *, processes: int, own_steps: bool, draws_tokens: bool) -> None:
         if draws_tokens and self.stage == 3 and not self._gathers_whole:
-            raise ValueError(LAYERED_TOKENS)
+            raise ValueError(
+                "ds3_gather_for_generation=False gathers each layer again for every token, and other processes would "
+                "wait for those that have finished; set it to True."
+            )
         if len(component) <= 1:
             return
         if "optimizer" in self._plugin.hf_ds_config.config:
-            raise ValueError(ONE_GROUP.format(networks=", ".join(component)))
+            raise ValueError(
+                f"{', '.join(component)} are trained together, and the optimizer of the DeepSpeed configuration would "
+                'also change one that an update does not train; leave "optimizer" out, and set optim.'
+            )
         if self.stage >= 2 and own_steps and processes > 1:
             refusals.refuse_turns(component, *refusals.OWN_STEPS)
         if self.stage == 3 and self._plugin.hf_ds_config.get_value("zero_optimization.offload_optimizer"):

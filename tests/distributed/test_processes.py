@@ -179,9 +179,10 @@ def test_an_evaluation_counts_every_row_once(tmp_path, mode, held_out):
 @pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.distributed)])
 def test_a_run_goes_on_within_a_rollout_on_another_number_of_processes(tmp_path, before, after):
     settings = SEVERAL | {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "rollout_batch_size": 4}
-    ranks_server.succeed(tmp_path / "a", before, rank_runs.train, tmp_path / "whole", settings)
+    ranks_server.succeed(tmp_path / "a", before, rank_runs.write_late, tmp_path / "whole", settings)
     checkpoint = tmp_path / "whole" / "checkpoint-1"
-    assert len(list(checkpoint.glob("rollout-rank*"))) == before
+    listed = json.loads((checkpoint / "manifest.json").read_text())  # written when all have written
+    assert len([name for name in listed if name.startswith("rollout-rank")]) == before
     ranks_server.succeed(
         tmp_path / "b", after, rank_runs.train, tmp_path / "on", settings, "brightness", str(checkpoint)
     )
