@@ -53,6 +53,16 @@ def make_run(
     return path
 
 
+def change_log(path, change):
+    """Change each entry of a run's log; those that are emptied are left out."""
+    state = json.loads((path / "trainer_state.json").read_text())
+    for entry in state["log_history"]:
+        change(entry)
+    state["log_history"] = [entry for entry in state["log_history"] if entry]
+    (path / "trainer_state.json").write_text(json.dumps(state))
+    return path
+
+
 def train_entry(step, level):
     stages = {"time/rollout": 2.0, "time/reward": 1.0, "time/update": 3.0}
     rewards = {f"rewards/{name}/mean": level - 0.05 for name in REWARDS}

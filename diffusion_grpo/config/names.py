@@ -96,13 +96,9 @@ ADVICE = {
     "warmup_ratio": "write it as `warmup_steps`, below 1 a share of all updates",
     "wandb_project": "set the environment variable WANDB_PROJECT instead",
 }
-ADVICE |= dict.fromkeys(
-    ("use_vllm", "use_transformers_paged"), "leave it out, the diffusers pipeline makes the samples"
-)
+ADVICE |= dict.fromkeys(("use_vllm", "use_transformers_paged"), "leave it out, the pipeline makes the samples")
 ADVICE |= dict.fromkeys(("revision", "variant"), "write it into `model_init_kwargs`")
-ADVICE |= dict.fromkeys(
-    ("param_offload", "grad_offload", "optimizer_offload"), "see docs/memory.md for what can be offloaded"
-)
+ADVICE |= dict.fromkeys(("param_offload", "grad_offload", "optimizer_offload"), "docs/memory.md lists what to set")
 OURS = {theirs: ours for ours, names in EQUIVALENTS.items() for theirs in names.split()} | ALIASES
 SECTION = re.compile(r"^((actor_rollout_ref|sample|train|training|rl|ppo|grpo|algorithm|actor|rollout)_)+")
 # what flow_grpo and others call rewards

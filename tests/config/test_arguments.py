@@ -13,15 +13,18 @@ from diffusion_grpo.config.arguments import LaunchArguments, LoraArguments
 from diffusion_grpo.config.parse import parse_train_arguments
 
 
-def test_lora_arguments_become_a_peft_config(config_file):
-    lora = parse_train_arguments(config_file(use_peft=True, lora_r=4, lora_target_modules=["to_q", "to_k"]), [])[1]
-    assert (lora.peft_config().r, lora.peft_config().target_modules) == (4, {"to_q", "to_k"})
-    lora = parse_train_arguments(config_file(use_peft=True, lora_target_modules=[r".*attn\.to_q"]), [])[1]
-    assert lora.peft_config().target_modules == r".*attn\.to_q"
-    lora = parse_train_arguments(config_file(use_peft=True, lora_target_modules="to_out.0"), [])[1]
-    assert lora.peft_config().target_modules == {"to_out.0"}
-    lora = parse_train_arguments(config_file(use_peft=True, lora_target_modules=["all-linear"]), [])[1]
-    assert lora.peft_config().target_modules == "all-linear"
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["to_q", "to_k"], {"to_q", "to_k"}),
+        ([r".*attn\.to_q"], r".*attn\.to_q"),
+        ("to_out.0", {"to_out.0"}),
+        (["all-linear"], "all-linear"),
+    ],
+)
+def test_lora_arguments_become_a_peft_config(config_file, given, expected):
+    lora = parse_train_arguments(config_file(use_peft=True, lora_r=4, lora_target_modules=given), [])[1].peft_config()
+    assert (lora.r, lora.lora_alpha, lora.target_modules) == (4, 32, expected)
     assert parse_train_arguments(config_file(), [])[1].peft_config() is None
 
 
@@ -35,18 +38,13 @@ def test_a_script_of_the_users_own_parses_them_beside_the_settings_of_a_run():
         TrlParser((DiffusionGRPOConfig, ModelConfig))
 
 
-def test_how_a_lora_starts(config_file):
-    given = {"use_peft": True, "lora_target_modules": ["to_q", "to_k"]}
-    inits = [parse_train_arguments(config_file(**given, lora_init=name), [])[1] for name in ("kaiming", "gaussian")]
-    assert [lora.peft_config().init_lora_weights for lora in inits] == [True, "gaussian"]
-    spreads = []
-    for lora in inits:
-        torch.manual_seed(0)
-        model = get_peft_model(torch.nn.Sequential(OrderedDict(to_q=torch.nn.Linear(64, 64))), lora.peft_config())
-        first, second = (getattr(model.base_model.model.to_q, name)["default"].weight for name in ("lora_A", "lora_B"))
-        assert second.eq(0).all()
-        spreads.append(first.std().item())
-    assert spreads == pytest.approx([(3 * 64) ** -0.5, 1 / 16], rel=0.1)
+@pytest.mark.parametrize(("init", "spread"), [("kaiming", (3 * 64) ** -0.5), ("gaussian", 1 / 16)])
+def test_how_a_lora_starts(init, spread):
+    torch.manual_seed(0)
+    lora = LoraArguments(use_peft=True, lora_target_modules=["to_q"], lora_init=init).peft_config()
+    model = get_peft_model(torch.nn.Sequential(OrderedDict(to_q=torch.nn.Linear(64, 64))), lora)
+    first, second = (getattr(model.base_model.model.to_q, name)["default"].weight for name in ("lora_A", "lora_B"))
+    assert second.eq(0).all() and first.std().item() == pytest.approx(spread, rel=0.1)
 
 
 def test_a_lora_to_train_further_has_its_own_rank():

@@ -9,29 +9,15 @@ from diffusion_grpo.config.batch_sizes import BatchSizes
 
 def test_sizes_of_a_rollout():
     args = make_config(num_generations=8, per_device_train_batch_size=4, gradient_accumulation_steps=4, best_of_n=4)
-    assert args.micro_batches_per_rollout == 4
-    assert (
-        args.batch_sizes.prompts_per_rollout == 4 and args.batch_sizes.rollout_share == 32
-    )  # 16 of them are trained on
-
-
-def test_groups_of_one_where_something_else_is_compared_with():
-    assert make_config(num_generations=1, reward_baseline="batch").batch_sizes.prompts_per_rollout == 128
-    assert make_config(num_generations=1, advantage_estimator="gae").batch_sizes.prompts_per_rollout == 128
+    sizes = args.batch_sizes  # 16 of 32 samples are trained on
+    assert (args.micro_batches_per_rollout, sizes.prompts_per_rollout, sizes.rollout_share) == (4, 4, 32)
+    for alone in ({"reward_baseline": "batch"}, {"advantage_estimator": "gae"}):
+        assert make_config(num_generations=1, **alone).batch_sizes.prompts_per_rollout == 128
 
 
 def test_two_processes_share_a_rollout():
     """4 x 2 x 6 = 48 samples are trained, 8 of each prompt's 16: 6 prompts, 96 samples, 48 per process."""
-    sizes = BatchSizes(
-        num_generations=16,
-        best_of_n=8,
-        micro_batch=4,
-        accumulation=3,
-        steps_per_generation=6,
-        num_iterations=2,
-        data_processes=2,
-        data_process=1,
-    )
+    sizes = BatchSizes(16, 8, 4, 3, 6, 2, data_processes=2, data_process=1)  # in the order of its fields
     assert (sizes.prompts_per_rollout, sizes.samples_per_rollout, sizes.rollout_share) == (6, 96, 48)
     assert (sizes.update_share, sizes.samples_per_update) == (12, 24)
     assert (sizes.slots, sizes.updates_per_rollout) == (12, 4)

@@ -1,16 +1,10 @@
-"""Every setting does something: turned, it changes what it is for.
+"""Every setting does something: turned, it changes what it is for, here or in a file that `ELSEWHERE` names."""
 
-`SETTINGS` has an entry for each setting that this library adds. Those that no other test shows to act are turned here,
-on a tiny pipeline that makes one update or two; for the others it names the test, as `file::name` below tests/.
-"""
-
-import ast
 import dataclasses
 import functools
 import gc
 import json
 import re
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,22 +33,14 @@ HERE = Path(__file__).parents[1]
 
 @dataclasses.dataclass(frozen=True)
 class Turned:
-    """A setting with another value.
-
-    Attributes:
-        value: the other one; `base` has the first, or it is the default.
-        changes: what differs then, of the names that `observe` gives. If all of them are `HARMLESS`, the weights after
-            an update do not.
-        base: settings under which the setting has something to do.
-    """
+    """A setting with another value than its default, or than that in `base`."""
 
     value: Any
-    changes: str
-    base: dict[str, Any] = dataclasses.field(default_factory=dict)
+    changes: str  # what differs then, of what `observe` sees; the weights too, unless all of it is `HARMLESS`
+    base: dict[str, Any] = dataclasses.field(default_factory=dict)  # under which the setting has something to do
 
     @property
     def is_harmless(self) -> bool:
-        """Whether the weights stay as they are."""
         return HARMLESS.issuperset(self.changes.split())
 
 
@@ -70,38 +56,62 @@ COMMON |= {"watch_rewards": None, "log_samples_steps": None, "num_inference_step
 AGAIN = {"num_iterations": 2, "epsilon": 1e-5, "epsilon_high": 1e-5}  # the second update is off-policy, and clipped
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 SLIDING = {"step_selection": "sliding", "num_trained_steps": 1, "step_interval": 2}
+VALUED = {"advantage_estimator": "gae", "num_iterations": 2}
 FULL = {"lora": False, "learning_rate": 1e-3}
+RECOMPUTED = FULL | {"gradient_checkpointing": None, "activation_checkpointing": False}
 VIDEO = {"name": "wan", "rewards": "video"}
 PARTS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
 # the network drifts with the size of its batch, which is another one in the rollout
 DRIFTING = PARTS | {"drift": True, "max_ratio_error": None, "rollout_batch_size": 4, "epsilon": 1e-7}
 DRIFTING |= {"steps_per_generation": 4}
 
-ADVANTAGES = "rollout/test_estimator.py::test_clip_threshold_and_missing_rewards_of_a_value_model"
-AVERAGE = "training/test_average.py::test_the_average_moves_every_n_updates_and_warms_up_by_updates"
-BATCHES = "test_trainer.py::test_several_batches_per_step_reach_the_advantages"
-DECODING = "training/test_decoding.py::test_tiles_and_slices_of_a_run_are_used_in_rollouts"
-EVALUATION = "test_trainer.py::test_evaluation_before_and_during_training"
-FUNCTION = "rollout/test_estimator.py::test_the_best_are_chosen_by_the_function_and_trained_with_its_advantages"
-GAE = "rollout/test_estimator.py::test_advantages_of_each_step"
-OFFLOADED_REWARDS = "training/test_offload.py::test_rewards_are_off_the_accelerator_while_the_network_works"
-OWN_ALGORITHM = "config/test_recording.py::test_an_algorithm_of_ones_own_trains"
-QUANTIZED = "weights/test_quantization.py::test_the_short_form"
-REFERENCE = "training/test_average.py::test_a_synchronised_reference_moves_towards_the_policy_every_n_updates"
-SAMPLES = "report/test_outputs.py::test_some_samples_are_kept_and_shown_without_an_evaluation"
-SHARE = "training/test_model.py::test_checkpointing_of_a_share_of_the_blocks"
-SIGMAS = "data/test_inputs.py::test_sigmas_space_the_steps_of_training_and_not_of_evaluation"
-TOKENS = "policy/test_token.py::test_settings_reach_the_drawing"
-VALIDATION = "training/test_callbacks.py::test_validation_prompts_are_sampled_and_never_scored"
-
-SETTINGS: dict[str, Turned | str] = {
-    # Samples
+ELSEWHERE = {  # files of tests that turn settings, below tests/
+    "algorithms/test_conversions.py": "drop_zero_advantages log_prob_type",
+    "config/test_recording.py": "loss_type loss_kwargs",
+    "data/test_inputs.py": "eval_num_inference_steps sigmas",
+    "data/test_prompts.py": "prompt_column",
+    "distributed/test_context_parallel.py": "context_parallel_size context_parallel_type",
+    "distributed/test_deepspeed.py": "ds3_gather_for_generation",
+    "distributed/test_fsdp.py": "fsdp_gather_for_generation",
+    "policy/test_token.py": "temperature top_k top_p",
+    "report/test_outputs.py": "log_completions num_completions_to_log log_samples_steps save_samples_steps",
+    "rewards/test_executor.py": "overlap_rewards",
+    "rollout/test_estimator.py": (
+        "gamma gae_lambda advantage_clip reward_threshold reward_baseline best_of_n advantage_fn"
+    ),
+    "rollout/test_steps.py": "step_selection",
+    "rollout/test_value_model.py": "advantage_estimator",
+    "test_trainer.py": (
+        "kl_reward num_iterations num_generations_eval eval_on_start eval_steps beta importance_sampling_level "
+        "scale_rewards num_batches_per_step steps_per_generation multi_objective_aggregation"
+    ),
+    "training/test_average.py": (
+        "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps ema_decay ema_update_interval"
+    ),
+    "training/test_base.py": "overwrite_output_dir load_best_model_at_end metric_for_best_model",
+    "training/test_block_swap.py": "group_offload_stream group_offload_blocks group_offload",
+    "training/test_callbacks.py": "validation_prompts validation_steps",
+    "training/test_damage.py": "resume_without_optimizer",
+    "training/test_decoding.py": "decode_batch_size vae_slicing vae_tiling",
+    "training/test_evaluation.py": "reward_weights",
+    "training/test_model.py": "selective_checkpointing scheduler_kwargs model_init_kwargs",
+    "training/test_offload.py": "offload_rewards offload_frozen",
+    "training/test_out_of_memory.py": "auto_find_batch_size",
+    "training/test_prompt_embeds.py": "prompt_embeds_dir cache_prompt_embeds",
+    "training/test_step_size.py": "target_change",
+    "training/test_trackers.py": "report_to",
+    "training/test_watched_rewards.py": "watch_rewards",
+    "weights/test_files.py": "push_samples",
+    "weights/test_lora.py": "lora_path lora_adapter keep_adapters",
+    "weights/test_quantization.py": (
+        "quantization load_in_4bit load_in_8bit bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage"
+    ),
+}
+SETTINGS: dict[str, Turned | str] = {name: file for file, names in ELSEWHERE.items() for name in names.split()}
+SETTINGS |= {
     "num_generations": Turned(4, "prompts@1 advantages@1"),
-    "num_generations_eval": EVALUATION,
     "num_inference_steps": Turned(4, "steps@1 samples@1"),
-    "eval_num_inference_steps": SIGMAS,
     "eval_pipeline_kwargs": Turned({"height": 32}, "evaluation", EVALUATED),
-    "sigmas": SIGMAS,
     "guidance_scale": Turned(1.0, "samples@1 path@1 passes gradient@1 evaluation", EVALUATED),
     "height": Turned(32, "sizes samples@1 evaluation", EVALUATED),
     "width": Turned(32, "sizes samples@1 evaluation", EVALUATED),
@@ -110,139 +120,45 @@ SETTINGS: dict[str, Turned | str] = {
     "pipeline_kwargs": Turned(
         {"max_sequence_length": 32, "negative_prompt": "grey"}, "samples@1 path@1 gradient@1 evaluation", EVALUATED
     ),
-    "scheduler_kwargs": "training/test_model.py::test_scheduler_kwargs_move_the_sigmas_and_stay_with_the_pipeline",
     "rollout_batch_size": Turned(1, "passes"),
-    "decode_batch_size": "training/test_decoding.py::test_runs_and_evaluations_are_the_same",
-    "vae_slicing": DECODING,
-    "vae_tiling": DECODING,
     "samples_per_latent": Turned("group", "initial_seeds@1 samples@1"),
-    "best_of_n": FUNCTION,
     "offload_trajectories": Turned(True, "kept_on"),
-    # Process
     "sde_type": Turned("cps", "samples@1 path@1 gradient@1"),
     "noise_level": Turned(0.2, "samples@1 path@1 gradient@1"),
     "trained_steps": Turned([1, 2], "steps@1 gradient@1"),
     "num_trained_steps": Turned(1, "steps@1 gradient@1"),
-    "step_selection": "rollout/test_steps.py::test_each_sample_draws_steps_of_its_own",
+    "noisy_steps": Turned("trained", "samples@1", {"trained_steps": [0, 1]}),
     "step_interval": Turned(1, "steps@2 gradient@2", SLIDING),
-    "noisy_steps": "algorithms/test_conversions.py::test_the_setting_reaches_the_rollout",
-    "log_prob_type": "algorithms/test_conversions.py::test_the_setting_reaches_the_ratio",
-    # Tokens
-    "temperature": TOKENS,
-    "top_k": TOKENS,
-    "top_p": TOKENS,
-    # Optimisation
-    "loss_type": OWN_ALGORITHM,
-    "loss_kwargs": OWN_ALGORITHM,
-    "target_change": "training/test_step_size.py::test_runs_reach_the_target",
-    "beta": "test_trainer.py::test_kl_has_a_gradient_and_vanishes_on_the_reference",
-    "kl_reward": "test_trainer.py::test_a_divergence_in_the_reward",
     "epsilon": Turned(10.0, "gradient@2 clip_ratio/low_mean@2", AGAIN),
     "epsilon_high": Turned(10.0, "gradient@2 clip_ratio/high_mean@2", AGAIN),
-    "importance_sampling_level": "test_trainer.py::test_ratios_of_whole_trajectories",
-    "num_iterations": "test_trainer.py::test_a_rollout_used_again_is_off_policy_and_the_clip_acts",
-    "steps_per_generation": "test_trainer.py::test_several_updates_per_rollout",
-    "scale_rewards": BATCHES,
-    "reward_baseline": "rollout/test_estimator.py::test_the_baseline_of_the_batch",
-    "num_batches_per_step": BATCHES,
-    "reward_weights": "training/test_evaluation.py::test_what_one_reward_leaves_out_counts_as_its_mean",
-    "multi_objective_aggregation": "test_trainer.py::test_the_order_of_aggregation_reaches_the_advantages",
-    "advantage_fn": FUNCTION,
-    "advantage_clip": ADVANTAGES,
-    "reward_threshold": ADVANTAGES,
-    "drop_zero_advantages": (
-        "algorithms/test_conversions.py::test_dropping_a_group_of_equals_doubles_what_the_other_says"
-    ),
     "step_weight": Turned("velocity", "gradient@1"),
     "old_log_prob": Turned("replay", "gradient@1 gradient@2 ratio/mean@1", DRIFTING),
     "max_ratio_error": Turned(1e-06, "error", DRIFTING),
-    # Value model
-    "advantage_estimator": "rollout/test_value_model.py::test_training_with_a_value_model",
-    "value_learning_rate": "rollout/test_value_model.py::test_the_learning_rate_of_the_value_model_is_its_own",
-    "value_clip": Turned(0.001, "value/loss@2", {"advantage_estimator": "gae", "num_iterations": 2}),
-    "gamma": GAE,
-    "gae_lambda": GAE,
-    # Reference and average
-    "sync_ref_model": REFERENCE,
-    "ref_model_mixup_alpha": REFERENCE,
-    "ref_model_sync_steps": REFERENCE,
-    "report_to": "training/test_trackers.py::test_tensorboard_has_curves_and_frames",
-    "ds3_gather_for_generation": (
-        "distributed/test_deepspeed.py::test_rows_may_differ_in_how_often_they_pass_the_network"
-    ),
-    "fsdp_gather_for_generation": (
-        "distributed/test_fsdp.py::test_whatever_is_set_two_processes_train_what_one_trains"
-    ),
+    "value_clip": Turned(0.001, "value/loss@2", VALUED),
+    "value_learning_rate": Turned(0.1, "value/loss@2", VALUED),
     "offload_ref_model": Turned(True, "moved", FULL | {"beta": 0.1}),
-    "ema_decay": AVERAGE,
-    "ema_update_interval": AVERAGE,
-    # Model, data, log
-    "offload_frozen": "training/test_offload.py::test_training_is_the_same_to_the_last_bit",
-    "offload_rewards": OFFLOADED_REWARDS,
-    "group_offload": "training/test_block_swap.py::test_runs_are_the_same_beside_reference_average_and_frozen_parts",
-    "group_offload_blocks": "training/test_block_swap.py::test_experts_that_take_turns_are_swapped_each_by_itself",
-    "group_offload_stream": "training/test_block_swap.py::test_blocks_are_fetched_ahead_in_both_directions",
-    "cache_prompt_embeds": "training/test_prompt_embeds.py::test_a_run_trains_the_same_weights",
-    "prompt_embeds_dir": "training/test_prompt_embeds.py::test_a_later_run_does_not_even_load_the_encoders",
-    "context_parallel_size": "distributed/test_context_parallel.py::test_a_group_trains_what_one_process_trains",
-    "context_parallel_type": "distributed/test_context_parallel.py::test_a_ring_trains_what_one_process_trains",
-    "keep_adapters": "weights/test_lora.py::test_other_adapters_stay_active_and_frozen",
-    "lora_adapter": "weights/test_lora.py::test_an_adapter_of_the_pipeline_is_trained_further",
-    "lora_path": "weights/test_lora.py::test_a_saved_lora_is_trained_further",
     "train_component": Turned("transformer_2", "trained", VIDEO | {"name": "wan_experts", "trained_steps": [1, 2]}),
-    "model_init_kwargs": "training/test_model.py::test_the_dtype_in_which_a_pipeline_is_loaded",
-    "load_in_4bit": QUANTIZED,
-    "load_in_8bit": QUANTIZED,
-    "bnb_4bit_quant_type": QUANTIZED,
-    "use_bnb_nested_quant": QUANTIZED,
-    "bnb_4bit_quant_storage": QUANTIZED,
-    "quantization": (
-        "weights/test_quantization.py::test_the_ratio_is_exactly_1_and_the_reference_is_the_quantised_base"
-    ),
-    "selective_checkpointing": SHARE,
-    "prompt_column": "data/test_prompts.py::test_the_column_of_prompts_is_chosen",
     "shuffle_dataset": Turned(False, "prompts@1 samples@1"),
-    "log_completions": SAMPLES,
-    "num_completions_to_log": SAMPLES,
-    "log_samples_steps": SAMPLES,
-    "push_samples": "weights/test_files.py::test_push_to_hub_uploads_the_weights_and_the_card",
-    "save_samples_steps": SAMPLES,
-    "validation_prompts": VALIDATION,
-    "validation_steps": VALIDATION,
-    "overlap_rewards": Turned(False, "scored_beside"),
-    "watch_rewards": "training/test_watched_rewards.py::test_evaluations_of_a_run_watch",
-    "overwrite_output_dir": "training/test_base.py::test_a_run_replaces_the_one_in_its_folder_if_asked_for",
-    "resume_without_optimizer": "training/test_damage.py::test_state_that_is_not_there_is_refused_unless_asked_for",
-    # TrainingArguments that this library treats in its own way
     "per_device_train_batch_size": Turned(2, "made@1 passes"),
     "gradient_accumulation_steps": Turned(4, "gradient@1 weights@1", PARTS | {"steps_per_generation": 4}),
-    "activation_checkpointing": SHARE,
+    "activation_checkpointing": Turned(True, "block_calls_with_gradient", RECOMPUTED),
     "bf16": Turned(True, "precision mixed"),
     "activation_checkpointing_kwargs": Turned(
         {"use_reentrant": True}, "block_calls_with_gradient", FULL | {"gradient_checkpointing": True}
     ),
-    "auto_find_batch_size": (
-        "training/test_out_of_memory.py::test_the_size_that_fits_is_found_and_trains_what_it_would_have_trained"
-    ),
     "data_seed": Turned(7, "prompts@1 samples@1"),
-    "load_best_model_at_end": "training/test_base.py::test_save_total_limit_and_the_best_model",
-    "metric_for_best_model": "training/test_base.py::test_the_best_metric_may_be_one_that_an_own_evaluate_adds",
     "optim": Turned("sgd", "weights@1"),
     "per_device_eval_batch_size": Turned(1, "passes", EVALUATED),
-    "save_on_each_node": "distributed/test_processes.py::test_machines_without_a_shared_disk_save_what_each_needs",
     "save_only_model": Turned(True, "files", {"save_strategy": "steps", "save_steps": 1}),
     "seed": Turned(5, "prompts@1 seeds@1 initial_seeds@1 samples@1"),
     "torch_compile": Turned(True, "compiled"),
-    "eval_on_start": EVALUATION,
-    "eval_steps": EVALUATION,
     "max_grad_norm": Turned(1e-09, "gradient@1"),
 }
 
 
 # What is observed
 
-HARMLESS = {"passes", "evaluation", "files", "scored_beside", "moved", "kept_on", "compiled", "fps"}
-HARMLESS |= {"block_calls_with_gradient"}
+HARMLESS = {"passes", "evaluation", "files", "moved", "kept_on", "compiled", "fps", "block_calls_with_gradient"}
 
 
 class Notes(TrainerCallback):
@@ -276,16 +192,9 @@ def flat(tensors) -> Tensor:
 
 
 def observe(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Train the tiny pipeline and say what was seen.
-
-    Returns:
-        by name. Of each update, with its number as in `gradient@1`: what it trains on (prompts, steps, seeds,
-        initial_seeds, path, which are the recorded latents, advantages), its gradient, the samples of the rollout
-        before it and how many were made, what was logged, and the weights that it leaves. There is an entry for each
-        further thing that a setting is for.
-    """
+    """Train the tiny pipeline and return what was seen by name; what belongs to an update has its number."""
     settings = COMMON | settings
-    seen: dict[str, Any] = {"scored_beside": [], "passes": [], "moved": 0, "kept_on": set(), "precision": set()}
+    seen: dict[str, Any] = {"passes": [], "moved": 0, "kept_on": set(), "precision": set()}
     notes = Notes(seen)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nn.Module, "compile", lambda module, **kwargs: seen.setdefault("compiled", kwargs))
@@ -315,12 +224,9 @@ def noted(reward: Callable, seen: dict[str, Any]) -> Callable:
 
     @functools.wraps(reward)
     def function(completions, prompts, trainer_state, fps=None, images=None, videos=None, **columns):
-        is_held_out = prompts[0] not in PROMPTS
-        key = "evaluation" if is_held_out else f"samples@{trainer_state.global_step + 1}"
+        key = f"samples@{trainer_state.global_step + 1}" if prompts[0] in PROMPTS else "evaluation"
         frames = [sample if isinstance(sample, list) else [sample] for sample in completions]
         seen.setdefault(key, []).extend(np.stack([np.asarray(frame) for frame in sample]) for sample in frames)
-        if not is_held_out:
-            seen["scored_beside"].append(threading.current_thread() is not threading.main_thread())
         seen["fps"] = fps
         return reward(completions, prompts=prompts, trainer_state=trainer_state, **columns)
 
@@ -439,12 +345,9 @@ def test_a_setting_changes_what_it_is_for(observed, name):
 
 
 @pytest.mark.parametrize("name", [name for name, entry in SETTINGS.items() if isinstance(entry, str)])
-def test_the_test_that_turns_a_setting_elsewhere_is_there(name):
-    file, _, test = SETTINGS[name].partition("::")
-    tests = {node.name for node in ast.parse((HERE / file).read_text()).body if isinstance(node, ast.FunctionDef)}
-    assert test in tests
-    others = [path for path in HERE.rglob("*.py") if path.name != Path(__file__).name]
-    assert any(re.search(rf"\b{name}\b", path.read_text()) for path in others)
+def test_a_setting_is_turned_in_the_file_that_is_named(name):
+    text = (HERE / SETTINGS[name]).read_text()
+    assert re.search(rf'\b{name}=|"{name}"|--{name}\b', text)
 
 
 def test_every_setting_has_an_entry():

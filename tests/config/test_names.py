@@ -8,13 +8,10 @@ from diffusion_grpo.config.names import ADVICE, LONGEST, OURS, check_name, refus
 KNOWN = [*own_fields(), *OF_TRANSFORMERS]
 
 
-@pytest.mark.parametrize("name", ["text", "two words", "好", "a.b", "x" * LONGEST])
-def test_names_that_fit(name):
-    check_name(name, "The reward", "rename it")
-
-
 @pytest.mark.parametrize("name", [3, "", " .. ", "a/b", "a\\b", "a\tb", "x" * (LONGEST + 1)])
-def test_names_that_do_not(name):
+def test_names_that_become_file_names(name):
+    for fine in ("two words", "好", "a.b", "x" * LONGEST):
+        check_name(fine, "The reward", "rename it")
     with pytest.raises(ValueError, match="The reward .*rename it"):
         check_name(name, "The reward", "rename it")
 
@@ -24,10 +21,7 @@ def test_names_that_do_not(name):
     [
         ("epsilom", "epsilon"),  # the nearest
         ("num_samples", "num_generations"),
-        ("kl_coef", "beta"),
-        ("clip_range", "epsilon"),
         ("sample.num_steps", "num_inference_steps"),
-        ("train_clip_range", "epsilon"),
         ("rl_num_image_per_prompt", "num_generations"),
         ("ppo_adv_clip_max", "advantage_clip"),
         ("rollout.n", "num_generations"),
@@ -41,14 +35,11 @@ def test_names_that_do_not(name):
         ("reward.grpo.epsilon", "leave it out"),
         ("metrics", "reward_funcs"),
         ("revision", "model_init_kwargs"),
-        ("sample.guidance_scale", "guidance_scale"),
         ("batch_size", "per_device_train_batch_size"),
         ("lr", "learning_rate"),
-        ("warmup_ratio", "warmup_steps"),
         ("logging_dir", "TENSORBOARD_LOGGING_DIR"),
         ("wandb_project", "WANDB_PROJECT"),
         ("save_safetensors", "leave it out"),
-        ("use_vllm", "leave it out"),
         ("vllm_mode", "leave it out"),
         ("cast_lm_head", "list-settings"),
     ],

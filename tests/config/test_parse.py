@@ -12,6 +12,7 @@ from diffusion_grpo.config.parse import (
     read_values,
     read_yaml,
 )
+from diffusion_grpo.rewards import load_rewards
 
 
 def test_overrides_win_over_the_file(config_file):
@@ -19,42 +20,32 @@ def test_overrides_win_over_the_file(config_file):
     script, lora, settings = parse_train_arguments(
         config_file(beta=0.5, pipeline_kwargs={"a": 1}), [*words, "--use_peft", "--pipeline_kwargs", '{"b": 1e-3}']
     )
-    assert settings.beta == 0.1
-    assert settings.trained_steps == [1, 3]
-    assert settings.advantage_clip is None
+    assert (settings.beta, settings.trained_steps, settings.advantage_clip) == (0.1, [1, 3], None)
     assert settings.pipeline_kwargs == {"b": 0.001}
-    assert script.reward_funcs == ["text", "color"]
-    assert lora.use_peft
+    assert script.reward_funcs == ["text", "color"] and lora.use_peft
     assert parse_train_arguments(config_file(scale_rewards=False), [])[2].scale_rewards == "none"
     assert parse_train_arguments(config_file(), ["--scale_rewards", "true"])[2].scale_rewards == "group"
 
 
 def test_rewards_with_options_come_from_yaml_and_from_flags(config_file):
-    from diffusion_grpo.rewards import load_rewards
-
-    wanted = [("text", 0.6, {"match": "exact"}), ("brightness", 0.5, {})]
-    for value in (
-        {"text": {"weight": 0.6, "match": "exact"}, "brightness": 0.5},
-        [{"text": {"weight": 0.6, "match": "exact"}}, {"brightness": 0.5}],
-    ):
-        script = parse_train_arguments(config_file(reward_funcs=value), [])[0]
-        found = [(reward.name, reward.weight, reward.arguments) for reward in load_rewards(script.reward_funcs)]
-        assert sorted(found, reverse=True) == wanted  # the file's keys are sorted
-    words = ["--reward_funcs", "{text: {weight: 0.6, match: exact}, brightness: 0.5}"]
-    script = parse_train_arguments(config_file(), words)[0]
-    found = [(reward.name, reward.weight, reward.arguments) for reward in load_rewards(script.reward_funcs)]
-    assert found == wanted
+    text = {"weight": 0.6, "match": "exact"}
+    runs = [({"reward_funcs": {"text": text, "brightness": 0.5}}, [])]
+    runs += [({"reward_funcs": [{"text": text}, {"brightness": 0.5}]}, [])]
+    runs += [({}, ["--reward_funcs", "{text: {weight: 0.6, match: exact}, brightness: 0.5}"])]
+    for changes, words in runs:
+        made = load_rewards(parse_train_arguments(config_file(**changes), words)[0].reward_funcs)
+        found = sorted((reward.name, reward.weight, reward.arguments) for reward in made)
+        assert found == [("brightness", 0.5, {}), ("text", 0.6, {"match": "exact"})]
 
 
-def test_yaml_reads_no_as_a_word_and_1e_3_as_a_number(tmp_path, config_file):
-    values = yaml.load("a: no\nb: 1e-3\nc: 12\nd: -.5\ne: true\nf: null\ng: 1.2.3", Yaml12Loader)
-    assert values == {"a": "no", "b": 0.001, "c": 12, "d": -0.5, "e": True, "f": None, "g": "1.2.3"}
-    assert isinstance(values["c"], int)
-    path = config_file()
-    with open(path, "a") as file:
-        file.write("eval_strategy: no\nlearning_rate: 1e-3\n")
-    settings = parse_train_arguments(path, [])[2]
-    assert settings.eval_strategy == "no" and settings.learning_rate == 1e-3
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("no", "no"), ("1e-3", 0.001), ("12", 12), ("-.5", -0.5), ("true", True), ("null", None), ("1.2.3", "1.2.3")]
+    + [("010", 10), ("1:30", "1:30"), ("0o17", 15), ("0x1F", 31), ("-3", -3), ("1_000", "1_000"), ("0b11", "0b11")],
+)
+def test_values_are_those_of_yaml_1_2(text, value):
+    made = yaml.load(f"a: {text}", Yaml12Loader)["a"]
+    assert made == value and type(made) is type(value)
 
 
 def test_overrides_are_grouped_by_key():
@@ -101,15 +92,10 @@ def test_a_key_that_stands_twice_is_refused_with_its_lines(tmp_path):
     assert values["b"] == {"x": 2, "y": 1} and values["c"] == {"x": 2, "y": 3}
 
 
-def test_whole_numbers_are_those_of_yaml_1_2():
-    values = yaml.load("a: 010\nb: 1:30\nc: 0o17\nd: 0x1F\ne: -3\nf: 1_000\ng: 0b11", Yaml12Loader)
-    assert values == {"a": 10, "b": "1:30", "c": 15, "d": 31, "e": -3, "f": "1_000", "g": "0b11"}
-
-
 def test_a_single_value_of_a_list_is_a_list_of_one(config_file):
     words = ["--validation_prompts", "a cat", "--reward_weights", "0.5", "--watch_rewards=none"]
     settings = parse_train_arguments(config_file(), words)[2]
-    assert settings.validation_prompts == ["a cat"] and settings.reward_weights == [0.5]
+    assert (settings.validation_prompts, settings.reward_weights) == (["a cat"], [0.5])
     assert settings.watch_rewards == ["none"]
     settings = parse_train_arguments(config_file(validation_prompts="- a cat", reward_weights=1), [])[2]
     assert settings.validation_prompts == ["- a cat"] and settings.reward_weights == [1.0]

@@ -11,7 +11,6 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.config.settings import (
-    computes_in_bf16,
     count_launched_processes,
     find_backends_with_cpu,
     has_apple_gpu,
@@ -29,23 +28,36 @@ def test_processes_of_a_launcher_are_counted(monkeypatch):
     assert count_launched_processes() == 2
 
 
-def test_collectives_on_the_cpu_have_a_backend(monkeypatch):
-    assert find_backends_with_cpu() is None  # gloo alone
-    for kind, expected in [("cuda", "cuda:nccl,cpu:gloo"), ("xpu", "xpu:xccl,cpu:gloo"), ("mps", None)]:
-        found = torch.device(kind)
-        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False, f=found: f)
-        assert find_backends_with_cpu() == expected
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [(None, None), ("cuda", "cuda:nccl,cpu:gloo"), ("xpu", "xpu:xccl,cpu:gloo"), ("mps", None)],
+)
+def test_collectives_on_the_cpu_have_a_backend(monkeypatch, kind, expected):
+    accelerator = kind and torch.device(kind)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: accelerator)
+    assert find_backends_with_cpu() == expected
 
 
-def test_the_backend_for_the_cpu_is_set_before_the_processes_meet(monkeypatch, tmp_path):
-    monkeypatch.setattr("diffusion_grpo.config.settings.find_backends_with_cpu", lambda: "cuda:nccl,cpu:gloo")
+@pytest.fixture
+def seen_before_processes_meet(monkeypatch, tmp_path):
+    """The settings as they are when transformers takes over, which asks for the devices."""
     seen = []
 
     def meet(self):
-        seen.append(self.ddp_backend)
+        seen.append(self)
         raise InterruptedError
 
+    def make(**given):
+        with pytest.raises(InterruptedError):
+            DiffusionGRPOConfig(str(tmp_path), **given)
+        return seen[-1]
+
     monkeypatch.setattr(TrainingArguments, "__post_init__", meet)
+    return make
+
+
+def test_the_backend_for_the_cpu_is_set_before_the_processes_meet(monkeypatch, tmp_path, seen_before_processes_meet):
+    monkeypatch.setattr("diffusion_grpo.config.settings.find_backends_with_cpu", lambda: "cuda:nccl,cpu:gloo")
     (tmp_path / "fsdp.json").write_text('{"fsdp_cpu_offload": true}')
     offloaded = {"fsdp": True, "fsdp_config": str(tmp_path / "fsdp.json")}
     cases = [({}, None), ({"fsdp": True}, None), (offloaded | {"fsdp": None}, None)]
@@ -56,26 +68,10 @@ def test_the_backend_for_the_cpu_is_set_before_the_processes_meet(monkeypatch, t
         for own in ({"cpu_offload": True}, '{"cpu_offload": 1}')
     ]
     for given, expected in cases:
-        with pytest.raises(InterruptedError):
-            DiffusionGRPOConfig(str(tmp_path), **given)
-        assert seen.pop() == expected, given
+        assert seen_before_processes_meet(**given).ddp_backend == expected, given
 
 
-@pytest.mark.parametrize(
-    ("is_there", "is_its_own", "expected"), [(True, True, True), (True, False, False), (False, True, False)]
-)
-def test_emulated_bf16_is_no_default(monkeypatch, is_there, is_its_own, expected):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_there)
-    supported = lambda including_emulation=True: including_emulation or is_its_own  # noqa: E731
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
-    assert computes_in_bf16() == expected
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [({}, ("bf16", True)), ({"bf16": True}, ("bf16", True)), ({"bf16": False}, ("no", False))],
-    ids=str,
-)
+@pytest.mark.parametrize(("given", "expected"), [({}, ("bf16", True)), ({"bf16": False}, ("no", False))], ids=str)
 def test_the_precision_of_the_launcher_counts_where_the_settings_leave_it_open(monkeypatch, tmp_path, given, expected):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as `accelerate launch --mixed_precision bf16` does
     config = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, **given)
@@ -87,23 +83,23 @@ def test_the_precision_of_the_launcher_counts_where_the_settings_leave_it_open(m
 
 
 @pytest.mark.parametrize(
-    ("given", "warns"), [({}, True), ({"fp16": True}, False), ({"bf16": False}, False), ({"use_cpu": True}, False)]
+    ("given", "is_native", "bf16", "warns"),
+    [
+        ({}, True, True, False),
+        ({}, False, False, True),
+        ({"fp16": True}, True, False, False),
+        ({"bf16": False}, False, False, False),
+        ({"use_cpu": True}, True, False, False),
+    ],
 )
-def test_a_gpu_without_bf16_trains_in_float32_and_says_so(monkeypatch, caplog, tmp_path, given, warns):
+def test_bf16_is_the_default_where_it_is_not_emulated(
+    monkeypatch, caplog, tmp_path, seen_before_processes_meet, given, is_native, bf16, warns
+):
+    supported = lambda including_emulation=True: including_emulation or is_native  # noqa: E731
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
-    seen = []
-
-    def meet(self):
-        seen.append(self.bf16)
-        raise InterruptedError
-
-    monkeypatch.setattr(TrainingArguments, "__post_init__", meet)
-    with pytest.raises(InterruptedError):
-        DiffusionGRPOConfig(str(tmp_path), **given)
-    assert seen == [False]
+    assert seen_before_processes_meet(**given).bf16 is bf16
     assert ("fp16=True trains in half precision" in caplog.text) == warns
 
 
@@ -141,53 +137,48 @@ class OwnConfig(DiffusionGRPOConfig):
     style: str = "plain"
 
 
+GIVEN = {"output_dir": "out", "use_cpu": True, "num_generations": 8}
+
+
+@pytest.mark.parametrize("kind", [DiffusionGRPOConfig, OwnConfig])
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: make_config(num_generations=8),
-        lambda: dataclasses.replace(make_config(num_generations=8), seed=42),
-        lambda: OwnConfig("out", use_cpu=True, num_generations=8, style="bold"),
-        lambda: dataclasses.replace(OwnConfig("out", use_cpu=True, num_generations=8), style="bold"),
-        lambda: HfArgumentParser(DiffusionGRPOConfig).parse_args_into_dataclasses(
-            ["--output_dir", "out", "--use_cpu", "--num_generations", "8"]
-        )[0],
-        lambda: HfArgumentParser(OwnConfig).parse_dict({"output_dir": "out", "use_cpu": True, "num_generations": 8})[
-            0
-        ],
+        lambda kind: kind(**GIVEN),
+        lambda kind: dataclasses.replace(kind(**GIVEN), seed=42),
+        lambda kind: HfArgumentParser(kind).parse_dict(GIVEN)[0],
     ],
-    ids=["keywords", "replaced", "own", "own replaced", "parsed", "own parsed"],
+    ids=["keywords", "replaced", "parsed"],
 )
-def test_what_was_chosen_is_known_however_the_settings_are_made(make):
+def test_what_was_chosen_is_known_however_the_settings_are_made(make, kind):
     """So that the embedded model fills in the rest."""
-    given = make().given
+    given = make(kind).given
     assert "num_generations" in given and not given & {"num_inference_steps", "height", "width"}
     assert not given & default_settings({"num_generations": 4}).keys()
+    assert "num_inference_steps" in make_config(num_inference_steps=10).given  # a default that is named is a choice
 
 
-def test_a_default_that_is_given_by_name_is_a_choice():
-    assert "num_inference_steps" in make_config(num_inference_steps=10).given
+@pytest.mark.parametrize(
+    ("given", "eval_steps", "eval_on_start"),
+    [
+        ({}, None, False),
+        ({"eval_on_start": True}, None, True),
+        ({"eval_strategy": "epoch"}, None, True),
+        ({"eval_strategy": "epoch", "eval_on_start": False}, None, False),
+        ({"eval_strategy": "steps", "save_steps": 20}, 20, True),  # with the checkpoints, not with each update's log
+        ({"eval_strategy": "steps", "logging_steps": 5}, 5, True),  # as transformers has it
+        ({"eval_strategy": "steps", "eval_steps": 2}, 2, True),
+    ],
+)
+def test_when_there_are_evaluations(given, eval_steps, eval_on_start):
+    args = make_config(**given)
+    assert (args.eval_steps, args.eval_on_start) == (eval_steps, eval_on_start)
 
 
-def test_evaluations_come_with_the_checkpoints_by_default():
-    """And not with each log entry, which is each update."""
-    assert make_config(eval_strategy="steps", save_steps=20).eval_steps == 20
-    assert make_config(eval_strategy="steps", logging_steps=5).eval_steps == 5  # as transformers has it
-    assert make_config(eval_strategy="steps", eval_steps=2).eval_steps == 2
-    assert make_config(eval_strategy="epoch").eval_steps is None
-
-
-def test_where_evaluations_are_on_there_is_one_before_training():
-    assert make_config(eval_strategy="epoch").eval_on_start is True
-    assert make_config(eval_strategy="epoch", eval_on_start=False).eval_on_start is False
-    assert make_config().eval_on_start is False and make_config(eval_on_start=True).eval_on_start is True
-
-
-def test_scale_rewards_takes_the_values_of_trl():
-    assert [make_config(scale_rewards=value).scale_rewards for value in (True, False, "batch")] == [
-        "group",
-        "none",
-        "batch",
-    ]
+def test_what_trl_and_parsers_write_is_understood():
+    given = [make_config(scale_rewards=value).scale_rewards for value in (True, False, "batch")]
+    assert given == ["group", "none", "batch"]
+    assert make_config(pipeline_kwargs='{"max_sequence_length": 1}').pipeline_kwargs == {"max_sequence_length": 1}
 
 
 def test_the_home_folder_may_be_written_short_in_every_setting(tmp_path, monkeypatch):

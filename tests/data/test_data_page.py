@@ -38,6 +38,5 @@ def test_example(title, tmp_path, monkeypatch):
     monkeypatch.setattr(
         diffusion_grpo, "DiffusionGRPOTrainer", lambda model, **rest: real(tiny_pipelines.build(name)[0], **rest)
     )
-    names = {}
-    exec(compile(EXAMPLES[title], title, "exec"), names)
+    exec(compile(EXAMPLES[title], title, "exec"), names := {})
     assert logged(names["trainer"], "ratio/max_error") == [0.0]

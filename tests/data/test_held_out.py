@@ -3,13 +3,10 @@
 import logging
 
 import pytest
-import tiny_pipelines
 from datasets import Dataset
-from peft import LoraConfig
 from PIL import Image
-from tiny_runs import LORA, PROMPTS, SETTINGS, brightness, trainer_for
+from tiny_runs import PROMPTS, trainer_for
 
-from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.data.held_out import count_prompts, describe_prompts, name_prompts, warn_of_trained_prompts
 
 
@@ -49,23 +46,11 @@ def test_a_trainer_says_so_at_the_start(tmp_path, caplog, monkeypatch):
 
 
 def test_a_trainer_does_not_compare_instructions_for_images(tmp_path):
-    for name in ("a.png", "b.png"):
-        Image.new("RGB", (16, 16), "red").save(tmp_path / name)
-    pipe, inputs = tiny_pipelines.build("sd15_img2img")
-    train, evaluation = (
-        Dataset.from_dict({"prompt": ["brighter"], "image": [str(tmp_path / name)]}) for name in ("a.png", "b.png")
-    )
-    given = {"guidance_scale": inputs["guidance_scale"], "pipeline_kwargs": {"strength": inputs["strength"]}}
-    settings = SETTINGS | given | {"num_generations": 8}
-    trainer = DiffusionGRPOTrainer(
-        model=pipe,
-        reward_funcs=brightness,
-        args=DiffusionGRPOConfig(str(tmp_path / "run"), **settings),
-        train_dataset=train,
-        eval_dataset=evaluation,
-        peft_config=LoraConfig(**LORA),
-    )
-    assert trainer.run["prompts"] == {"train": 1, "eval": 1, "eval_in_train": None}
+    images = {"image": [Image.new("RGB", (16, 16), "red")] * 4}
+    held_out = Dataset.from_dict({"prompt": PROMPTS} | images)
+    strength = {"pipeline_kwargs": {"strength": 0.8}}
+    trainer = trainer_for(tmp_path, "sd15_img2img", columns=images, eval_dataset=held_out, **strength)
+    assert trainer.run["prompts"] == {"train": 4, "eval": 4, "eval_in_train": None}
 
 
 def test_the_same_instruction_for_another_image_is_not_compared():

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import logging
 import types
 
 import numpy as np
@@ -13,6 +12,8 @@ from datasets import Dataset, Video
 from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     FluxKontextPipeline,
+    LTXPipeline,
+    StableDiffusion3Pipeline,
     StableDiffusionImg2ImgPipeline,
     WanImageToVideoPipeline,
     WanPipeline,
@@ -33,7 +34,6 @@ from tiny_runs import (
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.data import call_form
-from diffusion_grpo.data import inputs as module
 from diffusion_grpo.data.call_form import learn_forms
 from diffusion_grpo.data.calls import Form, group_by_shape
 from diffusion_grpo.data.columns import RowError
@@ -50,7 +50,6 @@ UNUSED = types.SimpleNamespace(draws_globally=False, **NOT_CALLED)  # a policy
 
 
 def make_image(seed=0, size=(16, 16), mode="RGB"):
-    """Noise of some size (width, height)."""
     numbers = np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
     return Image.fromarray(numbers).convert(mode)
 
@@ -72,7 +71,7 @@ class Blend(FluxKontextPipeline):
 class Embedded(Blend):
     """Cannot be called without a prompt, which may be None."""
 
-    def __call__(self, prompt, image, prompt_embeds=None, pooled_prompt_embeds=None):
+    def __call__(self, prompt, image, prompt_embeds=None):
         raise NotImplementedError
 
 
@@ -122,9 +121,8 @@ def learned(cls, folder, row=None, **changes):
     ],
 )
 def test_the_pipeline_is_asked_once(tmp_path, caplog, cls, form):
-    with caplog.at_level(logging.WARNING, "diffusion_grpo"):
-        inputs, row = learned(cls, tmp_path)
-        learn_forms(inputs, UNUSED, [row], noise_level=0.7)  # known: the pipeline is not called again
+    inputs, row = learned(cls, tmp_path)
+    learn_forms(inputs, UNUSED, [row], noise_level=0.7)  # known: the pipeline is not called again
     assert inputs.forms == {frozenset({"prompt", "image"}): form}
     warned = [record.message for record in caplog.records if record.name == "diffusion_grpo.data.call_form"]
     assert len(warned) == (form.reason is not None) and all(cls.__name__ in x and form.reason in x for x in warned)
@@ -148,82 +146,61 @@ def test_a_picture_for_all_prompts_is_given_as_a_column_would_be(tmp_path, cls):
         assert inputs(rows)["image"] == [picture, rows[1]["image"]]
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 4},
-        {"per_device_train_batch_size": 4, "rollout_batch_size": 1},
-    ],
-    ids=["evaluation", "update"],
-)
-def test_calls_that_are_larger_than_those_of_a_rollout_count(tmp_path, sizes):
-    inputs, row = learned(Blend, tmp_path, **sizes, num_generations=4, gradient_accumulation_steps=4)
+@pytest.mark.parametrize("other", [{"per_device_eval_batch_size": 4}, {"rollout_batch_size": 1}], ids=str)
+def test_calls_that_are_larger_than_those_of_a_rollout_count(tmp_path, other):
+    sizes = {"per_device_train_batch_size": 4 if "rollout_batch_size" in other else 1, "num_generations": 4}
+    inputs, row = learned(Blend, tmp_path, **sizes, **other, gradient_accumulation_steps=4)
     assert [form.name for form in inputs.forms.values()] == ["single"]
-    assert inputs.parts([row, row | {"image": make_image(1)}]) == [[0], [1]]
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "expected"),
+    ("pipeline", "given", "expected"),
     [
-        ("wan", {}, 16.0),
-        ("wan", {"fps": 8.0}, 8.0),
-        ("ltx", {}, 25.0),
-        ("ltx", {"pipeline_kwargs": {"frame_rate": 12}}, 12.0),
-        ("ltx", {"pipeline_kwargs": {"frame_rate": 12}, "fps": 12.0}, 12.0),
+        (WanPipeline, {}, 16.0),
+        (WanPipeline, {"fps": 8.0}, 8.0),
+        (LTXPipeline, {}, 25.0),
+        (LTXPipeline, {"pipeline_kwargs": {"frame_rate": 12}}, 12.0),
+        (LTXPipeline, {"pipeline_kwargs": {"frame_rate": 12}, "fps": 12.0}, 12.0),
+        (LTXPipeline, {"fps": 16.0}, None),  # not that of the pipeline
     ],
 )
-def test_videos_have_the_rate_at_which_the_pipeline_makes_them(tmp_path, name, given, expected):
-    assert PipelineInputs(type(tiny_pipelines.build(name)[0]), settings(tmp_path, **given)).fps == expected
-
-
-def test_another_rate_than_the_pipelines_is_refused(tmp_path):
-    ltx = type(tiny_pipelines.build("ltx")[0])
-    with pytest.raises(ValueError, match="fps=16, but LTXPipeline makes videos of frame_rate=25; set pipeline_kwargs"):
-        PipelineInputs(ltx, settings(tmp_path, fps=16.0))
+def test_videos_have_the_rate_at_which_the_pipeline_makes_them(tmp_path, pipeline, given, expected):
+    if expected is not None:
+        assert PipelineInputs(pipeline, settings(tmp_path, **given)).fps == expected
+        return
+    with pytest.raises(ValueError, match="fps=16, but .* frame_rate=25"):
+        PipelineInputs(pipeline, settings(tmp_path, **given))
 
 
 def test_a_rate_of_its_own_for_each_row_is_refused(tmp_path):
-    ltx, data = type(tiny_pipelines.build("ltx")[0]), Dataset.from_dict({"prompt": ["a"], "frame_rate": [12]})
-    with pytest.raises(ValueError, match=r"train_dataset, column 'frame_rate': .* set pipeline_kwargs: {frame_rate"):
-        prepare_inputs(ltx, settings(tmp_path), [("train_dataset", data)], [])
+    data = Dataset.from_dict({"prompt": ["a"], "frame_rate": [12]})
+    with pytest.raises(ValueError, match="train_dataset, column 'frame_rate'"):
+        prepare_inputs(LTXPipeline, settings(tmp_path), [("train_dataset", data)], [])
     shown = data.with_transform(lambda rows: {"prompt": rows["prompt"]})  # whose rows have no such column
-    prepare_inputs(ltx, settings(tmp_path), [("train_dataset", shown)], [])
+    prepare_inputs(LTXPipeline, settings(tmp_path), [("train_dataset", shown)], [])
 
 
 def test_what_a_pipeline_cannot_be_called_without_is_asked_for(tmp_path):
     data = Dataset.from_dict({"prompt": ["a"], "imgae": ["x.png"]})
-    wanted = r"train_dataset has no column 'image', and WanImageToVideoPipeline .*\(there are prompt, imgae\)"
-    with pytest.raises(ValueError, match=wanted):
+    with pytest.raises(ValueError, match="train_dataset has no column 'image'.*prompt, imgae"):
         prepare_inputs(WanImageToVideoPipeline, settings(tmp_path), [("train_dataset", data)], [])
     shown = data.with_transform(lambda rows: {"prompt": rows["prompt"], "image": [make_image()] * len(rows["prompt"])})
     prepare_inputs(WanImageToVideoPipeline, settings(tmp_path), [("train_dataset", shown)], [])
     args = settings(tmp_path, validation_prompts=["a fox"])
-    with pytest.raises(ValueError, match="validation_prompts .* WanImageToVideoPipeline .* without 'image'; use an"):
+    with pytest.raises(ValueError, match="validation_prompts .* 'image'"):
         prepare_inputs(WanImageToVideoPipeline, args, [], [])
-    embedded = Dataset.from_dict(
-        {"prompt_embeds": [[[0.0]]], "pooled_prompt_embeds": [[0.0]], "image": [make_image()]}
-    )
+    embedded = Dataset.from_dict({"prompt_embeds": [[[0.0]]], "image": [make_image()]})
     prepare_inputs(Embedded, settings(tmp_path), [("train_dataset", embedded)], [])
 
 
 def test_paths_of_images_that_nothing_takes_are_warned_of(tmp_path, caplog):
     data = Dataset.from_dict({"prompt": ["a"], "image": ["x.png"], "place": ["Rome"], "images": [make_image()]})
-    with caplog.at_level(logging.WARNING, "diffusion_grpo"):
-        prepare_inputs(WanPipeline, settings(tmp_path), [("train_dataset", data)], [])
-        prepare_inputs(
-            WanPipeline,
-            settings(tmp_path),
-            [("eval_dataset", data)],
-            load_rewards([brightness, {"ssim": {"target_column": "image"}}]),
-        )
+    rewards = load_rewards([brightness, {"ssim": {"target_column": "image"}}])
+    prepare_inputs(WanPipeline, settings(tmp_path), [("train_dataset", data)], [])
+    prepare_inputs(WanPipeline, settings(tmp_path), [("eval_dataset", data)], rewards)
     first, second = caplog.messages  # a reward gets the samples as `images`, not the column of that name
     assert first.startswith("train_dataset: WanPipeline does not take image, images, and no reward names it")
     assert second.startswith("eval_dataset: WanPipeline does not take images, and no reward names it")
-
-
-def check_column(folder, name, rewards=()):
-    data = Dataset.from_dict({"prompt": ["a"], name: [4]})
-    prepare_inputs(type(tiny_pipelines.build("sd3")[0]), settings(folder), [("train_dataset", data)], rewards)
 
 
 @pytest.mark.parametrize(
@@ -233,10 +210,11 @@ def test_columns_that_the_pipeline_never_gets_are_named_unless_a_reward_reads_th
     def by_steps(images, num_inference_steps, num_images_per_prompt=1, latents=None):
         """Has parameters named like the pipeline's; `latents` are those of the samples."""
 
-    check_column(tmp_path, name, load_rewards(by_steps))
-    assert (name in caplog.text) is not asks
-    check_column(tmp_path, name)
-    assert name in caplog.text
+    row = {"prompt": "a", name: 4}
+    for rewards, is_named in ((load_rewards(by_steps), not asks), ([], True)):
+        data = [("train_dataset", Dataset.from_list([row]))]
+        inputs = prepare_inputs(StableDiffusion3Pipeline, settings(tmp_path), data, rewards)
+        assert (name in caplog.text) is is_named and name not in inputs([row])
 
 
 @pytest.mark.parametrize(
@@ -244,20 +222,12 @@ def test_columns_that_the_pipeline_never_gets_are_named_unless_a_reward_reads_th
     [("latents", 1), ("num_images_per_prompt", 2), ("negative_prompt", ["a", "b"]), ("sharpness", 1)],
 )
 def test_arguments_that_are_not_the_users_are_refused(tmp_path, name, value):
-    inputs = PipelineInputs(type(tiny_pipelines.build("sd3")[0]), settings(tmp_path))
+    inputs = PipelineInputs(StableDiffusion3Pipeline, settings(tmp_path))
     inputs.check_arguments({"negative_prompt": "blurry", "skip_guidance_layers": [7, 8]})
     with pytest.raises(ValueError, match=f"^eval_pipeline_kwargs: .*{name}"):
         inputs.check_arguments({"negative_prompt_2": "blurry", name: value}, "eval_pipeline_kwargs")
     with pytest.raises(ValueError, match=f"^pipeline_kwargs: .*{name}"):
         PipelineInputs(inputs.pipeline, settings(tmp_path, pipeline_kwargs={name: value}))
-
-
-def test_a_column_that_the_pipeline_never_gets_is_in_no_call(tmp_path):
-    pipe = type(tiny_pipelines.build("sd3")[0])
-    inputs = PipelineInputs(pipe, settings(tmp_path), asked={"num_images_per_prompt"})
-    row = {"prompt": "a", "num_images_per_prompt": 4}
-    inputs.check(Dataset.from_list([row]), "train_dataset")
-    assert "num_images_per_prompt" not in inputs([row])
 
 
 def learn_half_a_loop(folder, window, row=None):
@@ -272,7 +242,7 @@ def learn_half_a_loop(folder, window, row=None):
 
 
 def test_a_window_beyond_the_steps_of_the_pipeline_is_refused_at_once(tmp_path):
-    with pytest.raises(UnsupportedPipeline, match="takes 5 of 10 steps.*0 to 4 may be trained.*set trained_steps"):
+    with pytest.raises(UnsupportedPipeline, match="takes 5 of 10 steps.*trained_steps"):
         learn_half_a_loop(tmp_path, {})
     assert learn_half_a_loop(tmp_path, {"trained_steps": [0, 4]}).forms
     assert learn_half_a_loop(tmp_path, {}, {"strength": 0.5}).forms  # another row may take more steps
@@ -299,10 +269,8 @@ def test_a_row_that_the_pipeline_refuses_is_named(tmp_path):
         def read(self, image):
             raise OSError("no image is good enough")
 
-    row = {"prompt": "a red cat", "image": Image.new("RGB", (16, 16))}
-    message = r"Fussy fails on a row with image, prompt \(prompt 'a red cat'\): OSError: no image is good"
-    with pytest.raises(RowError, match=message) as failure:
-        learned(Fussy, tmp_path, row)
+    with pytest.raises(RowError, match="'a red cat'.*: OSError: no image is good") as failure:
+        learned(Fussy, tmp_path)
     assert isinstance(failure.value.__cause__, OSError)
 
 
@@ -343,14 +311,11 @@ def test_samples_of_another_size_than_was_asked_for_are_told_once(caplog):
     image, size = make_image(0, (32, 16)), {"height": 16, "width": 32}
     assert told(FluxKontextPipeline, [image], **size) == told(FluxKontextPipeline, [image]) == []
     assert told(FluxKontextPipeline, [torch.zeros(4, 2, 2)], **size) == []  # latents
-    assert told(FluxKontextPipeline, [image], height=16, width=64) == [
-        "FluxKontextPipeline makes samples of height=16, width=32, although width=64 was asked for; it has max_area "
-        "(pixels), which goes into pipeline_kwargs."
-    ]
+    (message,) = told(FluxKontextPipeline, [image], height=16, width=64)
+    assert "although width=64 was asked for" in message and "max_area" in message
     assert told(WanPipeline, [[image] * 5], **size, num_frames=5) == []
-    assert told(WanPipeline, [[image] * 5], **size, num_frames=6) == [
-        "WanPipeline makes samples of height=16, width=32, num_frames=5, although num_frames=6 was asked for."
-    ]
+    (message,) = told(WanPipeline, [[image] * 5], **size, num_frames=6)
+    assert "num_frames=5, although num_frames=6 was asked for" in message and "max_area" not in message
     assert told(WanPipeline, [[image] * 5], {"num_frames": 9}, **size, num_frames=5)[0].endswith("=9 was asked for.")
     assert told(WanPipeline, [[image] * 9], overrides={"num_frames": 9}, **size, num_frames=5) == []  # an evaluation's
     assert told(StableDiffusionImg2ImgPipeline, [image], {"height": 480, "width": 640}) == []  # columns about the file
@@ -360,13 +325,8 @@ def test_classes_are_given_sample_by_sample(tmp_path):
     """Those of different prompts share a call, and each sample is of its own class."""
     pipe, inputs = tiny_pipelines.build("dit")
     rows = {"prompt": ["a cat", "a dog", "a tree", "the sea"], "class_labels": [3, 7, 1, 5]}
-    own = {
-        "num_generations": 2,
-        "guidance_scale": inputs["guidance_scale"],
-        "max_steps": 1,
-        "samples_per_latent": 1,
-    }
-    trainer = trainer_of(tmp_path, pipe, {}, rows, **own)
+    own = {"num_generations": 2, "guidance_scale": inputs["guidance_scale"], "samples_per_latent": 1}
+    trainer = trainer_of(tmp_path, pipe, {}, rows, **own, max_steps=1)
     seen = []
     pipe.transformer.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs["class_labels"].tolist()), with_kwargs=True
@@ -422,7 +382,7 @@ def test_a_rollout_is_cut_into_calls_as_its_updates_are(tmp_path):
 def test_processes_that_pass_the_network_together_ask_about_the_same_rows(tmp_path, monkeypatch):
     """This one has no negative prompt, the other one no plain row: both ask about both, each by one row."""
     own, others = {"prompt": "a cat", "color": "red"}, {"prompt": "a dog", "negative_prompt": "grey"}
-    given = PipelineInputs(tiny_pipelines.build("sd3")[0], settings(tmp_path))
+    given = PipelineInputs(StableDiffusion3Pipeline, settings(tmp_path))
     monkeypatch.setattr(call_form, "gather_json", lambda _, asked: [asked, [["negative_prompt", "prompt"]]])
     sent = {0: None, 1: pack_samples([others], None)}
     monkeypatch.setattr(call_form, "broadcast_bytes", lambda _, mine, process: mine if process == 0 else sent[process])
@@ -443,7 +403,7 @@ def test_only_what_the_trial_calls_draw_counts(draws, tmp_path, monkeypatch):
         return Form("batched")
 
     monkeypatch.setattr(call_form, "find_form", find_form)
-    inputs = PipelineInputs(tiny_pipelines.build("sd3")[0], settings(tmp_path))
+    inputs = PipelineInputs(StableDiffusion3Pipeline, settings(tmp_path))
     learn_forms(inputs, policy, [{"prompt": "a cat"}], noise_level=0.7)
     assert inputs.draws_globally == draws and policy.draws_globally
 
@@ -457,70 +417,55 @@ def mixed(folder, **changes):
     return trainer_of(folder, pipe, fixed, rows, **{**own, **changes})
 
 
-def test_sizes_mix_in_a_micro_batch(tmp_path):
-    sizes = []
-
+def test_every_sample_weighs_the_same_however_shapes_part_them(tmp_path):
     def size_seen(images, height, **columns):
-        sizes.append([image.height for image in images])
-        assert sizes[-1] == height
+        assert [image.height for image in images] == height
         return brightness(images)
 
-    trainer = mixed(tmp_path, rewards=size_seen, max_steps=4, per_device_train_batch_size=8)
-    before = trained_weights(trainer)
-    trainer.train()
-    batches = [trainer.loader.buffer.micro_batch(slot).rows for slot in range(trainer.loader.buffer.micro_batches)]
-    assert any(len({row["height"] for row in rows}) > 1 for rows in batches)
-    assert {height for seen in sizes for height in seen} == {row["height"] for rows in batches for row in rows}
-    assert logged(trainer, "ratio/max_error") == [0.0] * 4
-    assert any(not torch.equal(before[name], value) for name, value in trained_weights(trainer).items())
-
-
-def test_every_sample_weighs_the_same_however_shapes_part_them(tmp_path):
     runs = []
     for folder, size in (("together", 8), ("alone", 1)):
         changes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size, "max_steps": 1}
-        runs.append(mixed(tmp_path / folder, **changes))
+        runs.append(mixed(tmp_path / folder, rewards=size_seen, **changes))
         runs[-1].train()
     together, alone = runs
-    shapes = {tuple(sample.latents.shape) for sample in together.loader.buffer.samples}
-    assert len(shapes) == 2
+    assert len({tuple(sample.latents.shape) for sample in together.loader.buffer.samples}) == 2
+    assert logged(together, "ratio/max_error") == logged(alone, "ratio/max_error") == [0.0]
     assert logged(together, "grad_norm") == pytest.approx(logged(alone, "grad_norm"), rel=1e-4)
 
 
 def test_a_resumed_run_of_mixed_sizes_equals_an_unbroken_one(tmp_path):
-    own = {"steps_per_generation": 2, "num_iterations": 2, "max_steps": 6, "save_strategy": "steps", "save_steps": 1}
-    whole = mixed(tmp_path / "whole", **own)
+    own = {"steps_per_generation": 2, "num_iterations": 2, "max_steps": 5, "save_strategy": "steps", "save_steps": 1}
+    whole, again = (mixed(tmp_path / name, **own) for name in ("whole", "again"))
     whole.train()
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))  # within a rollout
     expected = trained_weights(whole)
-    for step in (1, 5):
-        again = mixed(tmp_path / f"from-{step}", **own)
-        again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
-        assert again.state.global_step == 6
-        assert all(torch.equal(value, expected[name]) for name, value in trained_weights(again).items())
+    assert again.state.global_step == 5
+    assert all(torch.equal(value, expected[name]) for name, value in trained_weights(again).items())
 
 
-def test_images_of_different_sizes_are_edited_and_reach_the_rewards(tmp_path):
+def test_images_of_different_sizes_and_rows_without_one_are_edited_and_reach_the_rewards(tmp_path):
     taken, given = [], []
     pipe, fixed = kontext()
     encode = pipe.prepare_latents
 
     def prepare(image, *args, **kwargs):
-        taken.append(tuple(image.shape))
+        taken.append(image is not None and tuple(image.shape[-2:]))
         return encode(image, *args, **kwargs)
 
     pipe.prepare_latents = prepare
 
     def likeness(images, image, **columns):
-        given.append([one.size for one in image])
+        given.extend(one and one.size for one in image)
         return brightness(images)
 
     own = {"num_generations": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "seed": 1}
-    sizes = [(16, 16), (32, 16), (16, 16), (32, 16)]
-    trainer = trainer_of(tmp_path, pipe, fixed, edits(sizes), rewards=likeness, max_steps=2, **own)
+    rows = edits([(16, 16), (32, 16), (16, 16), (32, 16)])
+    rows["image"][3] = None
+    trainer = trainer_of(tmp_path, pipe, fixed, rows, rewards=likeness, max_steps=2, **own)
     trainer.train()
     assert logged(trainer, "ratio/max_error") == [0.0, 0.0]
-    assert {shape[-2:] for shape in taken} == {(16, 16), (16, 32)}
-    assert sorted(size for sizes in given for size in sizes) == [(16, 16)] * 4 + [(32, 16)] * 4
+    assert set(taken) == {(16, 16), (16, 32), False}
+    assert {size: given.count(size) for size in given} == {(16, 16): 4, (32, 16): 2, None: 2}
 
 
 def test_a_missing_file_is_refused_before_the_model_is_loaded(tmp_path, monkeypatch):
@@ -565,9 +510,8 @@ def test_sigmas_space_the_steps_of_training_and_not_of_evaluation(tmp_path, monk
     assert found[-1] == own.sigmas.tolist()
 
 
-@pytest.mark.parametrize("name", ["flux", "hunyuan_video"])
-def test_pipelines_that_space_their_steps_take_sigmas_in_their_place(tmp_path, name):
-    settings = {"name": name, "num_inference_steps": 3, "eval_num_inference_steps": 3, "max_steps": 1, "seed": 1}
+def test_pipelines_that_space_their_steps_take_sigmas_in_their_place(tmp_path):
+    settings = {"name": "flux", "num_inference_steps": 3, "eval_num_inference_steps": 3, "max_steps": 1, "seed": 1}
     plain, spaced = (
         trainer_for(tmp_path / str(number), **settings, **given)
         for number, given in enumerate(({}, {"sigmas": [1.0, 0.9, 0.2]}))
@@ -582,16 +526,11 @@ def test_pipelines_that_space_their_steps_take_sigmas_in_their_place(tmp_path, n
 
 def test_a_pipeline_that_takes_no_sigmas_is_refused(tmp_path):
     steps = {"num_inference_steps": 3, "eval_num_inference_steps": 3, "sigmas": [1.0, 0.6, 0.3]}
-    args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, **steps)
-    with pytest.raises(ValueError, match="^sigmas: WanPipeline spaces its steps itself and takes no sigmas; leave"):
-        PipelineInputs(WanPipeline, args)
-
-
-def test_a_pipeline_with_times_of_its_own_is_refused(tmp_path):
-    """GLM-Image would integrate from one level and tell its network another, in rollout and replay alike."""
-    steps = {"num_inference_steps": 3, "eval_num_inference_steps": 3, "sigmas": [1.0, 0.6, 0.3]}
+    with pytest.raises(ValueError, match="^sigmas: WanPipeline"):
+        PipelineInputs(WanPipeline, settings(tmp_path, **steps))
+    # GLM-Image would integrate from one level and tell its network another, in rollout and replay alike
     trainer = trainer_for(tmp_path, name="glm_image", **steps)
-    with pytest.raises(UnsupportedPipeline, match="sigmas: GlmImagePipeline passes its network times that it"):
+    with pytest.raises(UnsupportedPipeline, match="sigmas: GlmImagePipeline"):
         trainer.train()
 
 
@@ -601,32 +540,19 @@ def test_advice_on_training_is_not_for_sampling(tmp_path, caplog, only_samples):
     pipe, given = tiny_pipelines.build("wan_experts")
     fixed = {name: value for name, value in given.items() if name != "prompt"}
     args = settings(tmp_path, num_inference_steps=6, trained_steps=[0, 2], pipeline_kwargs=fixed)
-    inputs = PipelineInputs(pipe, args)
-    learn_forms(inputs, DenoisingPolicy(pipe), [{"prompt": "a house"}], 0.7, args if only_samples else None)
+    trial = PipelineInputs(pipe, args), DenoisingPolicy(pipe), [{"prompt": "a house"}], 0.7
+    learn_forms(*trial, args if only_samples else None)
     assert ("transformer_2 will not be trained" in caplog.text) is not only_samples
 
 
-def test_rows_without_an_image_are_fine_where_it_is_optional(tmp_path):
-    columns = {"image": [Image.new("RGB", (16, 16)), None, None, None]}
-    pipe, inputs = tiny_pipelines.build("flux_kontext")
-    settings = {"pipeline_kwargs": {"max_area": 256, "_auto_resize": False, "max_sequence_length": 8}}
-    trainer = trainer_for(tmp_path, "flux_kontext", columns=columns, **settings)
-    trainer.train()
-    assert logged(trainer, "ratio/max_error") == [0.0, 0.0]
-
-
 def test_images_in_pipeline_kwargs_have_the_mode_of_the_pipeline():
-    settings = {"pipeline_kwargs": {"image": Image.new("RGBA", (8, 8)), "mask_image": Image.new("L", (8, 8))}}
-    args = DiffusionGRPOConfig("runs", use_cpu=True, **settings)
-    fixed = PipelineInputs(tiny_pipelines.build("sd15_inpaint")[0], args).fixed
-    assert (fixed["image"].mode, fixed["mask_image"].mode) == ("RGB", "L")
-
-
-def test_a_vae_of_four_channels_takes_rgba():
-    pipe = tiny_pipelines.build("sd3")[0]
-    assert module.find_image_mode(pipe) == "RGB" == module.find_image_mode(type(pipe))
-    pipe.vae.register_to_config(in_channels=4)
-    assert module.find_image_mode(pipe) == "RGBA"
+    """RGBA if its VAE has four channels."""
+    given = {"image": Image.new("RGBA", (8, 8)), "mask_image": Image.new("L", (8, 8))}
+    args, pipe = settings("runs", pipeline_kwargs=given), tiny_pipelines.build("sd15_inpaint")[0]
+    for channels, mode in ((3, "RGB"), (4, "RGBA")):
+        pipe.vae.register_to_config(in_channels=channels)
+        fixed = PipelineInputs(pipe, args).fixed
+        assert (fixed["image"].mode, fixed["mask_image"].mode) == (mode, "L")
 
 
 def test_videos_made_from_videos_need_a_frame_rate(caplog):

@@ -1,12 +1,11 @@
 """Prompts from every source, refusals with the sentence a user reads, and the order of rows."""
 
 import json
-import sys
-import types
 
 import datasets
 import pytest
 
+from diffusion_grpo import tiny
 from diffusion_grpo.data.prompts import (
     check_dataset,
     choose_evaluated,
@@ -31,22 +30,16 @@ def table():
     return datasets.Dataset.from_dict({"prompt": PROMPTS, "color": COLORS})
 
 
-def write_txt(table, path):
-    path.write_text("\n".join(["", *(f"  {prompt} " for prompt in table["prompt"]), "   ", ""]), encoding="utf-8")
-
-
 def write_jsonl(table, path):
     path.write_text("".join(json.dumps(row) + "\n" for row in table), encoding="utf-8")
 
 
-def write_json(table, path):
-    path.write_text(json.dumps(list(table)), encoding="utf-8")
-
-
 WRITERS = {
-    "prompts.txt": write_txt,
+    "prompts.txt": lambda table, path: path.write_text(
+        "\n  ".join(["", *table["prompt"], "\n"]), encoding="utf-8-sig"
+    ),
     "prompts.jsonl": write_jsonl,
-    "prompts.json": write_json,
+    "prompts.json": lambda table, path: path.write_text(json.dumps(list(table))),
     "prompts.csv": lambda table, path: table.to_csv(path),
     "prompts.parquet": lambda table, path: table.to_parquet(path),
     "saved": lambda table, path: table.save_to_disk(path),
@@ -76,13 +69,6 @@ def test_folders_in_flow_grpos_layout(tmp_path, train, test, columns):
         load_prompts(str(folder))
 
 
-def test_a_folder_of_text_files_has_prompts(tmp_path):
-    folder = tmp_path / "prompts"
-    folder.mkdir()
-    (folder / "words-train.txt").write_text("a cat\na dog\n")
-    assert load_prompts(str(folder))["prompt"][:] == ["a cat", "a dog"]
-
-
 @pytest.mark.parametrize("name", WRITERS)
 def test_sources(name, table, tmp_path):
     WRITERS[name](table, tmp_path / name)
@@ -93,18 +79,18 @@ def test_sources(name, table, tmp_path):
         assert list(loaded["color"]) == COLORS
 
 
-def test_folder_of_files_has_splits(table, tmp_path):
-    (tmp_path / "folder").mkdir()
-    table.to_parquet(tmp_path / "folder" / "train-0.parquet")
-    table.select([1]).to_parquet(tmp_path / "folder" / "test-0.parquet")
-    assert list(load_prompts(str(tmp_path / "folder"), "test")["prompt"]) == PROMPTS[1:2]
-
-
-def test_split_of_a_saved_dict(table, tmp_path):
-    WRITERS["splits"](table, tmp_path / "splits")
-    assert list(load_prompts(str(tmp_path / "splits"), "test")["prompt"]) == PROMPTS[:1]
+def test_folders_have_splits(table, tmp_path):
+    for name in ("files", "texts"):
+        (tmp_path / name).mkdir()
+    table.to_parquet(tmp_path / "files" / "train-0.parquet")
+    table.select([1]).to_parquet(tmp_path / "files" / "test-0.parquet")
+    assert list(load_prompts(str(tmp_path / "files"), "test")["prompt"]) == PROMPTS[1:2]
+    (tmp_path / "texts" / "words-train.txt").write_text("a cat\na dog\n")  # `datasets` reads them as `text`
+    assert load_prompts(str(tmp_path / "texts"))["prompt"][:] == ["a cat", "a dog"]
+    WRITERS["splits"](table, tmp_path / "saved")
+    assert list(load_prompts(str(tmp_path / "saved"), "test")["prompt"]) == PROMPTS[:1]
     with pytest.raises(ValueError, match="no split 'validation'; it has train, test"):
-        load_prompts(str(tmp_path / "splits"), "validation")
+        load_prompts(str(tmp_path / "saved"), "validation")
 
 
 def test_changed_file_is_read_again(table, tmp_path):
@@ -114,23 +100,22 @@ def test_changed_file_is_read_again(table, tmp_path):
     assert list(load_prompts(str(tmp_path / "prompts.jsonl"))["prompt"]) == PROMPTS[2:]
 
 
-def test_missing_file(tmp_path):
-    with pytest.raises(ValueError, match="There is no file .*absent.txt"):
-        load_prompts(str(tmp_path / "absent.txt"))
-
-
-def test_a_file_of_another_kind_is_refused_without_asking_the_hub(tmp_path, monkeypatch):
+def test_files_are_not_looked_for_on_the_hub_and_all_else_is(tmp_path, monkeypatch, table):
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("asked"))
     (tmp_path / "run.yaml").write_text("model: tiny\n")
-    with pytest.raises(ValueError, match="run.yaml is not a file of prompts; use .* name ends in .txt, .*.csv"):
-        load_prompts(str(tmp_path / "run.yaml"))
+    for name, message in (("absent.txt", "There is no file"), ("run.yaml", "run.yaml is not a file of prompts")):
+        with pytest.raises(ValueError, match=message):
+            load_prompts(str(tmp_path / name))
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda source, split: asked.append((source, split)) or table)
+    assert load_prompts("someone/prompts", "test") is table and asked == [("someone/prompts", "test")]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet"])
 def test_an_empty_or_broken_file_is_refused_in_a_sentence(name, tmp_path):
     path = tmp_path / name
     path.touch()
-    with pytest.raises(ValueError, match=f"{name} is empty; write prompts into it"):
+    with pytest.raises(ValueError, match=f"{name} is empty"):
         load_prompts(str(path))
     broken = b'{"prompt": "a"}\n{"prompt": \n' if "js" in name else b"a\nb,c"
     path.write_bytes(broken)
@@ -146,24 +131,8 @@ def test_the_broken_file_of_a_folder_is_named(tmp_path):
         load_prompts(str(tmp_path / "prompts"))
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_prompt(tmp_path):
-    (tmp_path / "a.txt").write_text("a cat\na dog\n", encoding="utf-8-sig")
-    assert list(load_prompts(str(tmp_path / "a.txt"))["prompt"]) == ["a cat", "a dog"]
-
-
-def test_any_other_source_goes_to_the_hub(monkeypatch, table):
-    asked = []
-    monkeypatch.setattr(datasets, "load_dataset", lambda source, split: asked.append((source, split)) or table)
-    assert load_prompts("someone/prompts", "test") is table
-    assert asked == [("someone/prompts", "test")]
-
-
-def test_tiny_is_the_embedded_models_prompts(monkeypatch):
-    tiny = types.ModuleType("diffusion_grpo.tiny")
-    tiny.prompts = lambda split: f"prompts of {split}"
-    monkeypatch.setitem(sys.modules, "diffusion_grpo.tiny", tiny)
-    monkeypatch.setattr("diffusion_grpo.tiny", tiny, raising=False)
-    assert load_prompts("tiny", "test") == "prompts of test"
+def test_tiny_is_the_embedded_models_prompts():
+    assert load_prompts("tiny", "test")["prompt"][:] == tiny.prompts("test")["prompt"][:]
 
 
 @pytest.mark.parametrize(
@@ -171,9 +140,8 @@ def test_tiny_is_the_embedded_models_prompts(monkeypatch):
     [
         ({"caption": ["a"], "color": ["b"]}, r"eval_dataset has no column 'prompt', only \['caption', 'color'\]"),
         ({"prompt": []}, "eval_dataset is empty"),
-        ({"prompt": ["a", None, "b"]}, r"not a string in row 1 \(the first is row 0\): None, of type NoneType"),
-        ({"prompt": [3, 4]}, "not a string in row 0 .*: 3, of type int"),
-        ({"prompt": [["a"], ["b"]]}, r"row 0 .*: \['a'\], of type list"),
+        ({"prompt": ["a", None, "b"]}, "eval_dataset.* row 1 .*: None"),
+        ({"prompt": [["a"], ["b"]]}, r"row 0 .*: \['a'\]"),
     ],
 )
 def test_refusals(columns, message):
@@ -181,27 +149,11 @@ def test_refusals(columns, message):
         check_dataset(datasets.Dataset.from_dict(columns), "eval_dataset")
 
 
-@pytest.mark.parametrize(
-    ("dataset", "message"),
-    [
-        (datasets.Dataset.from_dict({"prompt": ["a"]}).to_iterable_dataset(), "load it without streaming=True"),
-        (datasets.DatasetDict(), "of type DatasetDict, .*; choose one of its splits"),
-        (("a", "b"), "of type tuple, .*; or a path, or a list of prompts"),
-    ],
-)
-def test_other_types_are_refused(dataset, message):
-    with pytest.raises(ValueError, match=message):
-        check_dataset(dataset)
-
-
-def count_calls(calls):
-    """Return a transform that notes how many rows it gets at once."""
-
-    def transform(rows):
-        calls.append(len(rows["prompt"]))
-        return {"prompt": [prompt.upper() for prompt in rows["prompt"]]}
-
-    return transform
+def test_other_types_are_refused(table):
+    advice = {"without streaming": table.to_iterable_dataset(), "splits": datasets.DatasetDict(), "a path": ("a", "b")}
+    for words, given in advice.items():
+        with pytest.raises(ValueError, match=f"of type {type(given).__name__}.*{words}"):
+            check_dataset(given)
 
 
 def test_prompts_are_read_many_at_a_time(monkeypatch):
@@ -223,7 +175,12 @@ def test_prompts_are_read_many_at_a_time(monkeypatch):
             check_dataset(formatted)
             assert list(read_prompts(formatted)) == expected
     calls = []
-    transformed = stored.with_transform(count_calls(calls))
+
+    def transform(rows):
+        calls.append(len(rows["prompt"]))
+        return {"prompt": [prompt.upper() for prompt in rows["prompt"]]}
+
+    transformed = stored.with_transform(transform)
     check_dataset(transformed)
     assert list(read_prompts(transformed))[:2] == ["PROMPT 0, AOÛT", "PROMPT 1, AOÛT"] and len(calls) < 200
 
@@ -231,11 +188,8 @@ def test_prompts_are_read_many_at_a_time(monkeypatch):
 def test_the_row_of_a_wrong_prompt_is_counted_as_the_rows_are():
     dataset = datasets.Dataset.from_dict({"prompt": ["a"] * 3000 + [None]})
     for number, given in ((3000, dataset), (0, dataset.select([3000, 1])), (2, dataset.select([1, 2, 3000]))):
-        with pytest.raises(ValueError, match=rf"in row {number} \(the first is row 0\): None, of type NoneType"):
+        with pytest.raises(ValueError, match=f"in row {number} .*: None"):
             check_dataset(given.with_format("numpy"))
-    labels = dataset.select([1]).cast_column("prompt", datasets.ClassLabel(names=["a"]))
-    with pytest.raises(ValueError, match="row 0 .*: 0, of type int"):
-        check_dataset(labels.select([0]))
 
 
 def test_what_an_evaluation_measures():
@@ -250,13 +204,11 @@ def test_what_an_evaluation_measures():
 @pytest.mark.parametrize(
     ("given", "own", "message"),
     [
-        ({}, None, "^eval_dataset={} has nothing to evaluate; pass a dataset with a column 'prompt'.$"),
         (None, {}, "^eval_dataset={} has nothing to evaluate"),
-        (None, None, "^eval_dataset=None has nothing to evaluate"),
         ({"cats": None}, None, "has nothing to evaluate"),
         ("dogs", {"cats": None, "birds": None}, "no evaluation dataset 'dogs'; there are cats, birds"),
         ("dogs", None, "no evaluation dataset 'dogs'"),
-        ({"cats": datasets.Dataset.from_dict({"prompt": []})}, None, "cats is empty; give it at least one row"),
+        ({"cats": datasets.Dataset.from_dict({"prompt": []})}, None, "cats is empty"),
         ({"a/b": datasets.Dataset.from_dict({"prompt": ["a"]})}, None, "The evaluation dataset's name"),
     ],
 )
@@ -371,10 +323,7 @@ def test_only_the_end_of_a_line_ends_a_prompt(tmp_path):
     assert load_prompts(str(tmp_path / "prompts.txt"))["prompt"][:] == ["a cat\u2028on a mat", "second\x0cpart"]
 
 
-@pytest.mark.parametrize("name", ["prompts.txt", "folder"])
-def test_the_home_folder_may_be_written_short(name, tmp_path, monkeypatch):
+def test_the_home_folder_may_be_written_short(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "folder").mkdir()
     (tmp_path / "prompts.txt").write_text("a cat\n")
-    (tmp_path / "folder" / "train.txt").write_text("a cat\n")
-    assert load_prompts(f"~/{name}")["prompt"][:] == ["a cat"]
+    assert load_prompts("~/prompts.txt")["prompt"][:] == ["a cat"]

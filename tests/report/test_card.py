@@ -1,6 +1,5 @@
 """The model card: what it says of a run, and that what others named stands for itself in it."""
 
-import math
 from pathlib import Path
 
 import numpy as np
@@ -8,15 +7,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import tiny_pipelines
-from datasets import Dataset
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import filter_repo_objects
-from peft import LoraConfig
 from PIL import Image
 from run_folders import make_run
-from tiny_runs import LORA, SETTINGS, brightness, trainer_for
+from tiny_runs import trainer_for
 
-from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.media.files import write_sound, write_video
 from diffusion_grpo.report.card import (
     CardDetails,
@@ -32,62 +28,40 @@ from diffusion_grpo.report.run_folder import read_run
 
 
 @pytest.mark.plots
-def test_the_model_card(tmp_path):
-    trainer = trainer_for(tmp_path, eval_strategy="steps", eval_steps=1, eval_on_start=True)
-    trainer.run["model"] = "someone/some-model"
-    trainer.train()
-    trainer.save_model()
-    card = ModelCard.load(tmp_path / "README.md")
-    assert card.data.library_name == "diffusers" and card.data.base_model == "someone/some-model"
-    for part in (
-        "| brightness | 1.0 |",
-        "grid.png",
-        "curve.png",
-        '"num_generations": 4',
-        "pipe.load_lora_weights",
-        "LoRA rank 4",
-    ):
-        assert part in card.content, part
-    assert Image.open(tmp_path / "curve.png").width > 500
-    assert card.data.pipeline_tag == "text-to-image" and card.data.license is None
-    assert "for 2 updates." in card.content and "| before training | after 2 updates |" in card.content
-    assert f"`{tmp_path.name}` is the folder that holds this file" in card.content
-    assert "The first 2 samples of the evaluations" in card.content  # several may share a prompt
-    assert "![before training](images/0-before.png)" in card.content and (tmp_path / "images/0-after.png").is_file()
-    assert card.data.widget[0] == {"text": "held out", "output": {"url": "images/0-after.png"}}
-    assert "It was started from Python" in card.content and "diffusion-grpo 0.1.0, torch " in card.content
-    assert "2 held-out prompts, none of which is trained on" in card.content
-
-
-def test_the_card_of_a_local_base_model_names_no_folder_of_this_machine(tmp_path):
-    pipe, inputs = tiny_pipelines.build("sd3")
-    pipe.save_pretrained(tmp_path / "base" / "my-model")
-    (tmp_path / "base" / "my-model" / "README.md").write_text("---\nlicense: mit\n---\n")
-    settings = SETTINGS | {"height": 16, "width": 16, "max_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
-    trainer = DiffusionGRPOTrainer(
-        model=str(tmp_path / "base" / "my-model"),
-        reward_funcs=brightness,
-        args=DiffusionGRPOConfig(str(tmp_path / "run"), **settings, pipeline_kwargs={"max_sequence_length": 8}),
-        train_dataset=Dataset.from_dict({"prompt": ["a", "b"]}),
-        eval_dataset=Dataset.from_dict({"prompt": ["a", "b"]}),
-        peft_config=LoraConfig(**LORA),
-    )
+def test_the_card_of_a_run(tmp_path):
+    """Of a local base model, whose folder on this machine it does not name."""
+    base = tmp_path / "base" / "my-model"
+    tiny_pipelines.build("sd3")[0].save_pretrained(base)
+    (base / "README.md").write_text("---\nlicense: mit\n---\n")
+    trainer = trainer_for(tmp_path / "run", model=str(base), eval_strategy="steps", eval_steps=1, eval_on_start=True)
     trainer.train()
     trainer.save_model()
     card = ModelCard.load(tmp_path / "run" / "README.md")
-    line = 'from_pretrained("my-model", dtype=torch.float32)  # a folder on the machine that trained it'
-    assert line in card.content and card.data.license == "mit" and card.data.base_model is None
-    assert "| reward | weight | after 1 update |" in card.content  # one evaluation, one number
+    assert card.data.library_name == "diffusers" and card.data.pipeline_tag == "text-to-image"
+    assert card.data.license == "mit" and card.data.base_model is None
+    parts = ["| brightness | 1.0 |", '"num_generations": 4', "LoRA rank 4", "for 2 updates.", "started from Python"]
+    parts += [
+        "| before training | after 2 updates |",
+        "2 held-out prompts",
+        "pipe.load_lora_weights",
+        "grid.png",
+        "curve.png",
+    ]
+    parts += ['from_pretrained("my-model", dtype=torch.float32)  # a folder on the machine that trained it']
+    parts += ["![before training](images/0-before.png)"]
+    assert [part for part in parts if part not in card.content] == []
+    assert Image.open(tmp_path / "run" / "curve.png").width > 500 and (tmp_path / "run/images/0-after.png").is_file()
+    assert card.data.widget[0] == {"text": "held out", "output": {"url": "images/0-after.png"}}
     for file in ("README.md", "run.json", "summary.json"):
         assert str(tmp_path) not in (tmp_path / "run" / file).read_text(), file
     assert "<h1>my-model learns brightness</h1>" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_the_card_of_the_embedded_model_loads_it_by_its_path_and_names_the_method(tmp_path):
-    write_model_card(tmp_path, RUN | {"model": "tiny", "settings": {"loss_type": "nft"}}, [], updates=1)
+    history = [{"step": 1, "eval_reward": 0.5}]  # one evaluation, one number
+    write_model_card(tmp_path, RUN | {"model": "tiny", "settings": {"loss_type": "nft"}}, history, updates=1)
     card = (tmp_path / "README.md").read_text()
-    assert "DiffusionPipeline.from_pretrained(tiny.PATH)" in card
-    assert "trained with DiffusionNFT by" in card
+    assert "DiffusionPipeline.from_pretrained(tiny.PATH)" in card and "| reward | weight | after 1 update |" in card
     assert "The method: [DiffusionNFT](https://huggingface.co/papers/2509.16117)." in card
 
 
@@ -95,12 +69,11 @@ def test_the_card_of_the_embedded_model_loads_it_by_its_path_and_names_the_metho
 def test_a_readme_that_somebody_wrote_stays(tmp_path, caplog, text):
     write_model_card(tmp_path, RUN, [], 0)
     written = (tmp_path / "README.md").read_text()
-    (tmp_path / "README.md").write_text(text)
-    write_model_card(tmp_path, RUN, [], 0)
-    assert (tmp_path / "README.md").read_text() == text and "was not written by a run" in caplog.text
-    (tmp_path / "README.md").write_text(f"{written}more")
-    write_model_card(tmp_path, RUN, [], 0)
-    assert (tmp_path / "README.md").read_text() == written
+    for there, expected in ((text, text), (f"{written}more", written)):
+        (tmp_path / "README.md").write_text(there)
+        write_model_card(tmp_path, RUN, [], 0)
+        assert (tmp_path / "README.md").read_text() == expected
+    assert caplog.text.count("was not written by a run") == 1
 
 
 EVIL = "a|b](javascript:x) <script>*"
@@ -131,9 +104,12 @@ def test_what_others_named_stands_for_itself_in_the_card(tmp_path):
     card = ModelCard.load(folder / "README.md")
     assert card.data.to_dict().get("base_model") is None and card.data.library_name == "diffusers"
     lines = card.content.splitlines()
-    assert "# my \\<b\\>run\\</b\\> \\# and more" in lines
-    assert "| a\\|b\\](javascript:x) \\<script\\>\\* | 1.0 |" in lines
-    assert "| judge_of_two | only evaluated |" in lines
+    for line in (
+        "# my \\<b\\>run\\</b\\> \\# and more",
+        "| a\\|b\\](javascript:x) \\<script\\>\\* | 1.0 |",
+        "| judge_of_two | only evaluated |",
+    ):
+        assert line in lines
     assert "SomePipeline ``/home/me/base `model` --- # not a heading``, its transformer trained" in text
     assert lines.count("---") == 2 and text.count("```") == 5 and text.count("\n```") == 4
     assert 'pipe.load_lora_weights("run \\"x\\"")' in lines
@@ -193,22 +169,10 @@ def test_the_first_prompts_are_shown_before_and_after(tmp_path):
     assert shown.size == (512, 256)
     source = Image.open(run.path / "evaluations" / "step-000020" / "0001.png").resize((512, 256))
     assert np.abs(np.asarray(shown, dtype=float) - np.asarray(source, dtype=float)).mean() < 3
-    widget = card_of(run).data.widget
-    assert widget[1] == {"text": 'the word "WORD1" in red', "output": {"url": "images/1-after.png"}}
-
-
-def test_the_table_names_both_evaluations_and_escapes_prompts(tmp_path):
-    path = make_run(tmp_path / "run", prompts=2)
-    for step, reward in ((0, 0.4), (20, math.nan)):  # which no reward scored
-        table = path / "evaluations" / f"step-{step:06d}.parquet"
-        rows = pyarrow.parquet.read_table(table).to_pylist()
-        rows[0] |= {"prompt": "a|b <i>", "reward": reward}
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), table)
-    lines = card_of(read_run(path)).content.splitlines()
-    first = lines.index("| prompt | before training | after 20 updates |")
-    images = "![before training](images/0-before.png) 0.400 | ![after 20 updates](images/0-after.png) –"
-    assert lines[first + 1 : first + 3] == ["|---|---|---|", f"| a\\|b \\<i\\> | {images} |"]
-    assert lines[first + 3].endswith("(images/1-before.png) 0.400 | ![after 20 updates](images/1-after.png) 0.900 |")
+    card = card_of(run)
+    assert card.data.widget[1] == {"text": 'the word "WORD1" in red', "output": {"url": "images/1-after.png"}}
+    images = "![before training](images/0-before.png) 0.400 | ![after 20 updates](images/0-after.png) 0.900 |"
+    assert images in card.content
 
 
 def test_videos_and_sounds_lie_behind_their_images(tmp_path):
@@ -240,49 +204,31 @@ def test_images_of_an_earlier_card_are_removed_and_other_files_stay(tmp_path):
     assert write_card_samples(read_run(make_run(tmp_path / "none", updates=5))) == []
 
 
-def test_special_characters_are_escaped_and_a_span_of_code_has_more_backquotes_than_its_text():
-    for text, expected in (
-        ("a|b <i>", "a\\|b \\<i\\>"),
-        ("# no title", "\\# no title"),
-        ("snake_case stays, _this_ does not", "snake_case stays, \\_this\\_ does not"),
-        ("two\nlines\tand\x00more", "two lines and more"),
-        ("[a](b) `c` $d$ &amp; !", "\\[a\\](b) \\`c\\` \\$d\\$ \\&amp; \\!"),
-    ):
-        assert escape(text) == expected
-    for text, expected in (("a b", "`a b`"), ("a`b", "``a`b``"), ("`a``", "``` `a`` ```"), ("", "`  `")):
-        assert code(text) == expected
+@pytest.mark.parametrize(
+    ("form", "text", "expected"),
+    [
+        (escape, "a|b <i> # x", "a\\|b \\<i\\> \\# x"),
+        (escape, "snake_case stays, _this_ does not", "snake_case stays, \\_this\\_ does not"),
+        (escape, "two\nlines\tand\x00more", "two lines and more"),
+        (escape, "[a](b) `c` $d$ &amp; !", "\\[a\\](b) \\`c\\` \\$d\\$ \\&amp; \\!"),
+        (code, "a b", "`a b`"),
+        (code, "a`b", "``a`b``"),
+        (code, "`a``", "``` `a`` ```"),  # a span has more backquotes than its text
+        (code, "", "`  `"),
+    ],
+)
+def test_special_characters_stand_for_themselves(form, text, expected):
+    assert form(text) == expected
 
 
-FILES = [
-    "README.md",
-    "curve.png",
-    "grid.png",
-    "images/0-before.mp4",
-    "images/0-after.png",
-    "images/0-input.png",
-    "train.yaml",
-    "run.json",
-    "adapter_config.json",
-    "pytorch_lora_weights.safetensors",
-    "policy/adapter_model.safetensors",
-    "model_index.json",
-    "transformer/config.json",
-    "tokenizer/vocab.json",
-    "scheduler/scheduler_config.json",
-]
-PRIVATE = [
-    "report.html",
-    "trainer_state.json",
-    "samples/step-000000/0000.png",
-    "samples/step-000000.parquet",
-    "evaluations/step-000000/0000.png",
-    "runs/Nov01_my-host/events.out.tfevents.1.my-host.2.0",
-    "prompts.txt",
-    "images/photo.png",
-]
-NEVER = ["checkpoint-2/pytorch_lora_weights.safetensors", "tmp-checkpoint-3/config.json"]
-NEVER += ["abandoned/after-2/checkpoint-3/pytorch_lora_weights.safetensors"]
-NEVER += ["policy/pytorch_lora_weights.safetensors", "policy/transformer_2/pytorch_lora_weights.safetensors"]
+FILES = """README.md curve.png grid.png train.yaml run.json images/0-before.mp4 images/0-after.png images/0-input.png
+adapter_config.json pytorch_lora_weights.safetensors policy/adapter_model.safetensors model_index.json
+transformer/config.json tokenizer/vocab.json scheduler/scheduler_config.json""".split()
+PRIVATE = """report.html trainer_state.json samples/step-000000/0000.png samples/step-000000.parquet prompts.txt
+evaluations/step-000000/0000.png runs/Nov01_my-host/events.out.tfevents.1.my-host.2.0 images/photo.png""".split()
+NEVER = """checkpoint-2/pytorch_lora_weights.safetensors tmp-checkpoint-3/config.json
+abandoned/after-2/checkpoint-3/pytorch_lora_weights.safetensors policy/pytorch_lora_weights.safetensors
+policy/transformer_2/pytorch_lora_weights.safetensors""".split()
 
 
 @pytest.mark.parametrize("push_samples", [False, True])

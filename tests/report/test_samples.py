@@ -8,7 +8,7 @@ import torch
 from command_line import make_config
 from PIL import Image
 
-from diffusion_grpo.report.samples import SampleWriter, write_files, write_inputs, write_table
+from diffusion_grpo.report.samples import SampleWriter, write_files, write_table
 
 
 def make_writer(folder, groups=None, **settings):
@@ -35,9 +35,8 @@ def test_which_samples_are_kept(tmp_path, settings, expected):
     steps = range(0, 10, settings.get("num_iterations", 1))
     per_rollout = writer.args.batch_sizes.samples_per_rollout
     counts = {step: writer.count_kept(step, last_step=10) for step in steps}
-    assert {step: count for step, count in counts.items() if count} == {
-        step: per_rollout if count == 16 else count for step, count in expected.items()
-    }
+    expected = {step: per_rollout if count == 16 else count for step, count in expected.items()}
+    assert {step: count for step, count in counts.items() if count} == expected
 
 
 def write(folder, number, rest=None, groups=None, **settings):
@@ -64,7 +63,9 @@ def test_a_table_has_prompts_rewards_columns_and_files(tmp_path):
 
 
 def test_the_image_that_a_kept_sample_was_made_from_is_beside_it(tmp_path):
-    write(tmp_path, 1, rest={"images": [Image.new("RGBA", (2048, 1024), "red"), Image.new("L", (16, 32), 255)]})
+    images = [Image.new("RGB", (2048, 1024), "red"), Image.new("L", (16, 32), 255)]
+    write(tmp_path, 1, rest={"images": images})
+    assert images[0].size == (2048, 1024)  # as the replay needs it
     table = pyarrow.parquet.read_table(tmp_path / "samples" / "step-000005-rank1.parquet").to_pydict()
     assert table["input"] == [None, "samples/step-000005/0000-input.png"]  # the first sample of the rollout
     with Image.open(tmp_path / table["input"][1]) as image:
@@ -93,11 +94,3 @@ def test_files_and_tables(tmp_path):
     write_table(tmp_path / "a.parquet", columns | {"reward": [1.0, 2.0]})
     assert pyarrow.parquet.read_table(tmp_path / "a.parquet").to_pydict()["reward"] == [1.0, 2.0]
     assert not list(tmp_path.glob("tmp-*"))
-
-
-def test_an_image_that_is_shown_small_stays_large_for_the_replay(tmp_path):
-    picture = Image.new("RGB", (1024, 768), "red")
-    column = write_inputs([[picture], []], [tmp_path / "a", tmp_path / "b"], tmp_path)
-    assert column == {"input": ["a.png", None]} and picture.size == (1024, 768)
-    with Image.open(tmp_path / "a.png") as small:
-        assert small.size == (512, 384)
