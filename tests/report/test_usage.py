@@ -80,15 +80,11 @@ def test_the_code_of_a_full_run_that_is_still_going_on_loads_its_checkpoint(tmp_
 
 
 def test_the_code_calls_a_pipeline_whose_first_parameter_is_an_image(tmp_path, monkeypatch):
-    base, inputs = tiny_pipelines.build("flux_kontext")
-    base.save_pretrained(tmp_path / "base")
-    columns, call = (
-        {"image": [inputs["image"]] * 4},
-        {"max_area": 256, "_auto_resize": False, "max_sequence_length": 8},
-    )
-    held_out = Dataset.from_dict({"prompt": ["a cat"], "image": columns["image"][:1]})
-    settings = {"model": str(tmp_path / "base"), "max_steps": 1, "columns": columns, "eval_dataset": held_out}
-    trainer = trainer_for(tmp_path / "run", "flux_kontext", pipeline_kwargs=call, **settings)
+    tiny_pipelines.build("flux_kontext")[0].save_pretrained(tmp_path / "base")
+    image, call = Image.new("RGB", (16, 16), "red"), {"max_area": 256, "_auto_resize": False, "max_sequence_length": 8}
+    held_out = Dataset.from_dict({"prompt": ["a cat"], "image": [image]})
+    settings = {"model": str(tmp_path / "base"), "max_steps": 1, "columns": {"image": [image] * 4}}
+    trainer = trainer_for(tmp_path / "run", "flux_kontext", pipeline_kwargs=call, eval_dataset=held_out, **settings)
     trainer.train()
     trainer.save_model()
     card = tmp_path / "run" / "README.md"
