@@ -28,35 +28,17 @@ logger = logging.getLogger(__name__)
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "peft", "trl")
 # entries of run.json, settings, and settings of a LoRA that identify a run: they may not change when it is resumed
 IDENTITY = ("model", "trains_by", "component", "reward_funcs", "prompts_per_rollout", "updates_per_rollout")
-IDENTITY_SETTINGS = (
-    "seed",
-    "num_generations",
-    "num_inference_steps",
-    "sigmas",
-    "sde_type",
-    "noise_level",
-    "log_prob_type",
-    "trained_steps",
-    "num_trained_steps",
-    "step_selection",
-    "noisy_steps",
-    "samples_per_latent",
-    "scheduler_kwargs",
-    "num_iterations",
-    "best_of_n",
-    "advantage_estimator",
-    "load_in_4bit",
-    "load_in_8bit",
-    "quantization",
-)
+IDENTITY_SETTINGS = """seed num_generations num_inference_steps sigmas sde_type noise_level log_prob_type trained_steps
+num_trained_steps step_selection noisy_steps samples_per_latent scheduler_kwargs num_iterations best_of_n
+advantage_estimator load_in_4bit load_in_8bit quantization""".split()
 LORA_SETTINGS = ("lora_alpha", "target_modules", "exclude_modules", "rank_pattern", "alpha_pattern")
 LORA_SETTINGS += ("use_rslora", "use_dora")
-NOT_SETTINGS = {"output_dir", "logging_dir", "run_name", "hub_token", "push_to_hub_token", "resume_from_checkpoint"}
-NOT_SETTINGS |= {"overwrite_output_dir", "lora_path"}  # the entry `trains_by` reports the latter
+# not shown; the entry `trains_by` reports the last
+NOT_SETTINGS = {"output_dir", "run_name", "hub_token", "resume_from_checkpoint", "overwrite_output_dir", "lora_path"}
 SETTINGS_FILE = "train.yaml"
 WRITTEN = "# The settings of this run, written when it started."  # first line of that file
 # settings of one launch, which are not part of the run
-LOCAL = {"output_dir", "logging_dir", "resume_from_checkpoint", "report_experiment", "run_name"}
+LOCAL = {"output_dir", "resume_from_checkpoint", "report_experiment", "run_name"}
 LOCAL |= {"push_to_hub", "push_samples", "machine_rank", "main_process_ip", "main_process_port"}
 LICENSE_FIELDS = ("license", "license_name", "license_link")
 
