@@ -8,18 +8,10 @@ from benchmarks import gpu_cases
 from benchmarks.gpu_check import ROOT
 
 
-@pytest.fixture(scope="module")
-def work(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("work")
-    assert gpu_cases.run("a/model", folder, True)["weights"] == "2.9 M"
-    return folder
-
-
-@pytest.mark.parametrize("name", ["float32", "bf16-sdpa-math"])
-def test_variants_run_small_on_a_cpu(name, work):
-    values = gpu_cases.run(f"a/{name}", work, True)
-    assert 0 <= values["max error"] <= (0.0 if name == "float32" else 0.1)
-    assert values["gradient"] > 0
+def test_a_variant_runs_small_on_a_cpu(tmp_path):
+    assert gpu_cases.run("a/model", tmp_path, True)["weights"] == "2.9 M"
+    values = gpu_cases.run("a/bf16-sdpa-math", tmp_path, True)
+    assert 0 <= values["max error"] <= 0.1 and values["gradient"] > 0
 
 
 @pytest.mark.slow

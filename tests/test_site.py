@@ -10,6 +10,7 @@ import pytest
 os.environ.setdefault("NO_MKDOCS_2_WARNING", "1")
 ROOT = Path(__file__).parent.parent
 pytest.importorskip("material", reason="the extra docs is not installed")
+pytestmark = pytest.mark.slow  # `make docs` builds it too, and `test_docs.py` looks for broken links
 
 
 @pytest.fixture(scope="module")

@@ -47,11 +47,13 @@ OWN = {
 
 
 def find_blocks(*languages):
-    """Yield the page, the line and the text of each block in one of the languages."""
+    """Yield the page, the line and the text of each block in one of the languages, of equal ones only the first."""
+    seen = set()
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         for block in BLOCK.finditer(text):
-            if block[1] in languages:
+            if block[1] in languages and block[2] not in seen:
+                seen.add(block[2])
                 place = f"{page.relative_to(ROOT)}:{text[: block.start()].count(chr(10)) + 1}"
                 yield pytest.param(page.relative_to(ROOT).as_posix(), block[2], id=place)
 

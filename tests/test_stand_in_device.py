@@ -5,10 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gpu_device
 import pytest
+import stand_in_device
 import torch
 from safetensors.torch import load_file
-from stand_in_device import CAN_COMPILE
 from tiny_runs import trainer_for
 
 TESTS = Path(__file__).parent
@@ -18,9 +19,15 @@ SAMPLE += [
     "distributed/test_renoised.py::test_an_old_policy_and_an_average_go_on_where_two_processes_left_them[ddp-settings0]",
 ]
 
-pytestmark = pytest.mark.skipif(
-    not CAN_COMPILE, reason="the stand-in device needs a C++ compiler, ninja and Python's headers"
+compiled = pytest.mark.skipif(
+    not stand_in_device.CAN_COMPILE, reason="the stand-in device needs a C++ compiler, ninja and Python's headers"
 )
+
+
+@pytest.mark.parametrize("left_out", [stand_in_device.LEFT_OUT, gpu_device.LEFT_OUT], ids=["stand-in", "GPU"])
+def test_what_is_left_out_is_there(left_out):
+    text = "".join(path.read_text() for path in TESTS.rglob("test_*.py"))
+    assert not [name for name in left_out if f"def {name.partition('[')[0]}(" not in text]
 
 
 def run(*words: str) -> str:
@@ -30,6 +37,7 @@ def run(*words: str) -> str:
     return done.stdout
 
 
+@compiled
 @pytest.mark.slow
 def test_a_run_ends_with_the_weights_of_the_cpu(tmp_path):
     run(str(TESTS / "stand_in_run.py"), str(tmp_path))
@@ -42,6 +50,7 @@ def test_a_run_ends_with_the_weights_of_the_cpu(tmp_path):
         torch.testing.assert_close(found[name], value.detach(), rtol=0, atol=1e-6)
 
 
+@compiled
 def test_a_sample_of_the_tests_on_the_device():
     words = ["-m", "pytest", "-q", "-p", "stand_in_device", "-p", "no:cacheprovider", "-m", ""]
     assert f"{len(SAMPLE)} passed" in run(*words, *(str(TESTS / name) for name in SAMPLE))

@@ -29,6 +29,7 @@ for module in pkgutil.walk_packages(diffusion_grpo.__path__, "diffusion_grpo."):
     except ImportError:
         failed.append(module.name)
 print(*failed)
+print(diffusion_grpo.tiny.PATH)
 """
 
 
@@ -101,11 +102,9 @@ def required(requirements, wheels):
     return [distribution for name, (distribution, _) in distributions.items() if name not in own]
 
 
-def test_the_installed_wheel_is_what_runs(installed):
+def test_the_installed_program_runs(installed):
     folder, options = installed
-    where = call(folder / "bin" / "python", "-c", "from diffusion_grpo import tiny; print(tiny.PATH)", **options)
-    assert Path(where.strip()).is_relative_to(folder) and (Path(where.strip()) / "model_index.json").is_file()
-    assert "num_trained_steps" in call(folder / "bin" / "diffusion-grpo", "train", "--list-settings", **options)
+    assert diffusion_grpo.__version__ in call(folder / "bin" / "diffusion-grpo", "--version", **options)
 
 
 def test_without_an_extra_every_module_imports_and_the_first_script_trains(installed):
@@ -115,5 +114,7 @@ def test_without_an_extra_every_module_imports_and_the_first_script_trains(insta
     assert "max_steps=1," in script and "n=1)" in script
     (options["cwd"] / "script.py").write_text(IMPORT_ALL + script)
     printed = call(folder / "bin" / "python", "script.py", **options)
-    assert set(printed.splitlines()[0].split()) == WITH_EXTRAS
+    failed, place = printed.splitlines()[:2]
+    assert set(failed.split()) == WITH_EXTRAS
+    assert Path(place).is_relative_to(folder) and (Path(place) / "model_index.json").is_file()
     assert (options["cwd"] / "bold" / "pytorch_lora_weights.safetensors").is_file()
