@@ -2,50 +2,10 @@
 
 from collections.abc import Callable
 
+import diffusers
 import torch
-from diffusers import (
-    AutoencoderDC,
-    AutoencoderKL,
-    AutoencoderKLCogVideoX,
-    AutoencoderKLWan,
-    CogVideoXDDIMScheduler,
-    CogVideoXPipeline,
-    CogVideoXTransformer3DModel,
-    DiffusionPipeline,
-    DPMSolverMultistepScheduler,
-    EulerDiscreteScheduler,
-    FlowMatchEulerDiscreteScheduler,
-    FluxPipeline,
-    FluxTransformer2DModel,
-    PixArtAlphaPipeline,
-    PixArtTransformer2DModel,
-    PNDMScheduler,
-    SanaPipeline,
-    SanaTransformer2DModel,
-    SD3Transformer2DModel,
-    StableDiffusion3Pipeline,
-    StableDiffusionPipeline,
-    StableDiffusionXLPipeline,
-    UNet2DConditionModel,
-    UniPCMultistepScheduler,
-    WanPipeline,
-    WanTransformer3DModel,
-)
+import transformers
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import (
-    CLIPTextConfig,
-    CLIPTextModel,
-    CLIPTextModelWithProjection,
-    CLIPTokenizer,
-    Gemma2Config,
-    Gemma2Model,
-    GemmaTokenizer,
-    T5Config,
-    T5EncoderModel,
-    T5Tokenizer,
-    UMT5Config,
-    UMT5EncoderModel,
-)
 
 WIDTH = 32  # of the text encoders
 TOKENS = 32  # of a prompt in T5, UMT5 and Gemma
@@ -69,31 +29,31 @@ def randomize(network: torch.nn.Module) -> None:
 # Text
 
 
-def clip_tokenizer(max_length: int = 77) -> CLIPTokenizer:
+def clip_tokenizer(max_length: int = 77) -> transformers.CLIPTokenizer:
     """One token a byte. The end has the highest id, as in the real vocabulary."""
     letters = sorted(ByteLevel.alphabet())
     tokens = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    return CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=max_length)
+    return transformers.CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=max_length)
 
 
-def t5_tokenizer() -> T5Tokenizer:
+def t5_tokenizer() -> transformers.T5Tokenizer:
     """One token a printable ASCII character."""
     characters = [(chr(code), -1.0) for code in range(33, 127)]
     special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
-    return T5Tokenizer(vocab=special + characters, extra_ids=0, model_max_length=512)
+    return transformers.T5Tokenizer(vocab=special + characters, extra_ids=0, model_max_length=512)
 
 
-def gemma_tokenizer() -> GemmaTokenizer:
+def gemma_tokenizer() -> transformers.GemmaTokenizer:
     """One token a printable ASCII character."""
     tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "▁", *(chr(code) for code in range(33, 127))]
-    return GemmaTokenizer(vocab={token: index for index, token in enumerate(tokens)}, merges=[])
+    return transformers.GemmaTokenizer(vocab={token: index for index, token in enumerate(tokens)}, merges=[])
 
 
-def clip(cls: type = CLIPTextModel) -> torch.nn.Module:
+def clip(cls: type = transformers.CLIPTextModel) -> torch.nn.Module:
     """A CLIP text encoder of two layers."""
     tokenizer = clip_tokenizer()
-    config = CLIPTextConfig(
+    config = transformers.CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=WIDTH,
         projection_dim=WIDTH,
@@ -106,7 +66,9 @@ def clip(cls: type = CLIPTextModel) -> torch.nn.Module:
     return cls(config)
 
 
-def t5(config_cls: type = T5Config, cls: type = T5EncoderModel, width: int = WIDTH) -> torch.nn.Module:
+def t5(
+    config_cls: type = transformers.T5Config, cls: type = transformers.T5EncoderModel, width: int = WIDTH
+) -> torch.nn.Module:
     """A T5 encoder of one layer."""
     sizes = {"d_model": width, "d_kv": 8, "d_ff": WIDTH, "num_heads": 4, "num_layers": 1}
     return cls(config_cls(vocab_size=len(t5_tokenizer()), feed_forward_proj="gated-gelu", **sizes))
@@ -114,7 +76,7 @@ def t5(config_cls: type = T5Config, cls: type = T5EncoderModel, width: int = WID
 
 def gemma() -> torch.nn.Module:
     """A Gemma 2 of one layer."""
-    config = Gemma2Config(
+    config = transformers.Gemma2Config(
         vocab_size=len(gemma_tokenizer()),
         hidden_size=WIDTH,
         intermediate_size=WIDTH,
@@ -123,15 +85,15 @@ def gemma() -> torch.nn.Module:
         num_key_value_heads=2,
         head_dim=8,
     )
-    return Gemma2Model(config)
+    return transformers.Gemma2Model(config)
 
 
 # Images
 
 
-def kl_autoencoder(latent_channels: int, **config: float | bool) -> AutoencoderKL:
+def kl_autoencoder(latent_channels: int, **config: float | bool) -> diffusers.AutoencoderKL:
     """A KL autoencoder that makes an image half as high and half as wide."""
-    return AutoencoderKL(
+    return diffusers.AutoencoderKL(
         block_out_channels=(8, 8),
         down_block_types=("DownEncoderBlock2D",) * 2,
         up_block_types=("UpDecoderBlock2D",) * 2,
@@ -141,9 +103,9 @@ def kl_autoencoder(latent_channels: int, **config: float | bool) -> AutoencoderK
     )
 
 
-def sd3() -> tuple[DiffusionPipeline, dict]:
+def sd3() -> tuple[diffusers.DiffusionPipeline, dict]:
     """Stable Diffusion 3.5 medium: flow matching, three text encoders, guidance by concatenation."""
-    transformer = SD3Transformer2DModel(
+    transformer = diffusers.SD3Transformer2DModel(
         **PATCHES,
         out_channels=4,
         num_layers=2,
@@ -156,12 +118,12 @@ def sd3() -> tuple[DiffusionPipeline, dict]:
         dual_attention_layers=(0,),
         qk_norm="rms_norm",
     )
-    pipe = StableDiffusion3Pipeline(
+    pipe = diffusers.StableDiffusion3Pipeline(
         transformer=transformer,
         vae=kl_autoencoder(4, scaling_factor=1.5305, shift_factor=0.0609, use_quant_conv=False),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-        text_encoder=clip(CLIPTextModelWithProjection),
-        text_encoder_2=clip(CLIPTextModelWithProjection),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+        text_encoder=clip(transformers.CLIPTextModelWithProjection),
+        text_encoder_2=clip(transformers.CLIPTextModelWithProjection),
         text_encoder_3=t5(width=2 * WIDTH),
         tokenizer=clip_tokenizer(),
         tokenizer_2=clip_tokenizer(),
@@ -170,9 +132,9 @@ def sd3() -> tuple[DiffusionPipeline, dict]:
     return pipe, {"height": 16, "width": 16, "guidance_scale": 4.5, "max_sequence_length": TOKENS}
 
 
-def flux() -> tuple[DiffusionPipeline, dict]:
+def flux() -> tuple[diffusers.DiffusionPipeline, dict]:
     """FLUX.1 dev: flow matching with dynamic shift, packed latents, guidance as an embedding."""
-    transformer = FluxTransformer2DModel(
+    transformer = diffusers.FluxTransformer2DModel(
         patch_size=1,
         in_channels=16,
         num_layers=1,
@@ -184,10 +146,10 @@ def flux() -> tuple[DiffusionPipeline, dict]:
         guidance_embeds=True,
         axes_dims_rope=(4, 4, 8),
     )
-    pipe = FluxPipeline(
+    pipe = diffusers.FluxPipeline(
         transformer=transformer,
         vae=kl_autoencoder(4, scaling_factor=0.3611, shift_factor=0.1159, use_quant_conv=False),
-        scheduler=FlowMatchEulerDiscreteScheduler(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(
             shift=3.0, use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, base_image_seq_len=256
         ),
         text_encoder=clip(),
@@ -198,9 +160,9 @@ def flux() -> tuple[DiffusionPipeline, dict]:
     return pipe, {"height": 16, "width": 16, "guidance_scale": 3.5, "max_sequence_length": TOKENS}
 
 
-def unet(**config: int | str) -> UNet2DConditionModel:
+def unet(**config: int | str) -> diffusers.UNet2DConditionModel:
     """A UNet of two levels, the lower one with attention to the text."""
-    return UNet2DConditionModel(
+    return diffusers.UNet2DConditionModel(
         sample_size=8,
         block_out_channels=(8, 16),
         layers_per_block=1,
@@ -212,9 +174,9 @@ def unet(**config: int | str) -> UNet2DConditionModel:
     )
 
 
-def sdxl() -> tuple[DiffusionPipeline, dict]:
+def sdxl() -> tuple[diffusers.DiffusionPipeline, dict]:
     """Stable Diffusion XL: epsilon prediction, Euler with latents scaled by sigma."""
-    pipe = StableDiffusionXLPipeline(
+    pipe = diffusers.StableDiffusionXLPipeline(
         unet=unet(
             cross_attention_dim=2 * WIDTH,
             addition_embed_type="text_time",
@@ -222,22 +184,22 @@ def sdxl() -> tuple[DiffusionPipeline, dict]:
             projection_class_embeddings_input_dim=6 * 8 + WIDTH,
         ),
         vae=kl_autoencoder(4, scaling_factor=0.13025),
-        scheduler=EulerDiscreteScheduler(**SD_BETAS, timestep_spacing="leading", steps_offset=1),
+        scheduler=diffusers.EulerDiscreteScheduler(**SD_BETAS, timestep_spacing="leading", steps_offset=1),
         text_encoder=clip(),
         tokenizer=clip_tokenizer(),
-        text_encoder_2=clip(CLIPTextModelWithProjection),
+        text_encoder_2=clip(transformers.CLIPTextModelWithProjection),
         tokenizer_2=clip_tokenizer(),
         add_watermarker=False,
     )
     return pipe, {"height": 16, "width": 16, "guidance_scale": 5.0}
 
 
-def sd15() -> tuple[DiffusionPipeline, dict]:
+def sd15() -> tuple[diffusers.DiffusionPipeline, dict]:
     """Stable Diffusion 1.5: epsilon prediction, PNDM."""
-    pipe = StableDiffusionPipeline(
+    pipe = diffusers.StableDiffusionPipeline(
         unet=unet(cross_attention_dim=WIDTH),
         vae=kl_autoencoder(4),
-        scheduler=PNDMScheduler(**SD_BETAS, skip_prk_steps=True, set_alpha_to_one=False, steps_offset=1),
+        scheduler=diffusers.PNDMScheduler(**SD_BETAS, skip_prk_steps=True, set_alpha_to_one=False, steps_offset=1),
         text_encoder=clip(),
         tokenizer=clip_tokenizer(),
         safety_checker=None,
@@ -247,9 +209,9 @@ def sd15() -> tuple[DiffusionPipeline, dict]:
     return pipe, {"height": 16, "width": 16, "guidance_scale": 7.5}
 
 
-def pixart() -> tuple[DiffusionPipeline, dict]:
+def pixart() -> tuple[diffusers.DiffusionPipeline, dict]:
     """PixArt-alpha: epsilon prediction beside a learned variance, DPM-Solver++."""
-    transformer = PixArtTransformer2DModel(
+    transformer = diffusers.PixArtTransformer2DModel(
         **PATCHES,
         out_channels=8,
         num_layers=2,
@@ -259,10 +221,10 @@ def pixart() -> tuple[DiffusionPipeline, dict]:
         caption_channels=WIDTH,
         use_additional_conditions=False,
     )
-    pipe = PixArtAlphaPipeline(
+    pipe = diffusers.PixArtAlphaPipeline(
         transformer=transformer,
         vae=kl_autoencoder(4),
-        scheduler=DPMSolverMultistepScheduler(
+        scheduler=diffusers.DPMSolverMultistepScheduler(
             beta_start=0.0001, beta_end=0.02, algorithm_type="dpmsolver++", timestep_spacing="linspace"
         ),
         text_encoder=t5(),
@@ -272,9 +234,9 @@ def pixart() -> tuple[DiffusionPipeline, dict]:
     return pipe, {"height": 16, "width": 16, "guidance_scale": 4.5, **plain}
 
 
-def sana() -> tuple[DiffusionPipeline, dict]:
+def sana() -> tuple[diffusers.DiffusionPipeline, dict]:
     """Sana: flow prediction by DPM-Solver++, linear attention, deep-compression autoencoder."""
-    transformer = SanaTransformer2DModel(
+    transformer = diffusers.SanaTransformer2DModel(
         **PATCHES | {"patch_size": 1},
         out_channels=4,
         num_layers=1,
@@ -285,7 +247,7 @@ def sana() -> tuple[DiffusionPipeline, dict]:
         cross_attention_dim=16,
         caption_channels=WIDTH,
     )
-    vae = AutoencoderDC(
+    vae = diffusers.AutoencoderDC(
         latent_channels=4,
         attention_head_dim=2,
         **{f"{part}_block_types": ("ResBlock", "EfficientViTBlock") for part in ("encoder", "decoder")},
@@ -296,10 +258,10 @@ def sana() -> tuple[DiffusionPipeline, dict]:
         downsample_block_type="conv",
         scaling_factor=0.41407,
     )
-    scheduler = DPMSolverMultistepScheduler(
+    scheduler = diffusers.DPMSolverMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0, algorithm_type="dpmsolver++"
     )
-    pipe = SanaPipeline(gemma_tokenizer(), gemma(), vae, transformer, scheduler)
+    pipe = diffusers.SanaPipeline(gemma_tokenizer(), gemma(), vae, transformer, scheduler)
     plain = {"use_resolution_binning": False, "complex_human_instruction": None, "max_sequence_length": TOKENS}
     return pipe, {"height": 32, "width": 32, "guidance_scale": 4.5, **plain}  # it takes multiples of 32
 
@@ -307,9 +269,9 @@ def sana() -> tuple[DiffusionPipeline, dict]:
 # Videos
 
 
-def wan() -> tuple[DiffusionPipeline, dict]:
+def wan() -> tuple[diffusers.DiffusionPipeline, dict]:
     """Wan 2.1: flow prediction by UniPC, guidance by a second pass."""
-    transformer = WanTransformer3DModel(
+    transformer = diffusers.WanTransformer3DModel(
         patch_size=(1, 2, 2),
         num_attention_heads=2,
         attention_head_dim=12,
@@ -320,11 +282,11 @@ def wan() -> tuple[DiffusionPipeline, dict]:
         ffn_dim=32,
         num_layers=2,
     )
-    pipe = WanPipeline(
+    pipe = diffusers.WanPipeline(
         tokenizer=t5_tokenizer(),
-        text_encoder=t5(UMT5Config, UMT5EncoderModel),
-        vae=AutoencoderKLWan(base_dim=3, dim_mult=[1, 1, 1, 1], num_res_blocks=1),
-        scheduler=UniPCMultistepScheduler(
+        text_encoder=t5(transformers.UMT5Config, transformers.UMT5EncoderModel),
+        vae=diffusers.AutoencoderKLWan(base_dim=3, dim_mult=[1, 1, 1, 1], num_res_blocks=1),
+        scheduler=diffusers.UniPCMultistepScheduler(
             prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0, solver_order=2
         ),
         transformer=transformer,
@@ -332,9 +294,9 @@ def wan() -> tuple[DiffusionPipeline, dict]:
     return pipe, {"height": 32, "width": 32, "num_frames": 5, "guidance_scale": 5.0, "max_sequence_length": TOKENS}
 
 
-def cogvideox() -> tuple[DiffusionPipeline, dict]:
+def cogvideox() -> tuple[diffusers.DiffusionPipeline, dict]:
     """CogVideoX: v-prediction by a DDIM of its own, zero terminal signal-to-noise ratio."""
-    transformer = CogVideoXTransformer3DModel(
+    transformer = diffusers.CogVideoXTransformer3DModel(
         num_attention_heads=4,
         attention_head_dim=8,
         in_channels=4,
@@ -348,20 +310,20 @@ def cogvideox() -> tuple[DiffusionPipeline, dict]:
         patch_size=2,
         max_text_seq_length=TOKENS,
     )
-    vae = AutoencoderKLCogVideoX(
+    vae = diffusers.AutoencoderKLCogVideoX(
         block_out_channels=(8, 8, 8, 8), latent_channels=4, layers_per_block=1, norm_num_groups=2
     )
-    scheduler = CogVideoXDDIMScheduler(
+    scheduler = diffusers.CogVideoXDDIMScheduler(
         **SD_BETAS,
         prediction_type="v_prediction",
         rescale_betas_zero_snr=True,
         snr_shift_scale=3.0,
         timestep_spacing="trailing",
     )
-    pipe = CogVideoXPipeline(t5_tokenizer(), t5(), vae, transformer, scheduler)
+    pipe = diffusers.CogVideoXPipeline(t5_tokenizer(), t5(), vae, transformer, scheduler)
     return pipe, {"height": 32, "width": 32, "num_frames": 5, "guidance_scale": 6.0, "max_sequence_length": TOKENS}
 
 
-PIPELINES: dict[str, Callable[[], tuple[DiffusionPipeline, dict]]] = {
+PIPELINES: dict[str, Callable[[], tuple[diffusers.DiffusionPipeline, dict]]] = {
     function.__name__: function for function in (sd3, flux, sdxl, sd15, wan, cogvideox, pixart, sana)
 }

@@ -7,17 +7,11 @@ from collections.abc import Callable
 import diffusers
 import numpy as np
 import torch
-from diffusers import (
-    ControlNetModel,
-    DiffusionPipeline,
-    FluxControlNetModel,
-    SD3ControlNetModel,
-)
 from PIL import Image
 
 from . import basic
 
-Case = tuple[DiffusionPipeline, dict]
+Case = tuple[diffusers.DiffusionPipeline, dict]
 SIZE = 16
 STRENGTH = {"strength": 0.9}
 
@@ -64,7 +58,7 @@ def with_mask(name: str, plain: Callable[[], Case], **extra) -> Case:
     return pipe, _accepted(pipe, {**inputs, **extra})
 
 
-def _accepted(pipe: DiffusionPipeline, inputs: dict) -> dict:
+def _accepted(pipe: diffusers.DiffusionPipeline, inputs: dict) -> dict:
     known = inspect.signature(type(pipe).__call__).parameters
     return {key: value for key, value in inputs.items() if key in known}
 
@@ -86,7 +80,7 @@ def with_more_channels(name: str, plain: Callable[[], Case], channels: int, has_
 
 def sd_controlnet(name: str, plain: Callable[[], Case], **extra) -> Case:
     """A ControlNet made from the UNet; its zero convolutions get numbers, or it would do nothing."""
-    controlnet = ControlNetModel.from_unet(
+    controlnet = diffusers.ControlNetModel.from_unet(
         plain()[0].unet, conditioning_channels=3, conditioning_embedding_out_channels=(8, 8)
     )
     basic.randomize(controlnet)
@@ -96,9 +90,9 @@ def sd_controlnet(name: str, plain: Callable[[], Case], **extra) -> Case:
 
 def sd3_controlnet() -> Case:
     """SD3 with a ControlNet of its own two blocks."""
-    known = _parameters(SD3ControlNetModel)
+    known = _parameters(diffusers.SD3ControlNetModel)
     config = {k: v for k, v in basic.sd3()[0].transformer.config.items() if k in known}
-    controlnet = SD3ControlNetModel(**config)
+    controlnet = diffusers.SD3ControlNetModel(**config)
     basic.randomize(controlnet)
     pipe, inputs = rebuilt("StableDiffusion3ControlNetPipeline", basic.sd3, controlnet=controlnet)
     return pipe, {**inputs, "control_image": draw_images(1)}
@@ -108,7 +102,7 @@ def flux_controlnet() -> Case:
     """FLUX with a ControlNet of one block."""
     config = {k: v for k, v in basic.flux()[0].transformer.config.items() if not k.startswith("_")}
     config.pop("out_channels", None)
-    controlnet = FluxControlNetModel(**config)
+    controlnet = diffusers.FluxControlNetModel(**config)
     basic.randomize(controlnet)
     pipe, inputs = rebuilt("FluxControlNetPipeline", basic.flux, controlnet=controlnet)
     return pipe, {**inputs, "control_image": draw_images(1)}

@@ -8,15 +8,6 @@ import torch
 import transformers
 from diffusers import AutoencoderKL, DiffusionPipeline, FlowMatchEulerDiscreteScheduler, GlmImageTransformer2DModel
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    ByT5Tokenizer,
-    GlmImageConfig,
-    GlmImageForConditionalGeneration,
-    GlmImageProcessor,
-    PreTrainedTokenizerFast,
-    T5Config,
-    T5EncoderModel,
-)
 
 from .basic import WIDTH, randomize
 from .conditioned import draw_images
@@ -33,14 +24,14 @@ CHAT = (
 )
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer() -> transformers.PreTrainedTokenizerFast:
     """Visual tokens under the lowest ids, then one token a byte and what marks the places of images and grids."""
     visual = [VISION.format(index) for index in range(CODEBOOK + 4)]
     marks = ["<|endoftext|>", "<|image|>", "<sop>", "<eop>"]
     names = [*visual, *sorted(pre_tokenizers.ByteLevel.alphabet()), *marks]
     inner = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(names)}, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=inner,
         pad_token="<|endoftext|>",
         eos_token=VISION.format(END),
@@ -51,12 +42,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def processor() -> GlmImageProcessor:
+def processor() -> transformers.GlmImageProcessor:
     """Prompts and images to token ids; an image of 32 pixels is one token, one of 64 pixels four."""
     images = transformers.GlmImageImageProcessorPil(
         patch_size=16, merge_size=1, temporal_patch_size=1, size={"shortest_edge": 32 * 32, "longest_edge": SIZE**2}
     )
-    whole = GlmImageProcessor(image_processor=images, tokenizer=tokenizer(), chat_template=CHAT)
+    whole = transformers.GlmImageProcessor(image_processor=images, tokenizer=tokenizer(), chat_template=CHAT)
     whole._get_target_shape = choose_target_shape
     return whole
 
@@ -66,7 +57,7 @@ def choose_target_shape(height: int, width: int) -> tuple[int, int, int, int]:
     return height // 32, width // 32, 1, max(1, width // 64)
 
 
-def language_model() -> GlmImageForConditionalGeneration:
+def language_model() -> transformers.GlmImageForConditionalGeneration:
     """Two layers, a vision tower of one, and a codebook; samples as the real one does by default."""
     ids = tokenizer()
     text = {
@@ -82,7 +73,7 @@ def language_model() -> GlmImageForConditionalGeneration:
         "eos_token_id": END,
     }
     vision = {"depth": 1, "hidden_size": WIDTH, "num_heads": 4, "intermediate_size": WIDTH, "image_size": SIZE}
-    config = GlmImageConfig(
+    config = transformers.GlmImageConfig(
         text_config=text,
         vision_config=vision,
         vq_config={"embed_dim": 8, "num_embeddings": CODEBOOK, "latent_channels": WIDTH},
@@ -90,7 +81,7 @@ def language_model() -> GlmImageForConditionalGeneration:
         image_start_token_id=START,
         image_end_token_id=END,
     )
-    model = GlmImageForConditionalGeneration(config)
+    model = transformers.GlmImageForConditionalGeneration(config)
     randomize(model)
     with torch.no_grad():
         model.lm_head.weight.mul_(2)  # a distribution that a nucleus really cuts
@@ -115,7 +106,7 @@ def decoder() -> AutoencoderKL:
 
 def glm_image(has_picture: bool = False) -> Case:
     """Text-to-image, which writes the tokens of a preview first, or image-to-image, which does not."""
-    glyphs = ByT5Tokenizer()
+    glyphs = transformers.ByT5Tokenizer()
     sizes = {"d_model": WIDTH, "d_kv": 8, "d_ff": WIDTH, "num_heads": 4, "num_layers": 1}
     transformer = GlmImageTransformer2DModel(
         patch_size=2,
@@ -132,7 +123,9 @@ def glm_image(has_picture: bool = False) -> Case:
     pipe = diffusers.GlmImagePipeline(
         tokenizer=glyphs,
         processor=processor(),
-        text_encoder=T5EncoderModel(T5Config(vocab_size=len(glyphs), feed_forward_proj="gated-gelu", **sizes)),
+        text_encoder=transformers.T5EncoderModel(
+            transformers.T5Config(vocab_size=len(glyphs), feed_forward_proj="gated-gelu", **sizes)
+        ),
         vision_language_encoder=language_model(),
         vae=decoder(),
         transformer=transformer,

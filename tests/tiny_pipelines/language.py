@@ -11,19 +11,6 @@ import torch
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
-from transformers import (
-    CLIPVisionConfig,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    LlamaConfig,
-    LlamaModel,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 LLAMA_SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]
@@ -64,9 +51,9 @@ def llama_tokenizer(template: str) -> transformers.PreTrainedTokenizerFast:
     return made
 
 
-def llama_config(vocabulary: transformers.PreTrainedTokenizerFast, width: int) -> LlamaConfig:
+def llama_config(vocabulary: transformers.PreTrainedTokenizerFast, width: int) -> transformers.LlamaConfig:
     """Three layers, because HunyuanVideo reads the hidden states before the last two."""
-    return LlamaConfig(
+    return transformers.LlamaConfig(
         vocab_size=len(vocabulary),
         hidden_size=width,
         intermediate_size=width,
@@ -77,9 +64,9 @@ def llama_config(vocabulary: transformers.PreTrainedTokenizerFast, width: int) -
     )
 
 
-def llama(vocabulary: transformers.PreTrainedTokenizerFast, width: int) -> LlamaModel:
+def llama(vocabulary: transformers.PreTrainedTokenizerFast, width: int) -> transformers.LlamaModel:
     """A Llama without head."""
-    return LlamaModel(llama_config(vocabulary, width))
+    return transformers.LlamaModel(llama_config(vocabulary, width))
 
 
 def qwen_tokenizer(template: str) -> transformers.PreTrainedTokenizerFast:
@@ -98,9 +85,9 @@ def qwen3_tokenizer() -> transformers.PreTrainedTokenizerFast:
     return made
 
 
-def qwen3(vocabulary: transformers.PreTrainedTokenizerFast, width: int) -> Qwen3ForCausalLM:
+def qwen3(vocabulary: transformers.PreTrainedTokenizerFast, width: int) -> transformers.Qwen3ForCausalLM:
     """Qwen 3 of two layers."""
-    config = Qwen3Config(
+    config = transformers.Qwen3Config(
         vocab_size=len(vocabulary),
         hidden_size=width,
         intermediate_size=width,
@@ -109,13 +96,13 @@ def qwen3(vocabulary: transformers.PreTrainedTokenizerFast, width: int) -> Qwen3
         num_key_value_heads=2,
         head_dim=8,
     )
-    return Qwen3ForCausalLM(config)
+    return transformers.Qwen3ForCausalLM(config)
 
 
 def qwen_vl(vocabulary: transformers.PreTrainedTokenizerFast, width: int) -> torch.nn.Module:
     """Qwen 2.5 VL: one layer for text, one for images in patches of 14."""
     ids = dict(zip(QWEN_SPECIAL, vocabulary.convert_tokens_to_ids(QWEN_SPECIAL), strict=True))
-    config = Qwen2_5_VLConfig(
+    config = transformers.Qwen2_5_VLConfig(
         text_config={
             "vocab_size": len(vocabulary),
             "hidden_size": width,
@@ -138,7 +125,7 @@ def qwen_vl(vocabulary: transformers.PreTrainedTokenizerFast, width: int) -> tor
         vision_start_token_id=ids["<|vision_start|>"],
         vision_end_token_id=ids["<|vision_end|>"],
     )
-    return Qwen2_5_VLForConditionalGeneration(config)
+    return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
 
 def vision_processor(cls: type, image_processor: object, vocabulary: transformers.PreTrainedTokenizerFast) -> object:
@@ -152,9 +139,9 @@ def vision_processor(cls: type, image_processor: object, vocabulary: transformer
     return made
 
 
-def llava(vocabulary: transformers.PreTrainedTokenizerFast, width: int) -> LlavaForConditionalGeneration:
+def llava(vocabulary: transformers.PreTrainedTokenizerFast, width: int) -> transformers.LlavaForConditionalGeneration:
     """The Llama above behind CLIP's eyes, whose images are 576 tokens as in HunyuanVideo's template."""
-    vision = CLIPVisionConfig(
+    vision = transformers.CLIPVisionConfig(
         hidden_size=width,
         intermediate_size=width,
         num_attention_heads=2,
@@ -162,18 +149,20 @@ def llava(vocabulary: transformers.PreTrainedTokenizerFast, width: int) -> Llava
         image_size=336,
         patch_size=14,
     )
-    config = LlavaConfig(
+    config = transformers.LlavaConfig(
         vision_config=vision,
         text_config=llama_config(vocabulary, width),
         pad_token_id=vocabulary.pad_token_id,
         image_token_index=vocabulary.convert_tokens_to_ids("<image>"),
     )
-    return LlavaForConditionalGeneration(config)
+    return transformers.LlavaForConditionalGeneration(config)
 
 
-def gemma3(vocabulary: transformers.PreTrainedTokenizerBase, width: int) -> Gemma3ForConditionalGeneration:
+def gemma3(
+    vocabulary: transformers.PreTrainedTokenizerBase, width: int
+) -> transformers.Gemma3ForConditionalGeneration:
     """Gemma 3 of one layer."""
-    config = Gemma3Config(
+    config = transformers.Gemma3Config(
         text_config={
             "vocab_size": len(vocabulary),
             "hidden_size": width,
@@ -186,4 +175,4 @@ def gemma3(vocabulary: transformers.PreTrainedTokenizerBase, width: int) -> Gemm
         },
         vision_config={"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
     )
-    return Gemma3ForConditionalGeneration(config)
+    return transformers.Gemma3ForConditionalGeneration(config)

@@ -2,30 +2,7 @@
 
 from collections.abc import Callable
 
-from diffusers import (
-    AutoencoderKLFlux2,
-    AutoencoderKLHunyuanVideo,
-    AutoencoderKLQwenImage,
-    AutoencoderKLWan,
-    AutoencoderOobleck,
-    DiffusionPipeline,
-    EDMDPMSolverMultistepScheduler,
-    FlowMatchEulerDiscreteScheduler,
-    Flux2KleinPipeline,
-    Flux2Transformer2DModel,
-    HunyuanVideoImageToVideoPipeline,
-    HunyuanVideoPipeline,
-    HunyuanVideoTransformer3DModel,
-    QwenImageEditPipeline,
-    QwenImagePipeline,
-    QwenImageTransformer2DModel,
-    StableAudioDiTModel,
-    StableAudioPipeline,
-    WanPipeline,
-    WanTransformer3DModel,
-    ZImagePipeline,
-    ZImageTransformer2DModel,
-)
+import diffusers
 from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video_image2video import (
     DEFAULT_PROMPT_TEMPLATE as IMAGE_PROMPT_TEMPLATE,
@@ -52,9 +29,9 @@ QWEN_EDIT_TEMPLATE = (
 )
 
 
-def hunyuan_network(**config: int | str | bool) -> HunyuanVideoTransformer3DModel:
+def hunyuan_network(**config: int | str | bool) -> diffusers.HunyuanVideoTransformer3DModel:
     """One double and one single block."""
-    return HunyuanVideoTransformer3DModel(
+    return diffusers.HunyuanVideoTransformer3DModel(
         **{"in_channels": 4, "guidance_embeds": True, **config},
         out_channels=4,
         num_attention_heads=2,
@@ -69,9 +46,9 @@ def hunyuan_network(**config: int | str | bool) -> HunyuanVideoTransformer3DMode
     )
 
 
-def hunyuan_autoencoder() -> AutoencoderKLHunyuanVideo:
+def hunyuan_autoencoder() -> diffusers.AutoencoderKLHunyuanVideo:
     """Eight times smaller in space and four times in time, as the real one."""
-    return AutoencoderKLHunyuanVideo(
+    return diffusers.AutoencoderKLHunyuanVideo(
         latent_channels=4, block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4
     )
 
@@ -79,12 +56,12 @@ def hunyuan_autoencoder() -> AutoencoderKLHunyuanVideo:
 def hunyuan_video() -> Case:
     """HunyuanVideo: guidance as an embedding, a Llama beside CLIP, shift 7."""
     vocabulary = language.llama_tokenizer(DEFAULT_PROMPT_TEMPLATE["template"])
-    pipe = HunyuanVideoPipeline(
+    pipe = diffusers.HunyuanVideoPipeline(
         text_encoder=language.llama(vocabulary, WIDTH),
         tokenizer=vocabulary,
         transformer=hunyuan_network(),
         vae=hunyuan_autoencoder(),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0),
         text_encoder_2=basic.clip(),
         tokenizer_2=basic.clip_tokenizer(),
     )
@@ -94,12 +71,12 @@ def hunyuan_video() -> Case:
 def hunyuan_video_image() -> Case:
     """HunyuanVideo from an image: it goes to the language model, and as latents beside the noise."""
     vocabulary = language.llama_tokenizer(IMAGE_PROMPT_TEMPLATE["template"])
-    pipe = HunyuanVideoImageToVideoPipeline(
+    pipe = diffusers.HunyuanVideoImageToVideoPipeline(
         text_encoder=language.llava(vocabulary, WIDTH),
         tokenizer=vocabulary,
         transformer=hunyuan_network(in_channels=9, guidance_embeds=False, image_condition_type="latent_concat"),
         vae=hunyuan_autoencoder(),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0),
         text_encoder_2=basic.clip(),
         tokenizer_2=basic.clip_tokenizer(),
         image_processor=CLIPImageProcessor(size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336}),
@@ -111,7 +88,7 @@ def qwen_parts(template: str, **autoencoder: int | list) -> dict:
     """What Qwen-Image and its editing form have in common."""
     vocabulary = language.qwen_tokenizer(template)
     return {
-        "transformer": QwenImageTransformer2DModel(
+        "transformer": diffusers.QwenImageTransformer2DModel(
             in_channels=16,
             out_channels=4,
             num_layers=1,
@@ -120,10 +97,10 @@ def qwen_parts(template: str, **autoencoder: int | list) -> dict:
             joint_attention_dim=WIDTH,
             axes_dims_rope=(8, 4, 4),
         ),
-        "vae": AutoencoderKLQwenImage(
+        "vae": diffusers.AutoencoderKLQwenImage(
             base_dim=4, z_dim=4, latents_mean=[0.0] * 4, latents_std=[1.0] * 4, **autoencoder
         ),
-        "scheduler": FlowMatchEulerDiscreteScheduler(
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(
             use_dynamic_shifting=True,
             base_shift=0.5,
             max_shift=0.9,
@@ -138,7 +115,7 @@ def qwen_parts(template: str, **autoencoder: int | list) -> dict:
 
 def qwen_image() -> Case:
     """Qwen-Image: true guidance with a rescaled norm, shift that ends at 0.02."""
-    pipe = QwenImagePipeline(
+    pipe = diffusers.QwenImagePipeline(
         **qwen_parts(QWEN_TEMPLATE, num_res_blocks=1, dim_mult=[1, 2, 2], temperal_downsample=[False, True])
     )
     return pipe, {"height": 16, "width": 16, "true_cfg_scale": 4.0, "negative_prompt": [" ", " "]}
@@ -152,7 +129,7 @@ def qwen_image_edit() -> Case:
     pipeline_qwenimage_edit.calculate_dimensions = lambda area, ratio: _qwen_dimensions(min(area, 64 * 64), ratio)
     parts = qwen_parts(QWEN_EDIT_TEMPLATE, num_res_blocks=1, dim_mult=[1, 2, 2], temperal_downsample=[False, True])
     image_processor = Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=56 * 56)
-    pipe = QwenImageEditPipeline(
+    pipe = diffusers.QwenImageEditPipeline(
         **parts, processor=language.vision_processor(Qwen2VLProcessor, image_processor, parts["tokenizer"])
     )
     inputs = {"height": 16, "width": 16, "true_cfg_scale": 4.0, "negative_prompt": [" ", " "]}
@@ -162,9 +139,9 @@ def qwen_image_edit() -> Case:
 def flux2() -> Case:
     """FLUX.2 klein: Qwen 3's inner layers as the text, a latent patch of four."""
     vocabulary = language.qwen3_tokenizer()
-    pipe = Flux2KleinPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
-        vae=AutoencoderKLFlux2(
+    pipe = diffusers.Flux2KleinPipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        vae=diffusers.AutoencoderKLFlux2(
             block_out_channels=(4, 4),
             down_block_types=("DownEncoderBlock2D",) * 2,
             up_block_types=("UpDecoderBlock2D",) * 2,
@@ -173,7 +150,7 @@ def flux2() -> Case:
         ),
         text_encoder=language.qwen3(vocabulary, WIDTH),
         tokenizer=vocabulary,
-        transformer=Flux2Transformer2DModel(
+        transformer=diffusers.Flux2Transformer2DModel(
             patch_size=1,
             in_channels=8,
             num_layers=1,
@@ -193,12 +170,12 @@ def flux2() -> Case:
 def z_image() -> Case:
     """Z-Image: lists of samples into the network and out of it, time from 0 to 1."""
     vocabulary = language.qwen3_tokenizer()
-    pipe = ZImagePipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+    pipe = diffusers.ZImagePipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=basic.kl_autoencoder(4, scaling_factor=0.3611, shift_factor=0.1159, use_quant_conv=False),
         text_encoder=language.qwen3(vocabulary, WIDTH),
         tokenizer=vocabulary,
-        transformer=ZImageTransformer2DModel(
+        transformer=diffusers.ZImageTransformer2DModel(
             in_channels=4,
             dim=32,
             n_layers=1,
@@ -218,7 +195,7 @@ def wan_ti2v() -> Case:
     """Wan 2.2 TI2V-5B: a timestep for each token, 48 channels, 16 times smaller."""
     pipe, inputs = basic.wan()
     config = {**pipe.transformer.config, "in_channels": 8, "out_channels": 8}
-    vae = AutoencoderKLWan(
+    vae = diffusers.AutoencoderKLWan(
         base_dim=4,
         decoder_base_dim=4,
         z_dim=8,
@@ -233,13 +210,13 @@ def wan_ti2v() -> Case:
         latents_mean=[0.0] * 8,
         latents_std=[1.0] * 8,
     )
-    parts = {**pipe.components, "transformer": WanTransformer3DModel.from_config(config), "vae": vae}
-    return WanPipeline(**parts, expand_timesteps=True), {**inputs, "height": 64, "width": 64}
+    parts = {**pipe.components, "transformer": diffusers.WanTransformer3DModel.from_config(config), "vae": vae}
+    return diffusers.WanPipeline(**parts, expand_timesteps=True), {**inputs, "height": 64, "width": 64}
 
 
 def stable_audio() -> Case:
     """Stable Audio: sound, EDM with exponential sigmas, v-prediction."""
-    transformer = StableAudioDiTModel(
+    transformer = diffusers.StableAudioDiTModel(
         sample_size=8,
         in_channels=4,
         num_layers=1,
@@ -252,7 +229,7 @@ def stable_audio() -> Case:
         global_states_input_dim=2 * WIDTH,
         cross_attention_input_dim=WIDTH,
     )
-    vae = AutoencoderOobleck(
+    vae = diffusers.AutoencoderOobleck(
         encoder_hidden_size=4,
         downsampling_ratios=[2, 2],
         channel_multiples=[1, 2],
@@ -262,20 +239,20 @@ def stable_audio() -> Case:
     )
     tokenizer = basic.t5_tokenizer()
     tokenizer.model_max_length = basic.TOKENS
-    pipe = StableAudioPipeline(
+    pipe = diffusers.StableAudioPipeline(
         vae=vae,
         text_encoder=basic.t5(),
         projection_model=StableAudioProjectionModel(WIDTH, WIDTH, 0, 32),
         tokenizer=tokenizer,
         transformer=transformer,
-        scheduler=EDMDPMSolverMultistepScheduler(
+        scheduler=diffusers.EDMDPMSolverMultistepScheduler(
             sigma_min=0.3, sigma_max=500, sigma_data=1.0, sigma_schedule="exponential", prediction_type="v_prediction"
         ),
     )
     return pipe, {"guidance_scale": 7.0, "audio_end_in_s": 2.0}
 
 
-PIPELINES: dict[str, Callable[[], tuple[DiffusionPipeline, dict]]] = {
+PIPELINES: dict[str, Callable[[], tuple[diffusers.DiffusionPipeline, dict]]] = {
     function.__name__: function
     for function in (
         hunyuan_video,

@@ -5,24 +5,12 @@ from collections.abc import Callable
 
 import diffusers
 import torch
-from diffusers import (
-    AutoencoderKLFlux2,
-    AutoencoderKLMiniMaxH3,
-    AutoencoderKLMiniMaxH3Audio,
-    Flux3DistilledModularPipeline,
-    Flux3ModularPipeline,
-    Flux3Transformer2DModel,
-    MiniMaxH3ModularPipeline,
-    MiniMaxH3Scheduler,
-    MiniMaxH3Transformer3DModel,
-    ModularPipeline,
-)
 from transformers import CLIPImageProcessor, LlavaProcessor, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from . import basic, conditioned, language, large, more
 from .basic import WIDTH
 
-Case = tuple[ModularPipeline, dict]
+Case = tuple[diffusers.ModularPipeline, dict]
 
 
 def around(kind: str, classic: Callable[[], tuple], **inputs) -> Case:
@@ -55,7 +43,7 @@ def qwen3_vl(vocabulary, layers: int) -> torch.nn.Module:
     return Qwen3VLForConditionalGeneration(config)
 
 
-def flux3(kind: type[ModularPipeline] = Flux3ModularPipeline) -> Case:
+def flux3(kind: type[diffusers.ModularPipeline] = diffusers.Flux3ModularPipeline) -> Case:
     """FLUX.3: one prompt a call, a window of text that is not masked; distilled, it also takes the next time."""
     vocabulary = language.qwen3_tokenizer()
     # a processor that loads without torchvision; the real one is Qwen 3 VL's
@@ -64,14 +52,14 @@ def flux3(kind: type[ModularPipeline] = Flux3ModularPipeline) -> Case:
     pipe.update_components(
         text_encoder=qwen3_vl(vocabulary, layers=32),  # of which eight are read
         tokenizer=processor,
-        vae=AutoencoderKLFlux2(
+        vae=diffusers.AutoencoderKLFlux2(
             block_out_channels=(4, 4, 4, 4),
             down_block_types=("DownEncoderBlock2D",) * 4,
             up_block_types=("UpDecoderBlock2D",) * 4,
             latent_channels=2,
             norm_num_groups=2,
         ),
-        transformer=Flux3Transformer2DModel(
+        transformer=diffusers.Flux3Transformer2DModel(
             in_channels=8,
             cond_in_channels=8,
             num_layers=1,
@@ -81,7 +69,7 @@ def flux3(kind: type[ModularPipeline] = Flux3ModularPipeline) -> Case:
             joint_attention_dim=8 * WIDTH,
             timestep_channels=32,
             axes_dims_rope=(4, 4, 4, 4),
-            flow_map=kind is Flux3DistilledModularPipeline,
+            flow_map=kind is diffusers.Flux3DistilledModularPipeline,
         ),
     )
     inputs = {"prompt": "a cat", "height": 64, "width": 64}
@@ -91,14 +79,14 @@ def flux3(kind: type[ModularPipeline] = Flux3ModularPipeline) -> Case:
 def minimax_h3() -> Case:
     """MiniMax-H3: video and sound in one sequence, two schedules, no guidance, no axis of the batch."""
     vocabulary = language.qwen3_tokenizer()
-    pipe = MiniMaxH3ModularPipeline(workflow="t2va")
+    pipe = diffusers.MiniMaxH3ModularPipeline(workflow="t2va")
     pipe.update_components(
         text_encoder=qwen3_vl(vocabulary, layers=51),
         tokenizer=vocabulary,
         processor=LlavaProcessor(CLIPImageProcessor(), vocabulary),  # as above
-        scheduler=MiniMaxH3Scheduler(),
-        audio_scheduler=MiniMaxH3Scheduler(shift=3.0),
-        transformer=MiniMaxH3Transformer3DModel(
+        scheduler=diffusers.MiniMaxH3Scheduler(),
+        audio_scheduler=diffusers.MiniMaxH3Scheduler(shift=3.0),
+        transformer=diffusers.MiniMaxH3Transformer3DModel(
             num_attention_heads=2,
             attention_head_dim=16,
             hidden_size=32,
@@ -113,7 +101,7 @@ def minimax_h3() -> Case:
             time_embed_dim=16,
             rope_freq_dim=2,
         ),
-        vae=AutoencoderKLMiniMaxH3(
+        vae=diffusers.AutoencoderKLMiniMaxH3(
             latent_channels=4,
             block_out_channels=(8, 16, 16),
             layers_per_block=1,
@@ -128,7 +116,7 @@ def minimax_h3() -> Case:
             latents_mean=(0.0,) * 4,
             latents_std=(1.0,) * 4,
         ),
-        audio_vae=AutoencoderKLMiniMaxH3Audio(
+        audio_vae=diffusers.AutoencoderKLMiniMaxH3Audio(
             encoder_dim=4,
             latent_dim=8,
             latent_channels=4,
@@ -158,6 +146,6 @@ PIPELINES: dict[str, Callable[[], Case]] = {
     "modular_wan_experts": functools.partial(around, "Wan22ModularPipeline", more.PIPELINES["wan_experts"]),
     "flux2_klein": functools.partial(around, "Flux2KleinModularPipeline", large.flux2, guidance_scale=None),
     "flux3": flux3,
-    "flux3_distilled": functools.partial(flux3, Flux3DistilledModularPipeline),
+    "flux3_distilled": functools.partial(flux3, diffusers.Flux3DistilledModularPipeline),
     "minimax_h3": minimax_h3,
 }

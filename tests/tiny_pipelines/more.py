@@ -4,69 +4,32 @@ from collections.abc import Callable
 
 import diffusers
 import torch
-from diffusers import (
-    AutoencoderKLLTXVideo,
-    AutoencoderKLTemporalDecoder,
-    DDIMPipeline,
-    DDIMScheduler,
-    DDPMScheduler,
-    DDPMWuerstchenScheduler,
-    DiffusionPipeline,
-    DiTPipeline,
-    DiTTransformer2DModel,
-    EulerDiscreteScheduler,
-    FlowMatchEulerDiscreteScheduler,
-    IFPipeline,
-    KandinskyV22Pipeline,
-    KandinskyV22PriorPipeline,
-    LatentConsistencyModelPipeline,
-    LCMScheduler,
-    LTXPipeline,
-    LTXVideoTransformer3DModel,
-    MotionAdapter,
-    PriorTransformer,
-    SanaSprintPipeline,
-    SanaTransformer2DModel,
-    StableCascadePriorPipeline,
-    StableVideoDiffusionPipeline,
-    UnCLIPScheduler,
-    UNet2DConditionModel,
-    UNet2DModel,
-    UNetSpatioTemporalConditionModel,
-    VQModel,
-    WanImageToVideoPipeline,
-    WanTransformer3DModel,
-    WanVACETransformer3DModel,
-)
+import transformers
 from diffusers.models.unets import StableCascadeUNet
 from diffusers.schedulers import SCMScheduler
-from transformers import (
-    CLIPImageProcessor,
-    CLIPTextModelWithProjection,
-    CLIPVisionConfig,
-    CLIPVisionModelWithProjection,
-)
 
 from . import basic
 from .basic import WIDTH
 from .conditioned import Case, draw_images
 
 
-def clip_vision(image_size: int = 32) -> CLIPVisionModelWithProjection:
+def clip_vision(image_size: int = 32) -> transformers.CLIPVisionModelWithProjection:
     """A CLIP image encoder of one layer."""
     sizes = dict(hidden_size=WIDTH, intermediate_size=WIDTH, projection_dim=WIDTH, num_attention_heads=4)
-    config = CLIPVisionConfig(image_size=image_size, patch_size=image_size // 2, num_hidden_layers=1, **sizes)
-    return CLIPVisionModelWithProjection(config)
+    config = transformers.CLIPVisionConfig(
+        image_size=image_size, patch_size=image_size // 2, num_hidden_layers=1, **sizes
+    )
+    return transformers.CLIPVisionModelWithProjection(config)
 
 
-def clip_image_processor() -> CLIPImageProcessor:
+def clip_image_processor() -> transformers.CLIPImageProcessor:
     """Images of 32 x 32."""
-    return CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    return transformers.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
 
 
 def deepfloyd() -> Case:
     """DeepFloyd IF: pixels, learned variance, dynamic thresholds."""
-    unet = UNet2DConditionModel(
+    unet = diffusers.UNet2DConditionModel(
         sample_size=16,
         in_channels=3,
         out_channels=6,
@@ -84,10 +47,10 @@ def deepfloyd() -> Case:
         norm_num_groups=4,
         resnet_time_scale_shift="scale_shift",
     )
-    scheduler = DDPMScheduler(
+    scheduler = diffusers.DDPMScheduler(
         beta_schedule="squaredcos_cap_v2", variance_type="learned_range", thresholding=True, sample_max_value=1.5
     )
-    pipe = IFPipeline(
+    pipe = diffusers.IFPipeline(
         basic.t5_tokenizer(), basic.t5(), unet, scheduler, None, None, None, requires_safety_checker=False
     )
     return pipe, {"height": 16, "width": 16, "guidance_scale": 7.0}
@@ -95,7 +58,7 @@ def deepfloyd() -> Case:
 
 def ddim_pixels() -> Case:
     """Unconditional pixels."""
-    unet = UNet2DModel(
+    unet = diffusers.UNet2DModel(
         sample_size=16,
         block_out_channels=(8, 16),
         layers_per_block=1,
@@ -103,12 +66,12 @@ def ddim_pixels() -> Case:
         down_block_types=("DownBlock2D", "AttnDownBlock2D"),
         up_block_types=("AttnUpBlock2D", "UpBlock2D"),
     )
-    return DDIMPipeline(unet, DDIMScheduler()), {"batch_size": 2}
+    return diffusers.DDIMPipeline(unet, diffusers.DDIMScheduler()), {"batch_size": 2}
 
 
 def dit() -> Case:
     """DiT: classes for prompts, both halves of guidance in the latents."""
-    transformer = DiTTransformer2DModel(
+    transformer = diffusers.DiTTransformer2DModel(
         **basic.PATCHES,
         out_channels=8,
         num_layers=1,
@@ -116,22 +79,22 @@ def dit() -> Case:
         attention_head_dim=8,
         num_embeds_ada_norm=1000,
     )
-    pipe = DiTPipeline(transformer, basic.kl_autoencoder(4), DDIMScheduler(clip_sample=False))
+    pipe = diffusers.DiTPipeline(transformer, basic.kl_autoencoder(4), diffusers.DDIMScheduler(clip_sample=False))
     return pipe, {"class_labels": [3, 7], "guidance_scale": 4.0}
 
 
 def kandinsky_prior() -> Case:
     """Kandinsky 2.2's prior: image embeddings by sample prediction."""
-    prior = PriorTransformer(
+    prior = diffusers.PriorTransformer(
         num_attention_heads=2, attention_head_dim=16, embedding_dim=WIDTH, num_layers=1, num_embeddings=77
     )
-    text_encoder = basic.clip(CLIPTextModelWithProjection)
-    pipe = KandinskyV22PriorPipeline(
+    text_encoder = basic.clip(transformers.CLIPTextModelWithProjection)
+    pipe = diffusers.KandinskyV22PriorPipeline(
         prior=prior,
         image_encoder=clip_vision(),
         text_encoder=text_encoder,
         tokenizer=basic.clip_tokenizer(),
-        scheduler=UnCLIPScheduler(
+        scheduler=diffusers.UnCLIPScheduler(
             variance_type="fixed_small_log", prediction_type="sample", clip_sample=True, clip_sample_range=10.0
         ),
         image_processor=clip_image_processor(),
@@ -141,7 +104,7 @@ def kandinsky_prior() -> Case:
 
 def kandinsky_decoder() -> Case:
     """Kandinsky 2.2's decoder: a learned variance beside the noise."""
-    unet = UNet2DConditionModel(
+    unet = diffusers.UNet2DConditionModel(
         in_channels=4,
         out_channels=8,
         addition_embed_type="image",
@@ -157,7 +120,7 @@ def kandinsky_decoder() -> Case:
         attention_head_dim=4,
         resnet_time_scale_shift="scale_shift",
     )
-    movq = VQModel(
+    movq = diffusers.VQModel(
         block_out_channels=[32, 32],
         down_block_types=["DownEncoderBlock2D", "AttnDownEncoderBlock2D"],
         up_block_types=["AttnUpDecoderBlock2D", "UpDecoderBlock2D"],
@@ -167,10 +130,10 @@ def kandinsky_decoder() -> Case:
         num_vq_embeddings=12,
         vq_embed_dim=4,
     )
-    scheduler = DDIMScheduler(beta_start=0.00085, beta_end=0.012, clip_sample=False, steps_offset=1)
+    scheduler = diffusers.DDIMScheduler(beta_start=0.00085, beta_end=0.012, clip_sample=False, steps_offset=1)
     embeddings = torch.randn(2, 2, WIDTH)
     inputs = {"image_embeds": embeddings[0], "negative_image_embeds": embeddings[1], "guidance_scale": 4.0}
-    return KandinskyV22Pipeline(unet, scheduler, movq), {**inputs, "height": 64, "width": 64}
+    return diffusers.KandinskyV22Pipeline(unet, scheduler, movq), {**inputs, "height": 64, "width": 64}
 
 
 def cascade_prior() -> Case:
@@ -191,18 +154,18 @@ def cascade_prior() -> Case:
         up_blocks_repeat_mappers=(1, 1),
         block_types_per_layer=(("SDCascadeResBlock", "SDCascadeTimestepBlock", "SDCascadeAttnBlock"),) * 2,
     )
-    pipe = StableCascadePriorPipeline(
+    pipe = diffusers.StableCascadePriorPipeline(
         tokenizer=basic.clip_tokenizer(),
-        text_encoder=basic.clip(CLIPTextModelWithProjection),
+        text_encoder=basic.clip(transformers.CLIPTextModelWithProjection),
         prior=prior,
-        scheduler=DDPMWuerstchenScheduler(),
+        scheduler=diffusers.DDPMWuerstchenScheduler(),
     )
     return pipe, {"guidance_scale": 4.0}
 
 
 def svd() -> Case:
     """Stable Video Diffusion: Euler with continuous timesteps, an image in, v-prediction."""
-    unet = UNetSpatioTemporalConditionModel(
+    unet = diffusers.UNetSpatioTemporalConditionModel(
         block_out_channels=(32, 32),
         layers_per_block=1,
         sample_size=8,
@@ -215,7 +178,7 @@ def svd() -> Case:
         projection_class_embeddings_input_dim=24,
         addition_time_embed_dim=8,
     )
-    scheduler = EulerDiscreteScheduler(
+    scheduler = diffusers.EulerDiscreteScheduler(
         beta_start=0.00085,
         beta_end=0.012,
         beta_schedule="scaled_linear",
@@ -227,17 +190,19 @@ def svd() -> Case:
         sigma_max=700.0,
         steps_offset=1,
     )
-    vae = AutoencoderKLTemporalDecoder(
+    vae = diffusers.AutoencoderKLTemporalDecoder(
         block_out_channels=(32, 32), down_block_types=("DownEncoderBlock2D",) * 2, latent_channels=4
     )
-    pipe = StableVideoDiffusionPipeline(vae, clip_vision(image_size=224), unet, scheduler, clip_image_processor())
+    pipe = diffusers.StableVideoDiffusionPipeline(
+        vae, clip_vision(image_size=224), unet, scheduler, clip_image_processor()
+    )
     sizes = {"height": 16, "width": 16, "num_frames": 2, "decode_chunk_size": 2}
     return pipe, {"image": draw_images(), **sizes, "min_guidance_scale": 1.0, "max_guidance_scale": 2.5}
 
 
 def ltx() -> Case:
     """LTX-Video: packed video tokens."""
-    transformer = LTXVideoTransformer3DModel(
+    transformer = diffusers.LTXVideoTransformer3DModel(
         in_channels=8,
         out_channels=8,
         patch_size=1,
@@ -248,7 +213,7 @@ def ltx() -> Case:
         num_layers=1,
         caption_channels=WIDTH,
     )
-    vae = AutoencoderKLLTXVideo(
+    vae = diffusers.AutoencoderKLLTXVideo(
         latent_channels=8,
         block_out_channels=(8, 8, 8, 8),
         decoder_block_out_channels=(8, 8, 8, 8),
@@ -264,7 +229,9 @@ def ltx() -> Case:
         encoder_causal=True,
         decoder_causal=False,
     )
-    pipe = LTXPipeline(FlowMatchEulerDiscreteScheduler(), vae, basic.t5(), basic.t5_tokenizer(), transformer)
+    pipe = diffusers.LTXPipeline(
+        diffusers.FlowMatchEulerDiscreteScheduler(), vae, basic.t5(), basic.t5_tokenizer(), transformer
+    )
     sizes = {"height": 32, "width": 32, "num_frames": 9}
     return pipe, {**sizes, "guidance_scale": 3.0, "max_sequence_length": basic.TOKENS}
 
@@ -272,7 +239,7 @@ def ltx() -> Case:
 def wan_experts() -> Case:
     """Wan 2.2 A14B: one expert for the noisy steps, another for the rest."""
     pipe, inputs = basic.wan()
-    second = WanTransformer3DModel.from_config(pipe.transformer.config)
+    second = diffusers.WanTransformer3DModel.from_config(pipe.transformer.config)
     basic.randomize(second)
     pipe = diffusers.WanPipeline(**{**pipe.components, "transformer_2": second}, boundary_ratio=0.875)
     return pipe, {**inputs, "guidance_scale_2": 3.0}
@@ -281,8 +248,8 @@ def wan_experts() -> Case:
 def wan_image() -> Case:
     """Wan 2.2's image-to-video: the image in 20 more channels."""
     pipe, inputs = basic.wan()
-    transformer = WanTransformer3DModel.from_config({**pipe.transformer.config, "in_channels": 36})
-    pipe = WanImageToVideoPipeline(**{**pipe.components, "transformer": transformer}, image_encoder=None)
+    transformer = diffusers.WanTransformer3DModel.from_config({**pipe.transformer.config, "in_channels": 36})
+    pipe = diffusers.WanImageToVideoPipeline(**{**pipe.components, "transformer": transformer}, image_encoder=None)
     return pipe, {**inputs, "image": draw_images(size=32)[0]}
 
 
@@ -290,7 +257,7 @@ def wan_vace() -> Case:
     """Wan VACE: a second branch that reads a reference video and its mask."""
     pipe, inputs = basic.wan()
     config = {k: v for k, v in pipe.transformer.config.items() if not k.startswith("_")}
-    transformer = WanVACETransformer3DModel(**config, vace_layers=[0], vace_in_channels=96)
+    transformer = diffusers.WanVACETransformer3DModel(**config, vace_layers=[0], vace_in_channels=96)
     components = {**pipe.components, "transformer": transformer}
     return diffusers.WanVACEPipeline(**components), {**inputs, "prompt": "a cat"}  # no lists of prompts
 
@@ -298,11 +265,11 @@ def wan_vace() -> Case:
 def animatediff() -> Case:
     """AnimateDiff: motion modules in Stable Diffusion."""
     pipe, inputs = basic.sd15()
-    adapter = MotionAdapter(
+    adapter = diffusers.MotionAdapter(
         block_out_channels=(8, 16), motion_layers_per_block=1, motion_norm_num_groups=4, motion_num_attention_heads=2
     )
     components = {k: v for k, v in pipe.components.items() if k != "safety_checker"}
-    components["scheduler"] = DDIMScheduler(beta_schedule="linear", clip_sample=False, steps_offset=1)
+    components["scheduler"] = diffusers.DDIMScheduler(beta_schedule="linear", clip_sample=False, steps_offset=1)
     pipe = diffusers.AnimateDiffPipeline(**components, motion_adapter=adapter)
     return pipe, {**inputs, "num_frames": 2}
 
@@ -326,9 +293,9 @@ def lcm() -> Case:
     pipe, _ = basic.sd15()
     parts = pipe.components | {
         "unet": basic.unet(cross_attention_dim=WIDTH, time_cond_proj_dim=8),
-        "scheduler": LCMScheduler(**basic.SD_BETAS),
+        "scheduler": diffusers.LCMScheduler(**basic.SD_BETAS),
     }
-    pipe = LatentConsistencyModelPipeline(**parts, requires_safety_checker=False)
+    pipe = diffusers.LatentConsistencyModelPipeline(**parts, requires_safety_checker=False)
     return pipe, {"height": 16, "width": 16, "guidance_scale": 8.5}
 
 
@@ -336,12 +303,12 @@ def sana_sprint() -> Case:
     """Sana-Sprint: continuous-time consistency in angles."""
     pipe, inputs = basic.sana()
     config = {"guidance_embeds": True, "qk_norm": "rms_norm_across_heads"}
-    transformer = SanaTransformer2DModel.from_config(pipe.transformer.config, **config)
-    pipe = SanaSprintPipeline(pipe.tokenizer, pipe.text_encoder, pipe.vae, transformer, SCMScheduler())
+    transformer = diffusers.SanaTransformer2DModel.from_config(pipe.transformer.config, **config)
+    pipe = diffusers.SanaSprintPipeline(pipe.tokenizer, pipe.text_encoder, pipe.vae, transformer, SCMScheduler())
     return pipe, inputs | {"intermediate_timesteps": None}  # for more than two steps
 
 
-PIPELINES: dict[str, Callable[[], tuple[DiffusionPipeline, dict]]] = {
+PIPELINES: dict[str, Callable[[], tuple[diffusers.DiffusionPipeline, dict]]] = {
     "deepfloyd": deepfloyd,
     "ddim_pixels": ddim_pixels,
     "dit": dit,

@@ -2,23 +2,8 @@
 
 from collections.abc import Callable
 
+import diffusers
 import torch
-from diffusers import (
-    AutoencoderKLCosmos,
-    AutoencoderKLLTX2Audio,
-    AutoencoderKLLTX2Video,
-    AutoencoderKLWan,
-    ConfigMixin,
-    Cosmos2TextToImagePipeline,
-    CosmosTextToWorldPipeline,
-    CosmosTransformer3DModel,
-    DiffusionPipeline,
-    EDMEulerScheduler,
-    FlowMatchEulerDiscreteScheduler,
-    LTX2Pipeline,
-    LTX2VideoTransformer3DModel,
-    ModelMixin,
-)
 from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 
 from . import basic, language
@@ -26,7 +11,7 @@ from .basic import WIDTH
 from .conditioned import Case
 
 
-class NothingIsUnsafe(ModelMixin, ConfigMixin):
+class NothingIsUnsafe(diffusers.ModelMixin, diffusers.ConfigMixin):
     """In place of Cosmos' guardrail, which is a package of its own with large models."""
 
     def check_text_safety(self, prompt: str) -> bool:
@@ -48,9 +33,9 @@ class NothingIsUnsafe(ModelMixin, ConfigMixin):
         return torch.float32
 
 
-def cosmos_network() -> CosmosTransformer3DModel:
+def cosmos_network() -> diffusers.CosmosTransformer3DModel:
     """One block; without the mask of padding, which would need torchvision."""
-    return CosmosTransformer3DModel(
+    return diffusers.CosmosTransformer3DModel(
         in_channels=4,
         out_channels=4,
         num_attention_heads=2,
@@ -68,7 +53,7 @@ def cosmos_network() -> CosmosTransformer3DModel:
 
 def cosmos() -> Case:
     """Cosmos 1: EDM by Euler, guidance between two estimates of the clean sample."""
-    vae = AutoencoderKLCosmos(
+    vae = diffusers.AutoencoderKLCosmos(
         latent_channels=4,
         encoder_block_out_channels=(8, 8, 8),
         decode_block_out_channels=(8, 8, 8),
@@ -80,28 +65,32 @@ def cosmos() -> Case:
         spatial_compression_ratio=4,
         temporal_compression_ratio=4,
     )
-    scheduler = EDMEulerScheduler(sigma_min=0.002, sigma_max=80, sigma_data=0.5, final_sigmas_type="sigma_min")
+    scheduler = diffusers.EDMEulerScheduler(
+        sigma_min=0.002, sigma_max=80, sigma_data=0.5, final_sigmas_type="sigma_min"
+    )
     parts = {"vae": vae, "text_encoder": basic.t5(), "tokenizer": basic.t5_tokenizer(), "scheduler": scheduler}
-    pipe = CosmosTextToWorldPipeline(**parts, transformer=cosmos_network(), safety_checker=NothingIsUnsafe())
+    pipe = diffusers.CosmosTextToWorldPipeline(**parts, transformer=cosmos_network(), safety_checker=NothingIsUnsafe())
     sizes = {"height": 32, "width": 32, "num_frames": 5, "max_sequence_length": basic.TOKENS}
     return pipe, {**sizes, "guidance_scale": 7.0, "negative_prompt": "blurred"}
 
 
 def cosmos2() -> Case:
     """Cosmos 2: the same noise, written as a flow and stepped by the scheduler of flows."""
-    vae = AutoencoderKLWan(
+    vae = diffusers.AutoencoderKLWan(
         base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4
     )
-    scheduler = FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True)
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True)
     parts = {"vae": vae, "text_encoder": basic.t5(), "tokenizer": basic.t5_tokenizer(), "scheduler": scheduler}
-    pipe = Cosmos2TextToImagePipeline(**parts, transformer=cosmos_network(), safety_checker=NothingIsUnsafe())
+    pipe = diffusers.Cosmos2TextToImagePipeline(
+        **parts, transformer=cosmos_network(), safety_checker=NothingIsUnsafe()
+    )
     sizes = {"height": 32, "width": 32, "max_sequence_length": basic.TOKENS}
     return pipe, {**sizes, "guidance_scale": 4.0, "negative_prompt": "blurred"}
 
 
-def ltx2_network() -> LTX2VideoTransformer3DModel:
+def ltx2_network() -> diffusers.LTX2VideoTransformer3DModel:
     """One block for video and sound."""
-    return LTX2VideoTransformer3DModel(
+    return diffusers.LTX2VideoTransformer3DModel(
         in_channels=4,
         out_channels=4,
         num_attention_heads=2,
@@ -145,7 +134,7 @@ def ltx2_connectors() -> LTX2TextConnectors:
 
 def ltx2_sound() -> dict:
     """The autoencoder of spectrograms and the vocoder behind it."""
-    audio_vae = AutoencoderKLLTX2Audio(
+    audio_vae = diffusers.AutoencoderKLLTX2Audio(
         base_channels=4,
         ch_mult=(1,),
         num_res_blocks=1,
@@ -168,7 +157,7 @@ def ltx2_sound() -> dict:
 
 def ltx2() -> Case:
     """LTX-2: video and sound in one network, each stepped by a copy of the scheduler."""
-    vae = AutoencoderKLLTX2Video(
+    vae = diffusers.AutoencoderKLLTX2Video(
         latent_channels=4,
         block_out_channels=(8,),
         decoder_block_out_channels=(8,),
@@ -183,8 +172,8 @@ def ltx2() -> Case:
         patch_size=1,
     )
     vocabulary = basic.gemma_tokenizer()
-    pipe = LTX2Pipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(),
+    pipe = diffusers.LTX2Pipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
         vae=vae,
         text_encoder=language.gemma3(vocabulary, WIDTH),
         tokenizer=vocabulary,
@@ -196,6 +185,6 @@ def ltx2() -> Case:
     return pipe, {**sizes, "guidance_scale": 3.0}
 
 
-PIPELINES: dict[str, Callable[[], tuple[DiffusionPipeline, dict]]] = {
+PIPELINES: dict[str, Callable[[], tuple[diffusers.DiffusionPipeline, dict]]] = {
     function.__name__: function for function in (cosmos, cosmos2, ltx2)
 }

@@ -2,14 +2,7 @@
 
 from collections.abc import Callable
 
-from diffusers import (
-    AutoencoderKLLTX2Audio,
-    AutoencoderKLLTX2Video,
-    DiffusionPipeline,
-    FlowMatchEulerDiscreteScheduler,
-    LTX2Pipeline,
-    LTX2VideoTransformer3DModel,
-)
+import diffusers
 from diffusers.pipelines.ltx2 import LTX2TextConnectors
 from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
 
@@ -21,7 +14,7 @@ from .conditioned import Case
 def ltx2() -> Case:
     """LTX-2: video and its sound, stepped by two schedulers."""
     text_encoder = basic.gemma()
-    transformer = LTX2VideoTransformer3DModel(
+    transformer = diffusers.LTX2VideoTransformer3DModel(
         in_channels=4,
         out_channels=4,
         patch_size=1,
@@ -51,8 +44,8 @@ def ltx2() -> Case:
         causal_temporal_positioning=False,
         rope_type="split",
     )
-    pipe = LTX2Pipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(),
+    pipe = diffusers.LTX2Pipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
         vae=_video_autoencoder(),
         audio_vae=_sound_autoencoder(),
         text_encoder=text_encoder,
@@ -67,8 +60,8 @@ def ltx2() -> Case:
     return pipe, {"height": 32, "width": 32, "num_frames": 5, "frame_rate": 25.0, **plain}
 
 
-def _video_autoencoder() -> AutoencoderKLLTX2Video:
-    return AutoencoderKLLTX2Video(
+def _video_autoencoder() -> diffusers.AutoencoderKLLTX2Video:
+    return diffusers.AutoencoderKLLTX2Video(
         latent_channels=4,
         block_out_channels=(8,),
         decoder_block_out_channels=(8,),
@@ -88,8 +81,8 @@ def _video_autoencoder() -> AutoencoderKLLTX2Video:
     )
 
 
-def _sound_autoencoder() -> AutoencoderKLLTX2Audio:
-    return AutoencoderKLLTX2Audio(
+def _sound_autoencoder() -> diffusers.AutoencoderKLLTX2Audio:
+    return diffusers.AutoencoderKLLTX2Audio(
         base_channels=4,
         output_channels=2,
         ch_mult=(1,),
@@ -121,4 +114,4 @@ def _vocoder(channels: int, sampling_rate: int) -> LTX2Vocoder:
     )
 
 
-PIPELINES: dict[str, Callable[[], tuple[DiffusionPipeline, dict]]] = {"ltx2": ltx2}
+PIPELINES: dict[str, Callable[[], tuple[diffusers.DiffusionPipeline, dict]]] = {"ltx2": ltx2}
