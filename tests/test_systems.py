@@ -37,7 +37,6 @@ from transformers import GlmImageProcessor
 
 import diffusion_grpo
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, cli
-from diffusion_grpo import cli as commands
 from diffusion_grpo.config.parse import parse_train_arguments, read_yaml
 from diffusion_grpo.data.prompts import load_prompts
 from diffusion_grpo.media.files import extract_samples
@@ -107,14 +106,17 @@ def small(values, inputs):
         changed["ema_update_interval"] = 1  # what is saved is the average, and there are two updates
     if values.get("num_trained_steps", 1) > 1:
         changed["num_trained_steps"] = 2
-    fixed = {key: value for key, value in inputs.items() if key not in SETTINGS and _is_plain(value)}
+    fixed = {
+        key: value for key, value in inputs.items() if key not in SETTINGS and isinstance(value, str | int | float)
+    }
     own = {key: value for key, value in values.get("pipeline_kwargs", {}).items() if key not in SIZES}
     changed["pipeline_kwargs"] = fixed | own
     return {key: value for key, value in changed.items() if key in values or key != "lora_r"}
 
 
-def _is_plain(value):
-    return isinstance(value, (str, int, float, bool))
+def own_settings(changed):
+    """Those that are no arguments of a script or of a LoRA."""
+    return {key: value for key, value in changed.items() if key in SETTINGS}
 
 
 def shrunk(folder, dataset, side):
@@ -154,19 +156,14 @@ def at_root(monkeypatch):
             monkeypatch.setattr(real, "__call__", lambda self, images, **columns: brightness(images))
         else:
             monkeypatch.setitem(REWARDS, name, functools.wraps(real)(lambda images, **columns: brightness(images)))
-    monkeypatch.setattr(HPSv3, "__call__", lambda self, images, **columns: brightness(images))
-    for name in ("lpips", "aesthetic", "clip_score", "pickscore"):
-        monkeypatch.setattr(REWARDS[name], "__call__", lambda self, images, **columns: brightness(images))
-    for reward in (
-        *(REWARDS[name] for name in ("geneval", "lpips", "aesthetic", "clip_score", "pickscore")),
-        HPSv3,
-        VideoAlign,
-    ):
-        monkeypatch.setattr(reward, "check_needs", lambda self, **options: None)  # their weights are not here
-    monkeypatch.setattr(GlmImageProcessor, "_get_target_shape", staticmethod(glm.choose_target_shape))
+    scorers = [HPSv3, *(REWARDS[name] for name in ("lpips", "aesthetic", "clip_score", "pickscore"))]
+    for reward in scorers:
+        monkeypatch.setattr(reward, "__call__", lambda self, images, **columns: brightness(images))
     monkeypatch.setattr(VideoAlign, "__call__", lambda self, videos, **columns: brightness(videos))
     monkeypatch.setattr(RemoteReward, "__call__", lambda self, completions, **columns: brightness(completions))
-    monkeypatch.setattr(RemoteReward, "check_needs", lambda self: None)
+    for reward in (*scorers, REWARDS["geneval"], VideoAlign, RemoteReward):  # their weights and servers are not here
+        monkeypatch.setattr(reward, "check_needs", lambda self, **options: None)
+    monkeypatch.setattr(GlmImageProcessor, "_get_target_shape", staticmethod(glm.choose_target_shape))
 
 
 def trained(folder):
@@ -174,6 +171,11 @@ def trained(folder):
     files = sorted([*folder.glob("*.safetensors"), *folder.glob("*/*.safetensors")])
     names = ("pytorch_lora_weights", "adapter_model", "diffusion_pytorch_model")
     return {str(path.relative_to(folder)): load_file(path) for path in files if path.name.startswith(names)}
+
+
+def assert_equal(found, expected):
+    """Compare weights by file and name."""
+    assert all(torch.equal(found[path][key], value) for path, part in expected.items() for key, value in part.items())
 
 
 def prepare(name, folder, monkeypatch):
@@ -184,7 +186,9 @@ def prepare(name, folder, monkeypatch):
         pipe.save_config(model)
         pipe.scheduler.save_pretrained(model / "scheduler")
         monkeypatch.setattr(transformers, "AutoVideoProcessor", object)  # is asked whether torchvision is there
-        monkeypatch.setattr(DiffusionPipeline, "from_pretrained", lambda *args, **kwargs: _built_again(name))
+        monkeypatch.setattr(
+            DiffusionPipeline, "from_pretrained", lambda *_, **__: tiny_pipelines.build(STAND_INS[name])[0]
+        )
     else:
         pipe.save_pretrained(model)
     values = read_yaml(file)
@@ -210,8 +214,8 @@ def assert_trained(log, values, evaluations):
 
 def keep_trainers(monkeypatch):
     """Return a list that the command's trainers are put into."""
-    trainers, build = [], commands.train.build_trainer
-    monkeypatch.setattr(commands.train, "build_trainer", lambda *args: trainers.append(build(*args)) or trainers[-1])
+    trainers, build = [], cli.train.build_trainer
+    monkeypatch.setattr(cli.train, "build_trainer", lambda *args: trainers.append(build(*args)) or trainers[-1])
     return trainers
 
 
@@ -231,10 +235,7 @@ def test_the_file_runs(name, tmp_path, at_root, monkeypatch):
 
     shutil.rmtree(run / "checkpoint-2")
     assert cli.main([*words, "--resume_from_checkpoint=true"]) == 0
-    resumed = trained(run)
-    assert all(
-        torch.equal(resumed[path][key], value) for path, part in unbroken.items() for key, value in part.items()
-    )
+    assert_equal(trained(run), unbroken)
     assert_plain_diffusers_loads(trainers[-1], tmp_path / "model", run, inputs)
 
 
@@ -251,10 +252,6 @@ def test_the_file_trains(name, tmp_path, at_root, monkeypatch):
     assert all(getattr(args, key) == values[key] for key in memory if key in values)
     assert args.activation_checkpointing == values.get("gradient_checkpointing", True)
     assert bool(args.quantization) == ("quantization" in values)
-
-
-def _built_again(name):
-    return tiny_pipelines.build(STAND_INS[name])[0]
 
 
 def assert_plain_diffusers_loads(trainer, model, run, inputs):
@@ -310,7 +307,7 @@ def test_the_python_form_says_and_does_the_same(script, tmp_path, at_root, monke
 
     def config(**settings):
         given["settings"] = settings
-        changed = _settings_of(small(values, inputs)) | {"max_steps": 1, "eval_on_start": False}
+        changed = own_settings(small(values, inputs)) | {"max_steps": 1, "eval_on_start": False}
         return DiffusionGRPOConfig(**settings | changed | {"output_dir": str(tmp_path)})
 
     def trainer(**arguments):
@@ -344,10 +341,6 @@ def test_the_python_form_says_and_does_the_same(script, tmp_path, at_root, monke
     assert trained(tmp_path)
 
 
-def _settings_of(changed):
-    return {key: value for key, value in changed.items() if key in SETTINGS}
-
-
 def _small_lora(arguments):
     lora = arguments.get("peft_config")
     return lora and type(lora)(r=4, lora_alpha=8, target_modules=lora.target_modules)
@@ -359,7 +352,7 @@ def test_the_controlnet_example_runs(tmp_path, at_root, monkeypatch):
     pipe, inputs = tiny_pipelines.build("sd15_controlnet")
     sizes = {"height": inputs["height"], "width": inputs["width"]}
     values = {"per_device_train_batch_size": 4, "num_generations": 8, "eval_max_prompts": 2, "num_trained_steps": 9}
-    changed = _settings_of(small(values, {})) | sizes | {"output_dir": str(run)}
+    changed = own_settings(small(values, {})) | sizes | {"output_dir": str(run)}
 
     def trainer(**arguments):
         trainers.append(DiffusionGRPOTrainer(**arguments | {"peft_config": _small_lora(arguments)}))
@@ -379,10 +372,7 @@ def test_the_controlnet_example_runs(tmp_path, at_root, monkeypatch):
         shutil.rmtree(run / "checkpoint-2")
         resume.append(True)
         runpy.run_path("examples/sd15_controlnet.py")
-    resumed = trained(run)
-    assert all(
-        torch.equal(resumed[path][key], value) for path, part in unbroken.items() for key, value in part.items()
-    )
+    assert_equal(trained(run), unbroken)
     log = trainers[0].state.log_history
     assert max(entry["ratio/max_error"] for entry in log if "ratio/max_error" in entry) <= 1e-5  # permuted steps
     pipe.save_pretrained(tmp_path / "model")
