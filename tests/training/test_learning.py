@@ -102,9 +102,9 @@ FEW = {
     "disable_tqdm": True,
 }
 SMOOTH = {
-    "grpo": {"loss_type": "grpo", "max_steps": 4},
+    "grpo": {"loss_type": "grpo", "max_steps": 5},
     "grpo_guard": {"loss_type": "grpo_guard", "trained_steps": [0, 2], "max_steps": 5},
-    "nft": {"loss_type": "nft"},
+    "nft": {"loss_type": "nft", "num_inference_steps": 3},
     "awm": {"loss_type": "awm"},
     "dgpo": {"loss_type": "dgpo"},
     # two samples of each prompt, so more prompts and updates; the published 2000 soon has won every comparison
