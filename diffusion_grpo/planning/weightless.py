@@ -80,7 +80,7 @@ def build_weightless_pipeline(
     for name, (library, kind) in list_components(index).items():
         spec = None if modular is None else modular.get_component_spec(name)
         source = folder if spec is None else spec.pretrained_model_name_or_path  # each may come from another place
-        cls = _find_class(name, library, kind)
+        cls = find_class(name, library, kind)
         if source is None or kwargs.get(name, cls) is None or not issubclass(cls, nn.Module):
             continue
         place = folder / name if spec is None else find_configuration(source) / (spec.subfolder or "")
@@ -90,7 +90,7 @@ def build_weightless_pipeline(
     return load_pipeline(str(folder), args, is_full_training, parts=parts), mode
 
 
-def _find_class(name: str, library: str, kind: str) -> type:
+def find_class(name: str, library: str, kind: str) -> type:
     beside = getattr(diffusers.pipelines, library, None)  # as for Stable Diffusion's safety checker
     cls = getattr(diffusers, kind, None) or getattr(transformers, kind, None) or getattr(beside, kind, None)
     if cls is None:

@@ -13,7 +13,7 @@ from transformers import CLIPConfig, CLIPImageProcessor
 
 from benchmarks.real_sizes import write_model
 from diffusion_grpo.planning.plan import plan
-from diffusion_grpo.planning.weightless import _find_class
+from diffusion_grpo.planning.weightless import find_class
 
 
 def test_no_weights_are_needed(tmp_path):
@@ -59,7 +59,7 @@ def count_weights(module):
 
 def test_classes_are_found_in_diffusers_in_transformers_and_beside_the_pipeline():
     found = [
-        _find_class("part", *where)
+        find_class("part", *where)
         for where in (
             ("diffusers", "AutoencoderKL"),
             ("transformers", "CLIPConfig"),
@@ -68,7 +68,7 @@ def test_classes_are_found_in_diffusers_in_transformers_and_beside_the_pipeline(
     ]
     assert found == [diffusers.AutoencoderKL, CLIPConfig, StableDiffusionSafetyChecker]
     with pytest.raises(ValueError, match="part is a Mine of elsewhere"):
-        _find_class("part", "elsewhere", "Mine")
+        find_class("part", "elsewhere", "Mine")
 
 
 @pytest.mark.slow
