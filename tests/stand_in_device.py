@@ -37,7 +37,6 @@ EXPECT_CPU = {
     "test_a_run_encodes_while_its_quantised_network_waits": "expects weights on the CPU",
     "test_a_pipeline_is_trained_twice_and_stays_usable": "compares with a sample made on the CPU",
     "test_a_resumed_run_has_the_same_value_model": "compares with weights on the CPU",
-    "test_the_advantages_that_are_trained_on": "compares with numbers on the CPU",
     "test_each_call_of_a_rollout_has_the_columns_of_its_own_samples": "compares with latents on the CPU",
 }
 # ... and those that need what this device lacks
