@@ -96,10 +96,6 @@ class Passes:
         clean = [steps for chunk in buffer.chunks() for steps in self.predict_clean(buffer.part(chunk))]
         buffer.add_to_samples("old_clean", [steps[None] for steps in clean])
 
-    def log_probs(self, batch: MicroBatch) -> Tensor:
-        """Return (batch, steps) log-probabilities of the recorded steps under the current policy."""
-        return self.anchor(batch)[0]
-
     def anchor(self, batch: MicroBatch, keeps_means: bool = False) -> tuple[Tensor, list[Tensor]]:
         """Return (batch, steps) log-probabilities and, if wanted, each sample's (1, steps, ...) float32 means."""
         means = [torch.empty_like(sample.next_latents) for sample in batch.samples] if keeps_means else []
@@ -160,7 +156,7 @@ class Passes:
 
     def sequence_log_ratio(self, batch: MicroBatch) -> Tensor:
         """Return each sample's log-ratio, (batch,), averaged over its trained steps."""
-        now = self.log_probs(batch)
+        now = self.anchor(batch)[0]
         return batch.mean_over_steps(now - batch.old_log_probs.to(now))
 
     def compare(self, batch: MicroBatch) -> tuple[Tensor, dict[str, float]]:

@@ -90,6 +90,14 @@ def test_the_advantage_of_a_sample_is_that_of_all_its_steps_where_there_is_one()
     assert part.log_ratio is None and part.weights is None
 
 
+def test_the_weight_of_a_step_multiplies_the_advantage_of_each_reward():
+    part, weights = batch_of(3).part([0, 1, 2]), torch.tensor([2.0, 4.0, 6.0])
+    part.advantages_by_step, part.trajectory.step_weights = False, torch.stack([weights + 1, weights], 1)
+    for part.advantages in (torch.arange(3.0), torch.arange(6.0).view(3, 2)):
+        expected = weights.view(-1, *[1] * (part.advantages.ndim - 1)) * part.advantages
+        assert torch.equal(part.advantage(1), expected)
+
+
 def test_passes_cover_each_call_at_each_of_its_steps():
     batch = batch_of(4, [[0, 1], [1, 2], [0, 2], [1, 2]], calls=[[0, 2], [1, 3]])
     assert batch.num_trained_steps == 8

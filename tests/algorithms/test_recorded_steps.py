@@ -87,7 +87,8 @@ def test_dppo_equals_its_paper(threshold):
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "is_kept"), [(1.1, 1.0, False), (0.9, -1.0, False), (1.1, -1.0, True), (0.9, 1.0, True)]
+    ("ratio", "advantage", "is_kept"),
+    [(1.1, 1.0, False), (0.9, -1.0, False), (1.1, -1.0, True), (0.9, 1.0, True), (1.1, 0.0, True), (0.9, 0.0, True)],
 )
 def test_dppos_mask_acts_on_one_side_only_and_only_far_away(ratio, advantage, is_kept):
     given = dataclasses.replace(
@@ -96,7 +97,9 @@ def test_dppos_mask_acts_on_one_side_only_and_only_far_away(ratio, advantage, is
         old_log_prob=torch.zeros(4, dtype=torch.float64),
         old_divergence=torch.tensor([1e-6, 0.99e-5, 1e-5, 1.0], dtype=torch.float64),
     )
-    dppo(given).loss.backward()
+    output = dppo(given)
+    output.loss.backward()
+    assert output.metrics["clip_ratio/region_mean"] == (0 if is_kept else 0.5)
     kept = [True, True, is_kept, is_kept]
     assert given.log_prob.grad.tolist() == pytest.approx([-advantage * ratio / 4 * each for each in kept])
 

@@ -259,14 +259,14 @@ def test_the_first_rollout_sets_the_scales_of_the_model():
     model, states = ValueModel(), value_model()[1]
     found(settings(advantage_estimator="gae"), [[math.nan] * 16], states=states, model=model)
     assert not model.is_calibrated
-    rewards = [
-        [1000.0 + value for value in random_rewards()[0][:15]] + [math.nan]
-    ]  # what is not scored does not count
+    known, seen = 1000 + torch.tensor(random_rewards()[0][:15]), states[:15].flatten(0, 1)
+    rewards = [[*known.tolist(), math.nan]]  # what is not scored does not count
     estimated = found(settings(advantage_estimator="gae"), rewards, states=states, model=model)
-    assert model.is_calibrated and estimated.metrics["value/mean"] == pytest.approx(
-        sum(rewards[0][:15]) / 15, rel=1e-6
+    assert model.is_calibrated and estimated.metrics["value/mean"] == pytest.approx(known.mean().item(), rel=1e-6)
+    assert_close(model.reward_std, known.std(correction=0))
+    assert_close(
+        torch.stack([model.state_mean, model.state_std]), torch.stack([seen.mean(0), seen.std(0, correction=0)])
     )
-    assert_close(model.state_mean, states[:15].mean((0, 1)))
     assert estimated.metrics["value/explained_variance"] == pytest.approx(0, abs=1e-6)
     before = model.reward_mean.clone()
     found(settings(advantage_estimator="gae"), random_rewards(), states=states, model=model)
@@ -274,7 +274,7 @@ def test_the_first_rollout_sets_the_scales_of_the_model():
 
 
 def test_explained_variance():
-    returns = torch.tensor([[1.0], [2.0], [4.0], [math.nan]])
+    returns = torch.tensor([[0.1], [0.2], [0.4], [math.nan]])
     states = torch.zeros(4, 1, STATE_SIZE)
     assert measure_values(ValueTargets(states, returns.nan_to_num(), returns))["value/explained_variance"] == 1
     worse = measure_values(ValueTargets(states, -returns.nan_to_num(), returns))
@@ -288,3 +288,19 @@ def test_advantages_by_which_samples_are_chosen_are_not_clipped():
         found(settings(scale_rewards="none", advantage_clip=5.0, loss_type=name), rewards) for name in ("grpo", "dpo")
     )
     assert clipped.advantages.abs().max() == 5.0 and len(free.advantages.unique()) == 4
+
+
+def test_samples_weigh_by_what_they_can_teach():
+    rewards = torch.tensor(random_rewards()).T
+    rewards[5], rewards[12:] = math.nan, 1.0
+
+    def weights(**changed):
+        estimator = AdvantageEstimator(settings(**changed), ["vq"], [1.0])
+        return estimator.weigh(estimator(rewards, torch.arange(16)), torch.arange(16)).weights
+
+    assert weights() is None
+    assert weights(loss_type="dpo").tolist() == [1.0] * 5 + [0.0] + [1.0] * 10  # no pair holds what is not scored
+    expected = [16 / 11] * 5 + [0.0] + [16 / 11] * 6 + [0.0] * 4
+    assert weights(drop_zero_advantages=True).tolist() == pytest.approx(expected)
+    rewards[5] = 0.0
+    assert weights(loss_type="dpo") is None

@@ -7,7 +7,6 @@ import torch
 
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.config.batch_sizes import BatchSizes
-from diffusion_grpo.data.sampler import GroupSampler
 from diffusion_grpo.distributed.backend import DistributedBackend
 from diffusion_grpo.distributed.context_parallel import ContextGroups
 from diffusion_grpo.rollout.order import RolloutOrder, invert, update_order
@@ -111,28 +110,6 @@ def test_best_of_n_needs_whole_groups_in_each_processs_share_of_an_update(monkey
     assert (sizes.update_share, sizes.samples_per_update, sizes.consecutive_samples) == (4, 8, 8)
     with pytest.raises(ValueError, match="best_of_n=4"):
         DiffusionGRPOConfig(**common, gradient_accumulation_steps=1, steps_per_generation=4, best_of_n=4)
-
-
-@pytest.mark.parametrize(("rows", "prompts"), [(3, 8), (10, 4), (4, 4), (1, 2)])
-@pytest.mark.parametrize("processes", [1, 2, 4])
-def test_groups_of_any_dataset_are_whole_and_the_same_for_any_number_of_processes(rows, prompts, processes):
-    """A simulation of sampler, processes and order: uneven last chunks, few rows, a row twice in a chunk."""
-    sampler = GroupSampler(rows, num_generations=4, prompts_per_rollout=prompts, repeat_count=1, seed=5)
-    numbers = list(sampler)
-    size = prompts * 4
-    accumulation = max(2, processes) if prompts == 2 else 4
-    seen = set()
-    for generation in range(len(numbers) // size):
-        chunk = numbers[generation * size : (generation + 1) * size]
-        shares = [chunk[p * size // processes : (p + 1) * size // processes] for p in range(processes)]
-        gathered = [number for share in shares for number in share]  # what each process is handed, put together
-        assert gathered == chunk
-        order = order_of(processes, generation, accumulation=accumulation, steps=2 * prompts)
-        for position in order.by_process().tolist():
-            seen.add(chunk[position])
-            first = position // 4 * 4
-            assert chunk[position] == chunk[first]  # the row of its group, also where another group has that row
-    assert seen == set(range(rows))
 
 
 @pytest.mark.parametrize(("processes", "context"), [(1, 1), (2, 1), (4, 1), (2, 2)])

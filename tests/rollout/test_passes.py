@@ -62,7 +62,7 @@ STEPS = [[0, 1], [1, 2], [0, 2], [1, 2]]
 
 def test_each_sample_is_replayed_at_its_own_steps():
     policy, batch = Network(), batch_of(4, STEPS, calls=[[0, 2], [3, 1]])
-    found = make(policy).log_probs(batch)
+    found = make(policy).anchor(batch)[0]
     torch.testing.assert_close(found, batch.old_log_probs + 0.5)
     expected = [([0, 2], 0), ([0], 1), ([2], 2), ([3, 1], 1), ([3, 1], 2)]
     assert policy.passes == [*expected, expected[-1]]  # repeated beside the other processes
@@ -72,7 +72,7 @@ def test_each_sample_is_replayed_at_its_own_steps():
 def test_networks_that_share_the_steps_take_turns():
     policy = Network()
     policy.component = ("transformer", "transformer_2")
-    make(policy).log_probs(batch_of(4, STEPS, calls=[[0, 2], [3, 1]]))
+    make(policy).anchor(batch_of(4, STEPS, calls=[[0, 2], [3, 1]]))
     assert [step for _, step in policy.passes] == [0, 0, 1, 1, 1, 2, 2, 2]
 
 

@@ -36,7 +36,7 @@ def test_each_useless_rollout_names_what_to_change_once(caplog) -> None:
         ({}, None),
         ({"frac_reward_zero_std": 1.0}, None),  # other groups are compared with
         ({"frac_advantage_zero": 1.0}, "reward_threshold"),
-        ({"frac_advantage_zero": 1.0, "frac_reward_zero_std": 1.0}, "text: 1"),
+        ({"frac_advantage_zero": 1.0, "frac_reward_zero_std": 1.0}, "text: 1)"),
         ({"frac_advantage_clipped": 1.0}, "advantage_clip"),
         ({"diversity": 0.0}, "noise_level"),
     ]
