@@ -304,3 +304,12 @@ def test_samples_weigh_by_what_they_can_teach():
     assert weights(drop_zero_advantages=True).tolist() == pytest.approx(expected)
     rewards[5] = 0.0
     assert weights(loss_type="dpo") is None
+
+
+def test_metrics_of_each_reward_leave_out_what_it_did_not_score():
+    metrics = found(settings(), [[1.0, 2.0, 6.0, math.nan] * 4, [math.nan] * 15 + [3.0]], weights=(1.0, 1.0)).metrics
+    assert metrics["rewards/vq/mean"] == pytest.approx(3.0) and metrics["rewards/mq/mean"] == 3.0
+    assert metrics["rewards/vq/std"] == pytest.approx(torch.tensor([1.0, 2.0, 6.0] * 4).std().item())
+    assert "rewards/mq/std" not in metrics
+    nothing = found(settings(), [[math.nan] * 16]).metrics
+    assert not {"reward", "rewards/vq/mean"} & nothing.keys()

@@ -4,9 +4,10 @@ import pyarrow.parquet
 import pytest
 import torch
 from datasets import Dataset
-from tiny_runs import trainer_for
+from tiny_runs import PROMPTS, trainer_for
 
 from diffusion_grpo.policy.rollout import rollout
+from diffusion_grpo.rewards import groupwise
 
 # two prompts per micro-batch, of different sizes: each takes two calls of the pipeline
 ROWS = {"negative_prompt": ["grey", "blurred", "text", "noise"], "height": [16, 32, 16, 32]}
@@ -15,9 +16,17 @@ SETTINGS |= {"max_steps": 1, "learning_rate": 0.0, "gradient_accumulation_steps"
 
 
 def test_each_call_of_a_rollout_has_the_columns_of_its_own_samples(tmp_path):
-    trainer = trainer_for(tmp_path, **SETTINGS)
+    groups = []
+
+    @groupwise
+    def by_group(images, prompts, **columns):
+        groups.append(prompts)
+        return [0.0, 1.0]
+
+    trainer = trainer_for(tmp_path, rewards=by_group, **SETTINGS)
     trainer.train()
     buffer = trainer.loader.buffer
+    assert groups == [[prompt] * 2 for prompt in PROMPTS[:2]]
     assert [row["height"] for row in buffer.rows] == [16, 16, 32, 32]
 
     def last_latents(row, sample):

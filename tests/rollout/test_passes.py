@@ -31,7 +31,7 @@ class Network:
         self.passes.append(([int(seed) for seed in trajectory.seeds], step))
         recorded = trajectory.log_probs[trajectory.steps == step]
         mean = torch.full((len(recorded), 4), self.mean)
-        return StepDistribution(mean, torch.tensor(0.5), recorded + self.shift)
+        return StepDistribution(mean, torch.tensor(0.5), recorded + self.shift, velocity=mean)
 
 
 class Backend:
@@ -114,10 +114,13 @@ def test_predictions_on_renoised_samples_are_compared_too():
 
 
 def test_divergences_of_a_rollout_come_in_its_batches():
-    policy, reference = Network(mean=1.0), Network(mean=2.0)
-    found = make(policy, reference).rollout_divergences(rows_of(4), samples_of(4))
+    policy, reference, added = Network(mean=1.0), Network(mean=2.0), []
+    metrics = SimpleNamespace(add=lambda *measured: added.append(measured))
+    found = make(policy, reference, beta=0.0, metrics=metrics).rollout_divergences(rows_of(4), samples_of(4))
     assert found.shape == (4, 2) and (found == 2.0).all()
     assert [seeds for seeds, _ in policy.passes] == [[0, 1]] * 3 + [[2, 3]] * 3 and policy.passes == reference.passes
+    assert added == [("velocity/ratio_to_ref", 0.5, 2)] * 2  # with a beta, updates measure it
+    make(policy, reference).rollout_divergences(rows_of(4), samples_of(4))
 
 
 def test_a_replayed_anchor_is_the_denominator_of_every_slot():
