@@ -354,7 +354,7 @@ def load_advantage_fn(path: str | AdvantageFunction | None) -> AdvantageFunction
         inspect.signature(found).bind(None, None, weights=None, batches=None)
     except TypeError as error:
         raise ValueError(
-            f"advantage_fn={path!r} is called with (rewards, groups, weights=..., batches=...): {error}."
+            f"advantage_fn={path!r} must take (rewards, groups, *, weights, batches): {error}."
         ) from error
     except ValueError:  # not written in Python, so its signature is unknown
         pass
