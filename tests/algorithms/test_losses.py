@@ -121,18 +121,10 @@ def test_kl_is_averaged_over_the_numbers_that_move():
     output = grpo(given)
     torch.testing.assert_close(output.metrics["kl"], expected.mean().detach(), **exact)
     gradients = [torch.autograd.grad(loss, step.mean, retain_graph=True)[0] for loss in (output.loss, expected.mean())]
+    assert output.loss.item() == pytest.approx(0.5 * expected.mean().item())
     torch.testing.assert_close(gradients[0], 0.5 * gradients[1], **exact)
     alone = sum_loss(grpo, given, torch.tensor([0.0, 1.0]))  # each sample keeps its own count
     torch.testing.assert_close(alone.metrics["kl"], expected[1].detach(), **exact)
-
-
-def test_kl_carries_a_gradient_with_weight_beta():
-    given = inputs([1.0, 1.0], [0.0, 0.0], beta=0.5, ref_mean=torch.zeros(2, 3, dtype=torch.float64))
-    output = grpo(given)
-    assert output.loss.item() == 0.5 * output.metrics["kl"].item() == 1.0
-    output.loss.backward()
-    # d/dmean of beta * mean((mean - 0)**2 / (2 * std**2)) over 6 numbers
-    torch.testing.assert_close(given.mean.grad, torch.full((2, 3), 0.5 * 1 / 0.25 / 6, dtype=torch.float64))
 
 
 def test_kl_is_measured_but_not_felt_with_beta_zero():
@@ -183,18 +175,13 @@ def test_dancegrpos_loss_for_video():
 # conversions that docs/coming_from/flow_grpo.md promises
 
 
-def steps_of_sd3():
-    """The nine of ten steps that Flow-GRPO trains on SD3.5-M: (sigma, sigma_next, sigma_max) in float64."""
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
-    scheduler.set_timesteps(10)
-    sigmas = scheduler.sigmas.double()
-    return [(sigmas[i], sigmas[i + 1], sigmas[1]) for i in range(9)]
-
-
 @pytest.mark.parametrize("step", [0, 1, 8])
 def test_flow_grpos_kl_and_log_probability_convert(step):
     """Its step written as in its code, with g where ours has g * sqrt(-dt)."""
-    sigma, sigma_next, sigma_max = steps_of_sd3()[step]
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.set_timesteps(10)
+    sigmas = scheduler.sigmas.double()  # of SD3.5-M
+    sigma, sigma_next, sigma_max = sigmas[step], sigmas[step + 1], sigmas[1]
     sample, prediction, other, noise = torch.randn(4, 2, 3, 4, 4, dtype=torch.float64)
     dt = sigma_next - sigma
     g = torch.sqrt(sigma / (1 - torch.where(sigma == 1, sigma_max, sigma))) * 0.7
