@@ -46,7 +46,7 @@ def pytest_collection_finish():
 # Several workers
 
 # What takes longest begins first, or one worker would still be at it when the other has nothing left.
-FIRST = ["test_" + name for name in "deepspeed every_setting learning fsdp resume launch failure processes".split()]
+FIRST = ["test_" + name for name in "deepspeed every_setting fsdp resume launch failure processes stand_in_device".split()]
 
 
 def pytest_collection_modifyitems(items):
