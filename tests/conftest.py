@@ -46,11 +46,12 @@ def pytest_collection_finish():
 # Several workers
 
 # What takes longest begins first, or one worker would still be at it when the other has nothing left.
-FIRST = ["test_" + name for name in "deepspeed every_setting fsdp resume launch failure processes stand_in_device".split()]
+FIRST = "deepspeed every_setting fsdp resume launch failure processes stand_in_device".split()
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST))
+    names = [f"test_{name}" for name in FIRST]
+    items.sort(key=lambda item: names.index(item.path.stem) if item.path.stem in names else len(names))
 
 
 @pytest.hookimpl(optionalhook=True)
