@@ -25,6 +25,8 @@ from diffusion_grpo.media.files import (
 
 @pytest.mark.parametrize("size", [(32, 48), (33, 17)], ids=["even", "odd"])
 def test_a_video_comes_back_frame_by_frame(tmp_path, size):
+    with pytest.raises(ValueError, match="one size"):
+        write_video([Image.new("RGB", size), Image.new("RGB", (16, 8))], tmp_path / "b.mp4", fps=8)
     colours = [(200, 30, 30), (30, 200, 30), (30, 30, 200)]
     path = write_video([Image.new("RGB", size, colour) for colour in colours], tmp_path / "a.mp4", fps=12.5)
     for source in (path, io.BytesIO(path.read_bytes())):
@@ -34,26 +36,16 @@ def test_a_video_comes_back_frame_by_frame(tmp_path, size):
             assert np.abs(np.asarray(frame, dtype=float) - colour).max() < 12  # the codec rounds
 
 
-def test_a_video_needs_frames_of_one_size(tmp_path):
-    with pytest.raises(ValueError, match=r"one size, got \[\(8, 8\), \(16, 8\)\]"):
-        write_video([Image.new("RGB", (8, 8)), Image.new("RGB", (16, 8))], tmp_path / "a.mp4", fps=8)
-
-
 def test_sound_comes_back_within_a_rounding(tmp_path):
     sound = np.stack([np.sin(np.linspace(0, 60, 4000)), np.cos(np.linspace(0, 60, 4000))]) * 0.9
     path = write_sound(sound, tmp_path / "a.wav", 16000)
     back, rate = read_sound(path)
     assert rate == 16000 and back.dtype == np.float32 and back.shape == sound.shape
     assert np.abs(back - sound).max() < 1e-4
-
-
-def test_a_file_without_that_kind_is_refused(tmp_path):
-    sound = write_sound(np.zeros(100), tmp_path / "a.wav", 8000)
-    video = write_video([Image.new("RGB", (8, 8))], tmp_path / "a.mp4", fps=8)
     with pytest.raises(ValueError, match="contains no video"):
-        read_video(sound)
+        read_video(path)
     with pytest.raises(ValueError, match="contains no sound"):
-        read_sound(video)
+        read_sound(write_video([Image.new("RGB", (8, 8))], tmp_path / "a.mp4", fps=8))
 
 
 TIME = np.arange(48000) / 24000
@@ -104,6 +96,8 @@ def test_what_a_pipeline_makes_becomes_files_by_its_kind(tmp_path):
         assert [path and path.name for path in paths] == [image and name + image, name + file]
         assert all(path.is_file() for path in paths if path)
     assert read_sound(tmp_path / "deep" / "sound.wav")[1] == 24000
+    # the first frame of an image-to-video model is the image that it was given
+    assert Image.open(tmp_path / "deep" / "video.png").getpixel((0, 0)) == (120, 0, 0)
     assert not list((tmp_path / "deep").glob("tmp-*"))
     assert write_sample(TONES, tmp_path / "numbers", 8.0)[1].suffix == ".npy"  # nothing says that it is sound
 
@@ -120,9 +114,9 @@ def test_a_drawn_sound_shows_when_it_is_loud_and_how_high(tmp_path):
 
 
 def test_a_small_video_is_small_and_keeps_its_sound(tmp_path):
-    noise = np.random.default_rng(0).integers(0, 255, (8, 300, 1001, 3), dtype=np.uint8)
+    noise = np.random.default_rng(0).integers(0, 255, (4, 300, 1001, 3), dtype=np.uint8)
     video = VideoWithSound([Image.fromarray(frame) for frame in noise], TONES, 24000)
-    path = write_video(video, tmp_path / "a.mp4", fps=4)
+    path = write_video(video, tmp_path / "a.mp4", fps=2)
     small = shrink_video(path, 384)
     assert len(small) < path.stat().st_size / 4
     assert {frame.size for frame in read_video(io.BytesIO(small))} == {(384, 116)}
@@ -158,10 +152,3 @@ def test_a_video_of_a_phone_is_turned_upright(tmp_path):
     assert len(rest) == 2 and first.size == (32, 64)
     top, bottom = first.getpixel((16, 8)), first.getpixel((16, 56))
     assert top[2] > 200 > top[0] and bottom[0] > 200 > bottom[2]  # the left side has become the top
-
-
-def test_the_image_of_a_video_is_its_middle_frame(tmp_path):
-    """The first frame of an image-to-video model is the image that it was given."""
-    frames = [Image.new("RGB", (16, 16), color) for color in ("red", "green", "blue", "white", "black")]
-    image, file = write_sample(frames, tmp_path / "a", fps=8)
-    assert Image.open(image).getpixel((0, 0)) == (0, 0, 255) and len(read_video(file)) == 5

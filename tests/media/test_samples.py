@@ -6,30 +6,24 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from plain_images import flat
 
 from diffusion_grpo.media.files import VideoWithSound
 from diffusion_grpo.media.samples import as_images, convert_image, copy_value, count_bytes
 
 
-def make_image(shade: int, size: int = 8) -> Image.Image:
-    return Image.new("RGB", (size, size), (shade,) * 3)
-
-
-def sound() -> np.ndarray:
-    return np.full((2, 6), 0.25, dtype=np.float32)
-
-
 def test_copies_are_alike() -> None:
-    image = make_image(7)
+    image = flat(7)
     image.format, image.filename, image.info["dpi"] = "PNG", "a.png", (72, 72)
     copied = copy_value(image)
     assert (copied.format, copied.filename, copied.info) == ("PNG", "a.png", {"dpi": (72, 72)})
-    video = copy_value(VideoWithSound([make_image(1)], sound(), 24))
-    assert type(video) is VideoWithSound and video.sampling_rate == 24 and (video.sound == sound()).all()
+    sound = np.full((2, 6), 0.25, dtype=np.float32)
+    video = copy_value(VideoWithSound([flat(1)], sound, 24))
+    assert type(video) is VideoWithSound and video.sampling_rate == 24 and (video.sound == sound).all()
     assert copy_value(("a", [1])) == ("a", [1]) and copy_value({1, 2}) == {1, 2}
     lock = threading.Lock()
     assert copy_value([lock])[0] is lock  # which cannot be copied
-    palette = make_image(7).convert("P")
+    palette = flat(7).convert("P")
     assert copy_value(palette).convert("RGB").tobytes() == palette.convert("RGB").tobytes()
 
 
@@ -62,7 +56,7 @@ def test_images_of_more_bits_are_scaled_to_eight() -> None:
     assert convert_image(deep, "RGB").getpixel((2, 0)) == (255, 255, 255)
     mask = Image.fromarray(np.array([[0, 255]], dtype=np.uint16))
     assert np.asarray(convert_image(mask, None)).tolist() == [[0, 255]]  # eight bits in a file of sixteen
-    image = make_image(7)
+    image = flat(7)
     assert convert_image(image, "RGB") is image and convert_image(image, "L").getpixel((0, 0)) == 7
     with pytest.raises(ValueError, match="holds floats"):
         convert_image(Image.new("F", (2, 2)), "RGB")

@@ -27,11 +27,8 @@ CPU = torch.device("cpu")
 )
 def test_a_parcel_holds_what_was_put_in(sample):
     samples, latents = unpack_samples(pack_samples([sample, sample], [torch.randn(2, 2), torch.zeros(3)]), CPU)
-    assert (
-        are_alike([sample, sample], samples)
-        and latents[0].shape == (2, 2)
-        and are_alike([torch.zeros(3)], latents[1:])
-    )
+    assert are_alike([sample, sample], samples)
+    assert latents[0].shape == (2, 2) and are_alike([torch.zeros(3)], latents[1:])
     assert unpack_samples(pack_samples(None, [torch.ones(1)]), CPU)[0] is None
 
 
@@ -44,16 +41,8 @@ def test_a_video_keeps_its_sound_and_what_cannot_travel_is_refused():
 
 
 def test_a_row_arrives_as_it_was_decoded():
-    palette = random_image("RGB").quantize(4)
-    row = {
-        "prompt": "a",
-        "image": random_image("L"),
-        "mask": palette,
-        "height": 16,
-        "scale": 0.1,
-        "none": None,
-        "is": True,
-    }
+    row = {"prompt": "a", "height": 16, "scale": 0.1, "none": None, "is": True}
+    row |= {"image": random_image("L"), "mask": random_image("RGB").quantize(4)}
     row |= {"pose": {"angles": [1, 2.5], "name": "é"}, "video": [random_image("RGB")] * 2}
     ((found,), _) = unpack_samples(pack_samples([row], None), CPU)
     assert found.keys() == row.keys()

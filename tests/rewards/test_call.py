@@ -14,9 +14,8 @@ import torch
 from fresh import load_again
 from PIL import Image, ImageDraw
 from plain_images import FOUR, FOUR_PROMPTS, THREE, THREE_PROMPTS, make_video
-from tiny_runs import trainer_for
 
-from diffusion_grpo.media.files import VideoWithSound, read_video
+from diffusion_grpo.media.files import VideoWithSound
 from diffusion_grpo.rewards import (
     REWARDS,
     Reward,
@@ -83,24 +82,17 @@ def test_async_functions_run_together() -> None:
 
 
 def test_an_async_function_that_exits_ends_the_run_and_not_the_loop() -> None:
-    async def leave(images: list) -> list[float]:
+    async def leave(images):
         raise SystemExit(3)
 
-    async def reward(images: list) -> list[float]:
+    async def reward(images):
         return [1.0] * len(images)
+
+    async def notebook_cell():  # where a loop runs
+        return score([reward], images=THREE, prompts=THREE_PROMPTS)
 
     with pytest.raises(SystemExit):
         score([leave], images=THREE, prompts=THREE_PROMPTS)
-    assert score([reward], images=THREE, prompts=THREE_PROMPTS).tolist() == [[1.0]] * 3
-
-
-def test_async_functions_work_where_a_loop_runs() -> None:
-    async def reward(images: list) -> list[float]:
-        return [1.0] * len(images)
-
-    async def notebook_cell() -> torch.Tensor:
-        return score([reward], images=THREE, prompts=THREE_PROMPTS)
-
     assert asyncio.run(notebook_cell()).tolist() == [[1.0]] * 3
 
 
@@ -110,15 +102,14 @@ def test_a_sample_that_no_function_scores_warns_once() -> None:
     def partly(images: list) -> list:
         return [None, 1.0, None]
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         score([partly, lambda images: [1.0, None, 1.0]], images=THREE, prompts=THREE_PROMPTS)
-    with pytest.warns(UserWarning, match="None from every reward"):
-        rewards = score([partly, partly], images=THREE, prompts=THREE_PROMPTS)
+        assert not told
+        for _ in range(2):
+            rewards = score([partly, partly], images=THREE, prompts=THREE_PROMPTS)
     assert rewards.isnan().all(dim=1).tolist() == [True, False, True]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        score([partly, partly], images=THREE, prompts=THREE_PROMPTS)
+    assert len(told) == 1 and "None from every reward" in str(told[0].message)
 
 
 def test_a_groupwise_reward_sees_one_group_at_a_time() -> None:
@@ -171,15 +162,6 @@ def test_tensors_keep_pixels_and_channels_in_place() -> None:
     assert score([compare], images=[Image.fromarray(pixels)], prompts=["a"]).item() == 1
 
 
-def test_tensors_of_several_sizes_are_refused() -> None:
-    @takes_tensors
-    def any_reward(images):
-        return [0.0] * len(images)
-
-    with pytest.raises(RewardError, match=r"\(1, 8, 8\), \(1, 9, 8\); give height and width"):
-        score([any_reward], images=[FOUR[0], Image.new("RGB", (9, 8))], prompts=["a", "b"])
-
-
 def test_a_reward_of_images_gets_the_mean_over_frames() -> None:
     videos = [make_video(0, 51, 102), make_video(255, 255, 255)]
     for name, wanted in (("all", 0.2), (8, 0.2), (1, 0.0), (2, 0.2)):
@@ -199,31 +181,6 @@ def test_frames_are_evenly_spaced_and_columns_go_with_them() -> None:
     table = score([reward], videos=videos, prompts=["a", "b"], columns={"mood": [1, 2]}, fps=8)
     assert seen == [([0, 4, 8, 10, 14, 18], ["a"] * 3 + ["b"] * 3, [1, 1, 1, 2, 2, 2], 8)]
     assert table[:, 0].tolist() == [6, 14]  # the frame without a value has no say
-
-
-def test_a_video_is_scored_alike_whatever_else_is_in_the_batch() -> None:
-    short, long = make_video(0, 51), make_video(*range(0, 250, 10))
-    (reward,) = load_rewards({"brightness": {"frames": 5}})
-    alone = [score([reward], videos=[one], prompts=["a"]).item() for one in (short, long)]
-    assert score([reward], videos=[short, long], prompts=["a", "b"])[:, 0].tolist() == alone
-
-
-def test_arrays_become_images() -> None:
-    seen = []
-
-    def keep(videos):
-        seen.append(videos)
-        return [0.0] * len(videos)
-
-    array = np.linspace(0, 1, 2 * 4 * 4 * 3).reshape(2, 4, 4, 3)
-    score([keep, partial(keep)], videos=[array, (255 * array).round().astype(np.uint8)], prompts=["a", "b"])
-    assert all(isinstance(frame, Image.Image) for samples in seen for video in samples for frame in video)
-    assert len({video[1].tobytes() for samples in seen for video in samples}) == 1
-
-
-def test_a_reward_of_videos_refuses_images() -> None:
-    with pytest.raises(RewardError, match="'flicker' asks for videos, but the samples are images"):
-        score([REWARDS["flicker"]], images=FOUR, prompts=FOUR_PROMPTS)
 
 
 def test_what_is_not_an_image_reaches_the_reward_unchanged() -> None:
@@ -267,28 +224,21 @@ def test_a_reward_without_memory_says_what_to_set():
     [
         ([1.0, 2.0], "returned 2 values, expected 3", 0),
         (1.0, "returned a float, expected a list of 3 numbers", 0),
-        (None, "returned a NoneType", 0),
         ([0.0, math.nan, 0.0], "returned nan", 1),
-        ([0.0, 0.0, -math.inf], "returned -inf", 2),
         (torch.tensor([0.0, math.inf, 0.0]), "returned inf", 1),
         ([0.0, "good", 0.0], "returned 'good', expected a number", 1),
-        ([0.0, [1.0], 0.0], r"returned \[1.0\]", 1),
         ([0.0, 1j, 0.0], "returned 1j", 1),
         ([0.0, 10**400, 0.0], "returned 10+, expected a finite float32 number", 1),
     ],
 )
-def test_a_wrong_answer_names_function_prompt_and_sample(
-    answer: object, message: str, index: int, tmp_path: Path
-) -> None:
-    def broken(images: list) -> object:
+def test_a_wrong_answer_names_function_prompt_and_sample(answer, message, index, tmp_path) -> None:
+    def broken(images):
         return answer
 
     with pytest.raises(RewardError, match=message) as caught:
         score([REWARDS["brightness"], broken], images=THREE, prompts=THREE_PROMPTS, failure_dir=tmp_path / "failed")
     saved = tmp_path / "failed" / f"broken-{index}.png"
-    assert "'broken'" in str(caught.value)
-    assert f"prompt '{THREE_PROMPTS[index]}'" in str(caught.value)
-    assert str(saved) in str(caught.value)
+    assert all(part in str(caught.value) for part in ("'broken'", f"prompt '{THREE_PROMPTS[index]}'", str(saved)))
     assert Image.open(saved).tobytes() == THREE[index].tobytes()
     record = json.loads(saved.with_suffix(".json").read_text())
     assert record["reward"] == "broken" and record["prompt"] == THREE_PROMPTS[index] and record["index"] == index
@@ -303,31 +253,16 @@ def test_numbers_of_numpy_are_numbers(values: object) -> None:
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_an_exception_is_chained(is_async: bool, tmp_path: Path) -> None:
-    def failing(images: list) -> list[float]:
+    def failing(images):
         raise KeyError("no such column")
 
-    async def failing_async(images: list) -> list[float]:
-        raise KeyError("no such column")
+    async def failing_async(images):
+        failing(images)
 
     function = failing_async if is_async else failing
     with pytest.raises(RewardError, match=f"'{function.__name__}' raised KeyError.*no such column") as caught:
         score([function], images=THREE, prompts=THREE_PROMPTS, failure_dir=tmp_path)
-    assert isinstance(caught.value.__cause__, KeyError)
-    assert (tmp_path / f"{function.__name__}-0.png").exists()
-
-
-def test_a_failed_video_is_saved_to_be_watched(tmp_path: Path) -> None:
-    videos = [[image.resize((16, 16))] * 2 for image in THREE]
-    with pytest.raises(RewardError, match="broken-1.mp4"):
-        score([partial(_broken)], videos=videos, prompts=THREE_PROMPTS, failure_dir=tmp_path)
-    assert [frame.size for frame in read_video(tmp_path / "broken-1.mp4")] == [(16, 16)] * 2
-
-
-def _broken(videos: list) -> list[float]:
-    return [0.0, math.nan, 0.0]
-
-
-_broken.__name__ = "broken"
+    assert isinstance(caught.value.__cause__, KeyError) and (tmp_path / f"{function.__name__}-0.png").exists()
 
 
 def test_a_groupwise_answer_is_checked_by_group(tmp_path) -> None:
@@ -362,29 +297,20 @@ def test_extra_columns_are_put_in_place() -> None:
     assert extras["sharp"] == [0.5, 1.0, 2.0, 4.0] and extras["dark"] == [1.5, 0.5] * 2
     assert {type(value) for value in extras["dark"]} == {float}
 
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("objects", [object()] * 4), ("short", [1])]
+    + [(name, [0] * 4) for name in ("seed", "dataset", "advantage/tensors", "second")],
+)
+def test_extra_columns_that_no_table_could_hold_are_refused(name, values) -> None:
     def unfit(images, log_extra):
-        log_extra("objects", [object()] * len(images))
+        log_extra(name, values)
         return [0.0] * len(images)
 
-    with pytest.raises(RewardError, match="'unfit'.*log_extra.'objects'. got values that a table cannot hold"):
-        score([unfit], images=FOUR, prompts=FOUR_PROMPTS, log_extra=extras.__setitem__)
-
-    for name in ("seed", "dataset", "advantage/tensors", "second"):
-
-        def replaces(images, log_extra, name=name):
-            log_extra(name, [0] * len(images))
-            return [0.0] * len(images)
-
-        second = Reward(REWARDS["brightness"], "second")
-        with pytest.raises(RewardError, match=f"'replaces'.*log_extra.'{name}'. has the name of another column"):
-            score([replaces, second], images=FOUR, prompts=FOUR_PROMPTS, log_extra=extras.__setitem__)
-
-    def wrong(images, log_extra):
-        log_extra("short", [1])
-        return [0.0] * len(images)
-
-    with pytest.raises(RewardError, match="1 values for 4 samples"):
-        score([wrong], images=FOUR, prompts=FOUR_PROMPTS, log_extra=extras.__setitem__)
+    second = Reward(REWARDS["brightness"], "second")
+    with pytest.raises(RewardError, match=f"'unfit'.*log_extra.'{name}'"):
+        score([unfit, second], images=FOUR, prompts=FOUR_PROMPTS, log_extra=print)
 
 
 def test_a_logged_number_may_not_have_the_name_of_a_metric_of_the_run() -> None:
@@ -403,19 +329,15 @@ def test_a_logged_number_may_not_have_the_name_of_a_metric_of_the_run() -> None:
             score([logs], images=FOUR, prompts=FOUR_PROMPTS)
 
 
-def make_image(shade: int, size: int = 8) -> Image.Image:
-    return Image.new("RGB", (size, size), (shade,) * 3)
+def make_image(shade: int) -> Image.Image:
+    return Image.new("RGB", (8, 8), (shade,) * 3)
 
 
-def sound() -> np.ndarray:
-    return np.full((2, 6), 0.25, dtype=np.float32)
-
-
+SOUND = np.full((2, 6), 0.25, dtype=np.float32)
 SAMPLES = {
     "images": lambda: [make_image(10), make_image(20)],
-    "videos": lambda: [[make_image(10), make_image(30)], [make_image(20), make_image(40)]],
-    "videos with sound": lambda: [VideoWithSound([make_image(10), make_image(30)], sound(), 24) for _ in range(2)],
-    "sounds": lambda: [sound(), sound()],
+    "videos": lambda: [VideoWithSound([make_image(10), make_image(30)], SOUND.copy(), 24) for _ in range(2)],
+    "sounds": lambda: [SOUND.copy(), SOUND.copy()],
     "tensors": lambda: [torch.full((4, 6), 0.5), torch.full((4, 6), 0.25)],
 }
 
@@ -424,10 +346,8 @@ def seen(value) -> object:
     """What a sample or column comes to, to compare."""
     if isinstance(value, Image.Image):
         return value.mode, value.size, value.tobytes()
-    if isinstance(value, (list, tuple)):
-        return (
-            [*map(seen, value), *map(seen, vars(value).values())] if hasattr(value, "sound") else [*map(seen, value)]
-        )
+    if isinstance(value, list):
+        return [seen(item) for item in [*value, *(vars(value).values() if hasattr(value, "sound") else ())]]
     if isinstance(value, dict):
         return {name: seen(item) for name, item in value.items()}
     return value.tolist() if isinstance(value, (np.ndarray, torch.Tensor)) else value
@@ -463,24 +383,19 @@ async def slow_vandal(completions, prompts, **columns):
     return vandal(completions, prompts, **columns)
 
 
-@pytest.mark.parametrize("first", [vandal, slow_vandal, groupwise(lambda **keywords: vandal(**keywords))])
+@pytest.mark.parametrize("first", [vandal, slow_vandal])
 @pytest.mark.parametrize("kind", SAMPLES)
 def test_a_reward_that_writes_to_what_it_gets_changes_it_for_nobody_else(kind, first) -> None:
     prompts, handed = ["a", "b"], SAMPLES[kind]()
-    columns = {
-        "meta": [{"count": 1, "more": [1]}, {"count": 2}],
-        "words": [["x"], ["y"]],
-        "target": [make_image(1)] * 2,
-    }
+    columns = {"meta": [{"count": 1, "more": [1]}, {"count": 2}], "target": [make_image(1)] * 2}
     before, found = (seen(SAMPLES[kind]()), seen(columns), list(prompts)), []
 
-    async def look(completions, prompts, meta, words, target):
+    async def look(completions, prompts, meta, target):
         await asyncio.sleep(0.01)
-        others = seen({"meta": meta, "words": words, "target": target})
-        found.append((seen(completions), others, list(prompts)))
+        found.append((seen(completions), seen({"meta": meta, "target": target}), list(prompts)))
         return [0.0] * len(prompts)
 
-    named = "videos" if kind.startswith("videos") else "images"
+    named = "videos" if kind == "videos" else "images"
     score([first, look, vandal], **{named: handed}, prompts=prompts, columns=columns)
     assert found == [before] and (seen(handed), seen(columns), prompts) == before
     assert all("spoilt" not in image.info for image in columns["target"])
@@ -525,26 +440,6 @@ def test_what_embeds_for_the_diversity_gets_copies() -> None:
     samples = [make_image(3)]
     embed_samples(type("Reward", (), {"function": Embedder()}), samples)
     assert samples[0].getpixel((0, 0)) == (3, 3, 3)
-
-
-def test_saved_samples_are_those_that_were_made(tmp_path) -> None:
-    made = {}
-
-    def remember(images, prompts):
-        for image, prompt in zip(images, prompts, strict=True):
-            made.setdefault(prompt, []).append(image.tobytes())
-        return [image.getpixel((0, 0))[0] / 255 for image in images]
-
-    def draw(images, prompts):
-        for image in images:
-            ImageDraw.Draw(image).line((0, 0, *image.size), fill="red", width=4)
-        prompts[:] = ["another"] * len(prompts)
-        return [0.0] * len(images)
-
-    settings = {"max_steps": 1, "save_samples_steps": 1}
-    trainer_for(tmp_path, rewards=[remember, draw], **settings).train()
-    saved = [Image.open(path).convert("RGB").tobytes() for path in sorted(tmp_path.glob("samples/step-000000/*.png"))]
-    assert len(saved) == 8 and sorted(saved) == sorted(pixels for own in made.values() for pixels in own)
 
 
 def test_half_precision_that_a_scorer_sets_ends_with_its_call() -> None:

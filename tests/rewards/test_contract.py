@@ -17,13 +17,11 @@ from diffusion_grpo.rewards import (
     check_groups,
     groupwise,
     load_rewards,
-    reward_name,
     reward_weights,
     score,
     takes_tensors,
 )
 from diffusion_grpo.rewards.contract import list_columns
-from diffusion_grpo.rewards.ocr import ModelText
 
 # what is written
 
@@ -41,8 +39,7 @@ def test_weights_come_from_one_place() -> None:
 
 @pytest.mark.parametrize("name", ["text", "tesseract", "text_by_model"])
 def test_wanted_texts_that_are_no_text_are_refused(name) -> None:
-    function = ModelText(target_column="word") if name == "text_by_model" else REWARDS[name]
-    rewards = [Reward(function, name, arguments={} if name == "text_by_model" else {"target_column": "word"})]
+    rewards = load_rewards({name: {"target_column": "word"}})
     for kind in ("string", "large_string", "int64", "null"):
         check_columns(rewards, ["prompt", "word"], "train", {"word": kind})
     for kind in ("float64", "bool", "timestamp[s]"):
@@ -127,16 +124,7 @@ def test_none_stays_none_under_every_option() -> None:
 
 # options and columns
 
-OPTIONS_OF_REWARDS = {
-    "scene",
-    "match",
-    "target_column",
-    "engine",
-    "engine_kwargs",
-    "ignore_case",
-    "fps",
-    "sampling_rate",
-}
+OPTIONS_OF_REWARDS = {"scene", "match", "target_column", "engine_kwargs", "fps", "sampling_rate"}
 
 
 def handed(name: str, columns: dict) -> tuple[dict, dict]:
@@ -200,38 +188,8 @@ def test_a_network_is_called_with_what_its_forward_takes() -> None:
     assert table.tolist() == [[n, 1, 2 * n, 3 * n] for n in (1, 2, 3, 4)]
 
 
-def test_a_network_with_its_own_call_is_called_with_what_that_takes() -> None:
-    class Scorer(torch.nn.Module):
-        @torch.no_grad()
-        def __call__(self, images, word):
-            return super().__call__(torch.tensor([float(len(own)) for own in word]))
-
-        def forward(self, lengths):
-            return 2 * lengths
-
-    class Open(torch.nn.Module):
-        def __call__(self, **columns):
-            return [len(own) for own in columns["word"]]
-
-    rewards = load_rewards([Scorer(), {partial(Scorer()): {"name": "partial"}}, Open()])
-    with pytest.raises(ValueError, match="'Scorer'.*'word'"):
-        check_columns(rewards, ["prompt"], "train")
-    table = score(rewards, images=FOUR, prompts=FOUR_PROMPTS, columns={"word": ["a", "bb", "ccc", "dddd"]})
-    assert table.tolist() == [[2 * n, 2 * n, n] for n in (1, 2, 3, 4)]
-
-
 @pytest.mark.parametrize("column", ["match", "images", "prompts"])
 def test_a_column_that_cannot_be_passed_is_refused(column) -> None:
     rewards = load_rewards({"text": {"target_column": column}})
     with pytest.raises(ValueError, match=f"'text'.*'{column}'"):
         check_columns(rewards, ["prompt", column], "train_dataset")
-
-
-def test_reward_names() -> None:
-    class Judge:
-        def __call__(self, images: list) -> list:
-            return [0.0] * len(images)
-
-    assert reward_name(REWARDS["jpeg_compressibility"]) == "jpeg_compressibility"
-    assert reward_name(partial(REWARDS["color"], scale=1)) == "color"
-    assert reward_name(Judge()) == "Judge"

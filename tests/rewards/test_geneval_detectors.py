@@ -63,19 +63,6 @@ def mask2former(folder):
     tf.Mask2FormerImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(folder)
 
 
-def maskformer(folder):
-    decoder = tf.DetrConfig(
-        d_model=16, num_queries=6, decoder_layers=1, decoder_ffn_dim=16, decoder_attention_heads=2,
-        encoder_layers=1, encoder_ffn_dim=16, encoder_attention_heads=2,
-    )  # fmt: skip
-    config = tf.MaskFormerConfig(
-        backbone_config=swin(), decoder_config=decoder, fpn_feature_size=32, mask_feature_size=32, num_queries=6,
-        id2label=LABELS, label2id={name: key for key, name in LABELS.items()},
-    )  # fmt: skip
-    tf.MaskFormerForInstanceSegmentation(config).save_pretrained(folder)
-    tf.MaskFormerImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(folder)
-
-
 def grounding_dino(folder):
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", "?", "cat", "dog", "red", "car"]
     tokenizer = tf.BertTokenizer(vocab={word: index for index, word in enumerate(words)})
@@ -89,11 +76,7 @@ def grounding_dino(folder):
     tf.GroundingDinoProcessor(processor, tokenizer).save_pretrained(folder)
 
 
-SEGMENTERS = {
-    mask2former: tf.Mask2FormerForUniversalSegmentation,
-    maskformer: tf.MaskFormerForInstanceSegmentation,
-}
-FAMILIES = [owlv2, detr, mask2former, maskformer, grounding_dino]
+FAMILIES = [owlv2, detr, mask2former, grounding_dino]
 
 
 @pytest.mark.parametrize("make", FAMILIES, ids=lambda make: make.__name__)
@@ -109,7 +92,7 @@ def test_detections_of_every_family(make, tmp_path) -> None:
             left, top, right, bottom = detection.box
             assert detection.label in ("cat", "dog", "red car") and 0.01 <= detection.score <= 1
             assert -side <= left <= right <= 2 * side and -side <= top <= bottom <= 2 * side  # in pixels
-            assert (detection.mask is not None) == (make in SEGMENTERS)
+            assert (detection.mask is not None) == (make is mask2former)
             if detection.mask is not None:
                 assert detection.mask.shape == (height, width) and detection.mask.any()
     (alone,) = detector(IMAGES[1:], ["cat", "dog", "red car"])
@@ -147,15 +130,18 @@ def queries(*found) -> dict[str, torch.Tensor]:
     return {"class_queries_logits": logits, "masks_queries_logits": masks}
 
 
-@pytest.mark.parametrize("make", SEGMENTERS, ids=lambda make: make.__name__)
 @pytest.mark.parametrize(
     ("dog", "cat"),
-    [((16, 16, 48, 48), (0, 0, 64, 64)), ((0, 16, 48, 48), (24, 0, 64, 64)), ((8, 8, 40, 40), (8, 8, 40, 40))],
-    ids=["inside", "half covered", "the same"],
+    [((0, 16, 48, 48), (24, 0, 64, 64)), ((8, 8, 40, 40), (8, 8, 40, 40))],
+    ids=["beside", "same"],
 )
-def test_masks_may_overlap(make, dog, cat, tmp_path, monkeypatch) -> None:
-    make(tmp_path)
-    answer(monkeypatch, SEGMENTERS[make], **queries(([0.0, 0.97, 0.0], dog), ([0.60, 0.0, 0.0], cat)))
+def test_masks_may_overlap(dog, cat, tmp_path, monkeypatch) -> None:
+    mask2former(tmp_path)
+    answer(
+        monkeypatch,
+        tf.Mask2FormerForUniversalSegmentation,
+        **queries(([0.0, 0.97, 0.0], dog), ([0.60, 0.0, 0.0], cat)),
+    )
     (found,) = TransformersDetector(str(tmp_path), "cpu")([SQUARE], ["cat", "dog"])
     found = {one.label: one for one in found}
     for label, score, box in (("dog", 0.97, dog), ("cat", 0.60, cat)):
@@ -164,14 +150,14 @@ def test_masks_may_overlap(make, dog, cat, tmp_path, monkeypatch) -> None:
         assert found[label].mask.sum() == pytest.approx((box[2] - box[0]) * (box[3] - box[1]), rel=0.05)
 
 
-@pytest.mark.parametrize("make", SEGMENTERS, ids=lambda make: make.__name__)
-def test_one_query_may_stand_for_two_classes_or_for_none(make, tmp_path, monkeypatch) -> None:
-    make(tmp_path)
-    box, detector = (16, 16, 48, 48), TransformersDetector(str(tmp_path), "cpu")
-    answer(monkeypatch, SEGMENTERS[make], **queries(([0.55, 0.42, 0.0], box), ([0.0, 0.0, 0.0], box)))
+def test_one_query_may_stand_for_two_classes_or_for_none(tmp_path, monkeypatch) -> None:
+    mask2former(tmp_path)
+    box, network = (16, 16, 48, 48), tf.Mask2FormerForUniversalSegmentation
+    detector = TransformersDetector(str(tmp_path), "cpu")
+    answer(monkeypatch, network, **queries(([0.55, 0.42, 0.0], box), ([0.0, 0.0, 0.0], box)))
     (found,) = detector([SQUARE], ["cat", "dog"])
     assert {one.label: round(one.score, 2) for one in found} == {"cat": 0.55, "dog": 0.42}
-    answer(monkeypatch, SEGMENTERS[make], **queries(([0.0, 0.0, 0.0], box)))
+    answer(monkeypatch, network, **queries(([0.0, 0.0, 0.0], box)))
     assert detector([SQUARE], ["cat", "dog"]) == [[]]
 
 
@@ -184,15 +170,8 @@ def boxes(probabilities: torch.Tensor) -> torch.Tensor:
     ("asked", "known"),
     [
         ("computer mouse", "mouse"),
-        ("mouse", "computer mouse"),
-        ("computer keyboard", "keyboard"),
         ("tv remote", "remote"),
-        ("tv", "tvmonitor"),
         ("couch", "sofa"),
-        ("airplane", "aeroplane"),
-        ("motorcycle", "motorbike"),
-        ("potted plant", "pottedplant"),
-        ("dining table", "diningtable"),
         ("cell phone", "Cell Phone"),
         ("hair drier", "Hair Dryer"),
     ],
@@ -206,6 +185,15 @@ def test_the_classes_of_geneval_are_found_by_the_names_of_the_detector(asked, kn
     reward = GenEval(str(tmp_path), device="cpu")
     assert reward([SQUARE], include=[[{"class": asked, "count": 1}]]) == [1]
     assert reward([SQUARE], include=[[]], exclude=[[{"class": asked, "count": 1}]]) == [0]
+
+
+def test_owlv2s_boxes_are_in_pixels_of_the_image(tmp_path, monkeypatch) -> None:
+    """It pads to a square at the right and the bottom, and its boxes are shares of that."""
+    owlv2(tmp_path)
+    certain = torch.tensor([[[0.02, 0.9], [0.01, 0.02]]])
+    answer(monkeypatch, tf.Owlv2ForObjectDetection, logits=certain.logit(), pred_boxes=boxes(certain) / 2)
+    (found,) = TransformersDetector(str(tmp_path), "cpu")([SQUARE.resize((64, 32))], ["cat", "dog"])
+    assert [(one.label, round(one.score, 2), one.box) for one in found] == [("dog", 0.9, (8, 8, 24, 24))]
 
 
 def test_a_class_of_its_own_name_goes_before_a_synonym(tmp_path, monkeypatch) -> None:
@@ -254,20 +242,6 @@ def test_grounding_dino_gives_the_class_whose_tokens_score_best(
     (found,) = TransformersDetector(str(tmp_path), "cpu", min_score=0.3)([SQUARE], ["cat", "dog", "red car"])
     assert [(one.label, round(one.score, 4)) for one in found] == expected
     assert all(one.box == (16, 16, 48, 48) and one.mask is None for one in found)
-
-
-@pytest.mark.parametrize("make", [owlv2, mask2former], ids=lambda make: make.__name__)
-def test_in_bfloat16_the_detections_are_near(make, tmp_path) -> None:
-    torch.manual_seed(0)
-    make(tmp_path)
-    found = {}
-    for dtype in ("float32", "bfloat16"):
-        detector = TransformersDetector(str(tmp_path), device="cpu", dtype=dtype, min_score=0.0)
-        (own,) = detector(IMAGES[:1], ["cat", "dog", "red car"])
-        with detector.network() as network:
-            assert network.dtype == getattr(torch, dtype)
-        found[dtype] = max(detection.score for detection in own)
-    assert found["float32"] == pytest.approx(found["bfloat16"], abs=0.05)
 
 
 def test_models_get_the_settings_of_the_reward(monkeypatch) -> None:

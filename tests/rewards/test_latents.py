@@ -7,7 +7,6 @@ import tiny_pipelines
 import torch
 from tiny_runs import brightness, logged, trained_weights, trainer_for
 
-from diffusion_grpo.policy.drivers import UnsupportedPipeline
 from diffusion_grpo.policy.rollout import DenoisingPolicy, rollout
 from diffusion_grpo.rewards import RewardError, groupwise, score, takes_latents
 
@@ -91,15 +90,3 @@ def test_what_has_no_latents_is_refused(tmp_path) -> None:
     latents = [torch.zeros(4, 8, 8), torch.zeros(4, 8, 16)]
     with pytest.raises(RewardError, match="equal size"):
         score([energy], latents=latents, prompts=["a", "b"])
-
-
-def test_a_pipeline_without_latents_is_refused() -> None:
-    class NoType(DenoisingPolicy):
-        @staticmethod
-        def undecorated(self, prompt): ...
-
-        def __init__(self):
-            self.pipe = object()
-
-    with pytest.raises(UnsupportedPipeline, match="takes latents"):
-        NoType().check_latents()

@@ -1,6 +1,5 @@
 """What a user may write as `reward_funcs`, and what is refused before a model is loaded."""
 
-import dataclasses
 import functools
 import math
 import random
@@ -28,7 +27,6 @@ from diffusion_grpo.rewards import (
     reward_weights,
     score,
 )
-from diffusion_grpo.rewards.geneval_detectors import TransformersDetector
 from diffusion_grpo.rewards.models.base import ModelReward
 
 
@@ -70,20 +68,15 @@ def test_a_class_is_made_with_its_arguments() -> None:
     [
         ({"brightness": {"wieght": 1}}, "no argument 'wieght'.*Did you mean 'weight'"),
         ({"ssim": {"target_colum": "x"}}, "no argument 'target_colum'; it has target_column, name, weight"),
-        ({"ssim": {"target_column": 3}}, "target_column=3; expected str"),
         ({scaled: {"factor": "two"}}, "factor='two'; expected float"),
-        ({scaled: {"images": []}}, "no argument 'images'"),
         ({"remote": {"url": "http://a", "columns": "word"}}, "columns='word'; expected list"),
         ({"brigthness": 1}, "Did you mean 'brightness'"),
         ({"brightness": "high"}, "'brightness' has 'high'; give its weight"),
-        ({"brightness": True}, "give its weight"),
         ([["brightness", 1]], "in a list"),
         (["brightness", "brightness"], "two rewards called 'brightness'"),
         ({"brightness": {"name": "reward"}}, "'reward' is a column of every table of samples"),
         ({"brightness": {"name": "a/b"}}, "'a/b' is used in file names"),
         ({"brightness": {"clip": [1, 0]}}, "clip="),
-        ({"brightness": {"clip": 1}}, "clip="),
-        ({"brightness": {"std": 0}}, "std="),
         ({"brightness": {"mean": math.nan}}, "mean="),
         ({"brightness": {"frames": 0}}, "frames="),
         ({"motion": {"frames": 1}}, "has frames=1, but gets whole videos"),
@@ -98,28 +91,16 @@ def test_what_is_wrong_is_refused(written, message) -> None:
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("name", ["two words", "<lambda>", "Schärfe", "好"])
-def test_names_of_other_scripts_stay(name) -> None:
-    assert load_rewards({"brightness": {"name": name}})[0].name == name
-
-
-def test_get_reward_takes_names_paths_and_callables() -> None:
-    assert get_reward("text") is REWARDS["text"]
-    assert get_reward("math.sqrt") is math.sqrt
-    assert get_reward(len) is len
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ("tesseracct", "Did you mean 'tesseract'"),
         ("zzz", "use one of text, .*color, tesseract, brightness, jpeg_compressibility"),
         ("no_such_package.reward", "no_such_package"),
-        ("math.no_such_function", "no_such_function"),
         ("math.pi", "cannot be called"),
     ],
 )
 def test_get_reward_refuses_what_it_does_not_know(wrong: str, message: str) -> None:
+    assert get_reward("math.sqrt") is math.sqrt
     with pytest.raises(ValueError, match=message):
         get_reward(wrong)
 
@@ -171,9 +152,7 @@ def refusal(rewards) -> str:
 def test_a_reward_scores_on_a_bare_machine_or_says_at_the_start_why_not(name, bare) -> None:
     message = refusal({name: REQUIRED.get(name, {})})
     if message:
-        assert (
-            message.startswith(f"The reward {name!r} cannot score: ") and message.endswith(".") and "\n" not in message
-        )
+        assert message.startswith(f"The reward {name!r} cannot score: ") and "\n" not in message
         assert "pip install" in message or "HF_HUB_OFFLINE" in message
     else:
         assert name not in WITH_WEIGHTS
@@ -202,6 +181,8 @@ PLACES = {"lpips": {"model": "owner/lpips"}}  # the official files are not of th
 def test_every_file_of_a_folder_is_looked_for(name, bare) -> None:
     options, files = pretended(name, bare)
     assert refusal({name: options}) == "" and files
+    for setting in options:
+        assert "/no/such/folder" in refusal({name: {**options, setting: "/no/such/folder"}})
     for path in files:
         path.unlink()
         message = refusal({name: options})
@@ -209,15 +190,7 @@ def test_every_file_of_a_folder_is_looked_for(name, bare) -> None:
         path.touch()
 
 
-@pytest.mark.parametrize("name", WITH_WEIGHTS)
-def test_a_folder_that_there_is_not_is_refused_in_every_setting(name, bare) -> None:
-    options, _ = pretended(name, bare)
-    for setting in options:
-        for place in ("/no/such/folder", "a/b/c"):
-            assert place in refusal({name: {**options, setting: place}})
-
-
-@pytest.mark.parametrize("name", ["clip_score", "aesthetic", "videoalign"])
+@pytest.mark.parametrize("name", ["clip_score", "videoalign"])
 def test_a_hub_id_is_looked_for_in_the_cache_and_then_on_the_hub(name, bare, monkeypatch) -> None:
     pretended(name, bare / "made")
     sources = REWARDS[name]().sources()
@@ -254,13 +227,6 @@ def test_the_official_files_of_lpips_are_looked_for(bare) -> None:
     assert refusal("lpips") == ""
 
 
-@pytest.mark.parametrize("name", ["sentencepiece.bpe.model", "spiece.model", "vocab.txt"])
-def test_a_vocabulary_has_many_names(name, bare) -> None:
-    options, _ = pretended("clip_score", bare)
-    (bare / "model" / "tokenizer.json").rename(bare / "model" / name)
-    assert refusal({"clip_score": options}) == ""
-
-
 def detector(folder: Path, config) -> Path:
     config.save_pretrained(folder)
     for name in ("model.safetensors", "preprocessor_config.json"):
@@ -281,8 +247,6 @@ def test_geneval_needs_its_detector_its_colors_and_their_packages(bare) -> None:
     assert "scipy is not installed" in refusal({"geneval": {"detector": str(folder)}})
     folder = detector(bare / "owlv2", tf.Owlv2Config())
     assert "has no tokenizer.json or vocab.json" in refusal({"geneval": {"detector": str(folder)}})
-    folder = detector(bare / "bert", tf.BertConfig())
-    assert "is a bert, which is not a supported detector" in refusal({"geneval": {"detector": str(folder)}})
 
 
 def test_readers_of_text_are_tried(bare) -> None:
@@ -314,7 +278,7 @@ def test_a_function_or_object_of_the_user_says_what_it_needs(tmp_path) -> None:
     assert refusal(Object()) == "The reward 'Object' cannot score: it wants a package."
 
 
-@pytest.mark.parametrize("place", ["rewards", "eval_reward_funcs", "watch_rewards"])
+@pytest.mark.parametrize("place", ["rewards", "watch_rewards"])
 def test_a_trainer_refuses_them_wherever_they_are_named(place, bare) -> None:
     rewards = {place: ["aesthetic"] if place == "watch_rewards" else "aesthetic"}
     with pytest.raises(ValueError, match="'aesthetic' cannot score"):
@@ -339,15 +303,3 @@ def test_commands_refuse_them_before_a_model_is_loaded(words, bare, monkeypatch,
     assert cli.main([*words, *folder]) == 2
     message = capsys.readouterr().err
     assert "'aesthetic' cannot score" in message and len(message.splitlines()) == 1
-
-
-def test_no_model_reward_is_without_sources() -> None:
-    """`ModelReward` asks for them, so that a new one cannot be made without."""
-
-    @dataclasses.dataclass(eq=False)
-    class Forgetful(ModelReward):
-        def load(self): ...
-
-    with pytest.raises(TypeError, match="abstract method '?sources"):
-        Forgetful("owner/name")
-    assert TransformersDetector("owner/name").sources()[0].place == "owner/name"

@@ -80,16 +80,6 @@ def test_a_reward_that_fails_leaves_a_checkpoint_to_go_on_from(tmp_path):
         assert torch.equal(weight, trained_weights(resumed)[name]), name
 
 
-def test_what_is_wrong_with_rewards_is_refused(tmp_path):
-    for rewards, options, setting in (
-        ("ssim", {}, "'target'"),
-        ([], {}, "reward_funcs"),
-        ({"brightness": 1}, {"reward_weights": [1.0]}, "reward_weights"),
-    ):
-        with pytest.raises(ValueError, match=setting):
-            trainer_for(tmp_path, rewards=rewards, **options)
-
-
 def test_geneval_prompts_from_a_file_in_a_run(tmp_path):
     """Nested metadata goes from the file to the reward of the very sample that its prompt made."""
     rows = [

@@ -121,10 +121,8 @@ def test_hpsv2_as_a_model_of_transformers(tmp_path) -> None:
     [
         (lambda weights: weights.pop("ln_final.weight"), "missing_keys.*text_model.final_layer_norm.weight"),
         (lambda weights: weights.update(extra=torch.ones(1)), "'extra', which is not a weight of an open_clip ViT"),
-        (lambda weights: weights.update({"transformer.resblocks.0.ls_1.gamma": torch.ones(1)}), "'ls_1.gamma'"),
-        (lambda weights: weights.update({"visual.proj": torch.ones(16, 5)}), "does not fit|mismatch"),
     ],
-    ids=["missing", "unknown", "unknown in a block", "shape"],
+    ids=["missing", "unknown"],
 )
 def test_another_checkpoint_is_refused(tmp_path, change, message) -> None:
     weights = open_clip_weights()

@@ -1,19 +1,18 @@
-"""A vision-language model as a judge, with real servers on loopback that answer well, badly, late or not at all."""
+"""A vision-language model as a judge, with servers that answer well, badly, late or not at all."""
 
 import asyncio
 import base64
+import contextlib
 import io
 import json
 import math
 import re
 import socket
-import threading
 import time
 
-import fastapi
+import httpx2
 import numpy as np
 import pytest
-import uvicorn
 from PIL import Image
 
 from diffusion_grpo.rewards import RewardError, check_eval_rewards, check_needs, load_rewards, score
@@ -24,35 +23,31 @@ PROMPTS = ["a fox", "two {braces}", "ä"]
 
 
 @pytest.fixture
-def model():
-    """Starts servers of chat completions: `model(reply)` gives the url and the requests; `reply` gets a request."""
-    running = []
+def model(monkeypatch):
+    """Makes servers of chat completions: `model(reply)` gives the url and the requests; `reply` gets a request."""
+    mounts, real = {}, httpx2.AsyncClient
 
     def start(reply) -> tuple[str, list]:
-        app, seen = fastapi.FastAPI(), []
+        seen = []
 
-        @app.post("/v1/chat/completions")
-        async def complete(request: fastapi.Request):
-            seen.append({"body": await request.json(), "headers": dict(request.headers)})
+        async def complete(request):
+            seen.append({"body": json.loads(request.content), "headers": dict(request.headers)})
             answer = reply(seen[-1]["body"])
             answer = await answer if asyncio.iscoroutine(answer) else answer
-            if isinstance(answer, fastapi.Response):
+            if isinstance(answer, httpx2.Response):
                 return answer
-            return {"choices": [{"message": {"role": "assistant", "content": answer}, "finish_reason": "stop"}]}
+            message = {"role": "assistant", "content": answer}
+            return httpx2.Response(200, json={"choices": [{"message": message, "finish_reason": "stop"}]})
 
-        listener = socket.create_server(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-        thread.start()
-        running.append((server, thread, listener))
-        return f"http://127.0.0.1:{listener.getsockname()[1]}/v1", seen
+        url = f"http://judge-{len(mounts)}"
+        mounts[url] = httpx2.MockTransport(complete)
+        return f"{url}/v1", seen
 
-    yield start
-    for server, _, _ in running:
-        server.should_exit = True
-    for _, thread, listener in running:
-        thread.join(10)
-        listener.close()
+    def make_client(headers, **options):
+        return real(headers=headers, mounts={**options.pop("mounts"), **mounts}, **options)
+
+    monkeypatch.setattr(httpx2, "AsyncClient", make_client)
+    return start
 
 
 def shown(body) -> list[Image.Image]:
@@ -74,8 +69,8 @@ def red(body) -> str:
     return f"Looking at it, 1 thing is clear. Score: {shown(body)[0].getpixel((0, 0))[0]}"
 
 
-def refusal(status: int, content="{}", **headers) -> fastapi.Response:
-    return fastapi.Response(content, status_code=status, headers=headers)
+def refusal(status: int, content="{}", **headers) -> httpx2.Response:
+    return httpx2.Response(status, text=content, headers=headers)
 
 
 def judge(url, **options) -> VlmJudge:
@@ -171,20 +166,13 @@ def test_so_many_questions_at_a_time(model) -> None:
     ("reply", "expected"),
     [
         ("Score: 8/10", 8),
-        ("Score: 8/10.", 8),
         ("8.5 / 10", 8.5),
         ("4 out of 5", 4),
-        ("4 of 5", 4),
-        ("I give it a score of 8", 8),
-        ("**8**", 8),
-        ("**8**/10", 8),
         ("10/10", 10),
-        ("Score: 7.5", 7.5),
         ("Score: 7.5.", 7.5),
         ("It has 2 cats. Score: 9.", 9),
         ("-3", -3),
         ("+.5", 0.5),
-        ("2024", 2024),
     ],
 )
 def test_the_number_is_not_that_out_of_which_it_is(reply, expected, model) -> None:
@@ -192,36 +180,32 @@ def test_the_number_is_not_that_out_of_which_it_is(reply, expected, model) -> No
     assert values(judge(url), IMAGES[:1], PROMPTS[:1]) == [expected]
 
 
-@pytest.mark.parametrize(
-    ("reply", "expected"), [("Final Score: -1", None), ("Final Score:\n - 4", 4), ("Final Score: .5", None)]
-)
-def test_unified_reward_reads_signs_and_points(reply, expected, model) -> None:
+def test_unified_reward_reads_signs_and_points(model) -> None:
     """The sign belongs to the number, so -1 is out of range; a dash of a list does not."""
-    url, _ = model(lambda body: reply)
-    assert values(UnifiedReward(url), IMAGES[:1], PROMPTS[:1]) == [expected]
+    replies = {10: "Final Score: -1", 20: "Final Score:\n - 4", 30: "Final Score: .5"}
+    url, _ = model(lambda body: replies[shown(body)[0].getpixel((0, 0))[0]])
+    assert values(UnifiedReward(url)) == [None, 4, None]
 
 
-def test_a_server_on_this_machine_is_not_asked_through_a_proxy(model, monkeypatch) -> None:
+def test_a_server_on_this_machine_is_not_asked_through_a_proxy(serve, monkeypatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    url, _ = model(red)
-    assert values(judge(url, retries=0)) == [10, 20, 30]
+    with pytest.raises(RewardError, match="was refused by .*status 404"):  # which a server of rewards answers
+        values(judge(serve("brightness"), retries=0))
 
 
 # what does not
 
 
-@pytest.mark.parametrize("reply", ["I cannot say.", "", None, "Score: seven", "Score: 1e", 7])
+@pytest.mark.parametrize("reply", ["", None, "Score: 1e", 7])
 def test_what_holds_no_score_is_none(reply, model) -> None:
     url, seen = model(lambda body: reply if shown(body)[0].getpixel((0, 0))[0] == 20 else "Score: 2")
     logged = {}
     reward = judge(url, pattern=r"Score: (\d+)$")
-    if isinstance(reply, str):
-        with pytest.warns(UserWarning, match="A reply of tiny holds no score"):
-            assert values(reward, log_metric=logged.__setitem__) == [2, None, 2]
-    else:
+    told = pytest.warns(UserWarning, match="A reply of tiny holds no score")
+    with told if isinstance(reply, str) else contextlib.nullcontext():
         assert values(reward, log_metric=logged.__setitem__) == [2, None, 2]
     assert logged == {"vlm_judge/unread": pytest.approx(1 / 3)} and len(seen) == 3  # asked once
 
@@ -230,15 +214,14 @@ def test_what_holds_no_score_is_none(reply, model) -> None:
     ("content", "status", "reason"),
     [
         ("no json", 200, "its answer is not JSON: 'no json'"),
-        ("[1]", 200, "expected an object"),
         ('{"choices": []}', 200, "expected choices"),
         ('{"error": {"message": "out of memory"}}', 500, "status 500, out of memory"),
         ("<html>oops", 503, "status 503, <html>oops"),
     ],
 )
 def test_a_server_that_fails_is_asked_again_and_then_the_run_stops(content, status, reason, model) -> None:
-    fails = []
-    url, seen = model(lambda body: fails.append(1) or (refusal(status, content) if len(fails) < 3 else "4"))
+    answers = [refusal(status, content), refusal(status, content), "4"]
+    url, seen = model(lambda body: answers.pop(0))
     assert values(judge(url), IMAGES[:1], PROMPTS[:1]) == [4] and len(seen) == 3
     url, seen = model(lambda body: refusal(status, content))
     with pytest.raises(RewardError, match=re.escape(reason)):
@@ -247,9 +230,8 @@ def test_a_server_that_fails_is_asked_again_and_then_the_run_stops(content, stat
 
 
 def test_too_many_requests_wait_as_long_as_the_server_asks(model) -> None:
-    fails = []
-    answer = refusal(429, **{"Retry-After": "0.2"})
-    url, _ = model(lambda body: fails.append(1) or (answer if len(fails) < 2 else "4"))
+    answers = [refusal(429, **{"Retry-After": "0.2"}), "4"]
+    url, _ = model(lambda body: answers.pop(0))
     start = time.monotonic()
     assert values(judge(url), IMAGES[:1], PROMPTS[:1]) == [4] and time.monotonic() - start >= 0.2
 
@@ -264,11 +246,11 @@ def test_a_refusal_stops_at_once_and_names_no_key(model, monkeypatch) -> None:
 
 def test_a_slow_server_and_none_at_all(model) -> None:
     async def slow(body):
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(0.5)
 
     url, _ = model(slow)
-    with pytest.raises(RewardError, match="in 1 requests, the last with: no answer within 0.2 seconds"):
-        values(judge(url, timeout=0.2, retries=0))
+    with pytest.raises(RewardError, match="in 1 requests, the last with: no answer within 0.1 seconds"):
+        values(judge(url, timeout=0.1, retries=0))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
     with pytest.raises(RewardError, match="got no answer from"):
@@ -289,12 +271,9 @@ def test_what_it_cannot_score(model) -> None:
         ({"url": "127.0.0.1:8000"}, "give http://host:port/v1"),
         ({"url": "https://me:key@host/v1"}, "api_key_env"),
         ({"template": "{prompt"}, "cannot be filled in"),
-        ({"template": '{"a": 1}'}, "double other braces"),
         ({"pattern": "Score: ("}, "pattern"),
         ({"pattern": "Score"}, "has no group"),
         ({"score_range": [5, 1]}, "lowest, highest"),
-        ({"video_score_range": [1]}, "lowest, highest"),
-        ({"num_frames": 0}, "num_frames"),
         ({"api_key_env": "NO_SUCH_VARIABLE"}, "NO_SUCH_VARIABLE"),
         ({"answer": "maybe"}, "expected"),
     ],

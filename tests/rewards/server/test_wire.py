@@ -16,7 +16,6 @@ from diffusion_grpo.rewards.server.wire import (
     FailedRequest,
     WireError,
     check_url,
-    read_error,
     read_object,
     read_request,
     seconds_to_wait,
@@ -104,9 +103,7 @@ VIDEO = json.loads(write_request([IMAGES], ["a"], {}, None, 1))["samples"][0]
         {"samples": ["AAAA", "AAAA"]},
         {"samples": [VIDEO, VIDEO[0]]},
         {"samples": [[], []]},
-        {"samples": [7, 7]},
         {"samples": [{"mp4": "AAAA"}, {"mp4": "AAAA"}]},
-        {"samples": [{"tensor": "x"}, {"tensor": "x"}]},
         {"prompts": ["a"]},
         {"prompts": "ab"},
         {"columns": {"a": [1]}},
@@ -169,8 +166,6 @@ def test_safetensors_that_are_not_of_the_form() -> None:
         body([{"video": "x"}], x=image),
         body([{"video": "x"}], x=image[None][:0]),
         body([{"tensor": "x"}, {"picture": "x"}], x=image),
-        body([{"pickle": "x"}], x=image),
-        body([{"tensor": "x"}] * 1000, x=image),
         body([{"picture": "x"}] * 1000, x=image),
     ):
         with pytest.raises(WireError):
@@ -192,18 +187,6 @@ def test_a_url_holds_no_key():
 def test_an_answer_that_is_no_json_object(text):
     with pytest.raises(FailedRequest):
         read_object(httpx2.Response(200, text=text))
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ('{"error": "too large"}', "too large"),
-        ('{"error": {"message": "no such model", "code": 3}}', "no such model"),
-        ("<html>" + "x" * 500, "<html>" + "x" * 194),
-    ],
-)
-def test_the_reason_of_a_refusal(text, reason):
-    assert read_error(httpx2.Response(400, text=text)) == reason
 
 
 @pytest.mark.parametrize(
