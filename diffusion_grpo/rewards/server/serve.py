@@ -57,7 +57,7 @@ def create_app(
     client goes away, its request leaves the queue and is not scored.
     """
     served = {reward.name: reward for reward in rewards}
-    about = {reward.name: _describe(reward) for reward in rewards}
+    about = {reward.name: {"image_columns": list_image_columns(reward)} for reward in rewards}
     for reward in rewards:
         if is_marked(reward.function, "is_batchwise"):
             raise ValueError(f"The reward {reward.name!r} compares all samples of a rollout, so it cannot be served.")
@@ -140,12 +140,6 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
         if len(body) > max_bytes:
             raise too_large
     return bytes(body)
-
-
-def _describe(reward: Reward) -> dict[str, Any]:
-    """Return what a client must know about a reward before it requests scores."""
-    marks = {name: is_marked(reward.function, f"is_{name}") for name in ("groupwise", "batchwise")}
-    return marks | {"image_columns": list_image_columns(reward)}
 
 
 def _score_body(reward: Reward, body: bytes, max_pixels: int, is_safetensors: bool) -> list[float | None]:

@@ -212,7 +212,6 @@ def test_what_compares_samples_gets_whole_groups_or_nothing(serve) -> None:
     with pytest.raises(ValueError, match="'size' compares all samples"):
         serve(batchwise(size))
     served = httpx2.get(f"{url}/health", trust_env=False).json()["served"]
-    assert [own["groupwise"] for own in served.values()] == [True, False, False]
     assert [own["image_columns"] for own in served.values()] == [[], [], ["target"]]
 
 
