@@ -110,7 +110,7 @@ def test_normalised_then_clipped_then_compared() -> None:
     assert values() == pytest.approx(raw)
     assert values(mean=0.4, std=0.2) == pytest.approx([-2, -1, 0, 3])
     assert values(mean=0.4, std=0.2, clip=[-1, 1]) == pytest.approx([-1, -1, 0, 1])
-    assert values(threshold=0.3) == [0, 0, 1, 1]
+    assert values(threshold=0.3) == [0, 0, 1, 1] and values(threshold=1.0) == [0, 0, 0, 1]
     assert values(mean=0.4, std=0.2, threshold=-1.5) == [0, 1, 1, 1]
 
 

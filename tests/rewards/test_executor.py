@@ -52,10 +52,11 @@ def add_samples(scoring, between=lambda: None):
 
 def rollout(rewards, overlaps, folder=None, between=lambda: None, executor=None):
     """Values, metrics and columns of a rollout of three calls."""
-    metrics = []
+    metrics, scored = [], []
     with open_rollout(rewards, executor or make_executor(overlaps), folder) as scoring:
         add_samples(scoring, between)
-        values, columns = scoring.finish(lambda *entry: metrics.append(entry))
+        values, columns = scoring.finish(lambda *entry: metrics.append(entry), scored.append)
+    assert sum(scored) == 12
     return values, metrics, columns
 
 
