@@ -204,13 +204,16 @@ def test_what_a_reward_can_never_score_is_refused_at_once(serve) -> None:
 
 
 def test_what_compares_samples_gets_whole_groups_or_nothing(serve) -> None:
+    @batchwise
+    def total(images): ...
+
     url = serve([size, "text", "psnr"])
     with pytest.raises(RewardError, match="groupwise: true"):
         scores_of(RemoteReward(url, "size", batch_size=2, **FAST))
     groups = [0] * 7 + [1] * 3
     assert scores_of(RemoteReward(url, "size", batch_size=2, groupwise=True), groups=groups) == [7] * 7 + [3] * 3
-    with pytest.raises(ValueError, match="'size' compares all samples"):
-        serve(batchwise(size))
+    with pytest.raises(ValueError, match="'total' compares all samples"):
+        serve(total)
     served = httpx2.get(f"{url}/health", trust_env=False).json()["served"]
     assert [own["image_columns"] for own in served.values()] == [[], [], ["target"]]
 
