@@ -107,6 +107,15 @@ LLAMA_3_8B = {  # with the tokens that LLaVA adds
 UMT5 = ("UMT5EncoderModel", T5_XXL | {"vocab_size": 256384})
 WAN_NETWORK = {"attention_head_dim": 128, "text_dim": 4096, "freq_dim": 256, "num_layers": 30}
 SMALL_WAN = {"num_layers": 1, "num_attention_heads": 2, "ffn_dim": 64}
+QWEN3_4B = {
+    "vocab_size": 151936,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
 QWEN_TEXT = {
     "vocab_size": 152064,
     "hidden_size": 3584,
@@ -171,6 +180,49 @@ def make_glm_processor() -> transformers.GlmImageProcessor:
     chat = "{% for message in messages %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endfor %}"
     images = transformers.GlmImageImageProcessorPil(patch_size=16, merge_size=1, temporal_patch_size=1)
     return transformers.GlmImageProcessor(image_processor=images, tokenizer=tokenizer, chat_template=chat)
+
+
+SDXL = {
+    "pipeline": "StableDiffusionXLPipeline",
+    "scheduler": (
+        "EulerDiscreteScheduler",
+        SD_SCHEDULER | {"timestep_spacing": "leading"},
+    ),
+    "tokenizers": {"tokenizer": 77, "tokenizer_2": 77},
+    "parts": {
+        "unet": (
+            "UNet2DConditionModel",
+            {
+                "sample_size": 128,
+                "block_out_channels": [320, 640, 1280],
+                "layers_per_block": 2,
+                "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+                "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+                "transformer_layers_per_block": [1, 2, 10],
+                "attention_head_dim": [5, 10, 20],
+                "cross_attention_dim": 2048,
+                "addition_embed_type": "text_time",
+                "addition_time_embed_dim": 256,
+                "projection_class_embeddings_input_dim": 2816,
+                "use_linear_projection": True,
+            },
+        ),
+        "vae": (
+            "AutoencoderKL",
+            KL_AUTOENCODER
+            | {"latent_channels": 4, "use_quant_conv": True, "use_post_quant_conv": True}
+            | {"scaling_factor": 0.13025},
+        ),
+        "text_encoder": ("CLIPTextModel", CLIP_L),
+        "text_encoder_2": ("CLIPTextModelWithProjection", CLIP_G),
+    },
+    "small": {
+        "block_out_channels": [32, 64, 64],
+        "layers_per_block": 1,
+        "transformer_layers_per_block": 1,
+        "attention_head_dim": [1, 1, 1],
+    },
+}
 
 
 # of each model: its pipeline, scheduler, tokenizers with their lengths or what makes them, and parts; `small`
@@ -273,47 +325,9 @@ MODELS: dict[str, dict[str, Any]] = {
         },
         "small": {"block_out_channels": [32, 64, 64, 64], "layers_per_block": 1, "attention_head_dim": 1},
     },
-    "SDXL": {
-        "pipeline": "StableDiffusionXLPipeline",
-        "scheduler": (
-            "EulerDiscreteScheduler",
-            SD_SCHEDULER | {"timestep_spacing": "leading"},
-        ),
-        "tokenizers": {"tokenizer": 77, "tokenizer_2": 77},
-        "parts": {
-            "unet": (
-                "UNet2DConditionModel",
-                {
-                    "sample_size": 128,
-                    "block_out_channels": [320, 640, 1280],
-                    "layers_per_block": 2,
-                    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
-                    "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
-                    "transformer_layers_per_block": [1, 2, 10],
-                    "attention_head_dim": [5, 10, 20],
-                    "cross_attention_dim": 2048,
-                    "addition_embed_type": "text_time",
-                    "addition_time_embed_dim": 256,
-                    "projection_class_embeddings_input_dim": 2816,
-                    "use_linear_projection": True,
-                },
-            ),
-            "vae": (
-                "AutoencoderKL",
-                KL_AUTOENCODER
-                | {"latent_channels": 4, "use_quant_conv": True, "use_post_quant_conv": True}
-                | {"scaling_factor": 0.13025},
-            ),
-            "text_encoder": ("CLIPTextModel", CLIP_L),
-            "text_encoder_2": ("CLIPTextModelWithProjection", CLIP_G),
-        },
-        "small": {
-            "block_out_channels": [32, 64, 64],
-            "layers_per_block": 1,
-            "transformer_layers_per_block": 1,
-            "attention_head_dim": [1, 1, 1],
-        },
-    },
+    "SDXL": SDXL,
+    "SDXL-Turbo": SDXL
+    | {"scheduler": ("EulerAncestralDiscreteScheduler", SD_SCHEDULER | {"timestep_spacing": "trailing"})},
     "Qwen-Image": {
         "pipeline": "QwenImagePipeline",
         "scheduler": (
@@ -342,6 +356,81 @@ MODELS: dict[str, dict[str, Any]] = {
         },
         "small": {"num_layers": 1, "num_attention_heads": 2},
     },
+    "Z-Image-Turbo": {
+        "pipeline": "ZImagePipeline",
+        "scheduler": SD3_SCHEDULER,
+        "tokenizers": {"tokenizer": lambda: make_tokenizer(512, CHAT)},
+        "parts": {
+            "transformer": (
+                "ZImageTransformer2DModel",
+                {"dim": 3840, "n_layers": 30, "n_heads": 30, "n_kv_heads": 30},
+            ),
+            "vae": ("AutoencoderKL", KL_AUTOENCODER | {"scaling_factor": 0.3611, "shift_factor": 0.1159}),
+            "text_encoder": ("Qwen3ForCausalLM", QWEN3_4B),
+        },
+        "small": {"n_layers": 1, "n_refiner_layers": 1},
+    },
+    "FLUX.2-klein-4B": {
+        "pipeline": "Flux2KleinPipeline",
+        "arguments": {"is_distilled": True},
+        "scheduler": ("FlowMatchEulerDiscreteScheduler", {"shift": 3.0, "use_dynamic_shifting": True}),
+        "tokenizers": {"tokenizer": lambda: make_tokenizer(512, CHAT)},
+        "parts": {
+            "transformer": (
+                "Flux2Transformer2DModel",
+                {
+                    "in_channels": 128,
+                    "num_layers": 5,
+                    "num_single_layers": 20,
+                    "attention_head_dim": 128,
+                    "num_attention_heads": 24,
+                    "joint_attention_dim": 7680,
+                    "guidance_embeds": False,
+                },
+            ),
+            "vae": ("AutoencoderKLFlux2", {}),
+            "text_encoder": ("Qwen3ForCausalLM", QWEN3_4B),
+        },
+        "small": {"num_layers": 1, "num_single_layers": 1},
+    },
+    "MiniMax-H3": {
+        "pipeline": "MiniMaxH3ModularPipeline",
+        "blocks": "MiniMaxH3Blocks",
+        "scheduler": ("MiniMaxH3Scheduler", {"shift": 12.0}),
+        "tokenizers": {"tokenizer": lambda: make_tokenizer(8192, CHAT), "processor": lambda: make_processor(8192)},
+        "parts": {
+            "transformer": (
+                "MiniMaxH3Transformer3DModel",
+                {"num_layers": 50, "hidden_size": 5376, "num_attention_heads": 56, "ffn_dim": 14336, "text_dim": 5120},
+            ),
+            "vae": ("AutoencoderKLMiniMaxH3", {}),
+            "audio_vae": ("AutoencoderKLMiniMaxH3Audio", {}),
+            "text_encoder": (
+                "Qwen3VLForConditionalGeneration",
+                {
+                    "text_config": QWEN3_4B
+                    | {
+                        "hidden_size": 5120,
+                        "intermediate_size": 25600,
+                        "num_hidden_layers": 64,
+                        "num_attention_heads": 64,
+                        "rope_parameters": {
+                            "rope_type": "default",
+                            "mrope_section": [24, 20, 20],
+                            "rope_theta": 5_000_000.0,
+                        },
+                    },
+                    "vision_config": {
+                        "depth": 27,
+                        "hidden_size": 1152,
+                        "intermediate_size": 4304,
+                        "out_hidden_size": 5120,
+                    },
+                },
+            ),
+        },
+        "small": {"num_layers": 1, "num_refiner_layers": 1},
+    },
     "FLUX.3-klein": {
         "pipeline": "Flux3ModularPipeline",
         "blocks": "Flux3AutoBlocks",
@@ -364,14 +453,8 @@ MODELS: dict[str, dict[str, Any]] = {
             "text_encoder": (
                 "Qwen3VLForConditionalGeneration",
                 {
-                    "text_config": {
-                        "hidden_size": 2560,
-                        "intermediate_size": 9728,
-                        "num_hidden_layers": 36,
-                        "num_attention_heads": 32,
-                        "num_key_value_heads": 8,
-                        "head_dim": 128,
-                        "vocab_size": 151936,
+                    "text_config": QWEN3_4B
+                    | {
                         "rope_parameters": {
                             "rope_type": "default",
                             "mrope_section": [24, 20, 20],
@@ -601,10 +684,12 @@ def _locate(folder: Path, name: str, entry: Any) -> Any:
     return [*entry, place | {"variant": None, "revision": None}] if isinstance(entry, list) else entry
 
 
+CHAT = "{% for message in messages %}{{ message.content }} {% endfor %}"
+
+
 def make_processor(length: int) -> transformers.LlavaProcessor:
     """Make a processor of prompts that loads without torchvision, in place of Qwen 3 VL's."""
-    chat = "{% for message in messages %}{{ message.content }} {% endfor %}"
-    return transformers.LlavaProcessor(transformers.CLIPImageProcessor(), make_tokenizer(length), chat_template=chat)
+    return transformers.LlavaProcessor(transformers.CLIPImageProcessor(), make_tokenizer(length), chat_template=CHAT)
 
 
 def _shrink(config: dict[str, Any]) -> dict[str, Any]:
@@ -614,7 +699,7 @@ def _shrink(config: dict[str, Any]) -> dict[str, Any]:
     return {key: _shrink(value) if isinstance(value, dict) else value for key, value in small.items()}
 
 
-def make_tokenizer(length: int) -> transformers.PreTrainedTokenizerFast:
+def make_tokenizer(length: int, chat: str | None = None) -> transformers.PreTrainedTokenizerFast:
     """Make a tokenizer with one token per word or sign, all of them unknown, that pads to `length`."""
     special = ["<unk>", "<pad>", "</s>", *TURNS]
     inner = Tokenizer(models.WordLevel({token: at for at, token in enumerate(special)}, unk_token="<unk>"))
@@ -622,7 +707,9 @@ def make_tokenizer(length: int) -> transformers.PreTrainedTokenizerFast:
     inner.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
     inner.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     roles = {"unk_token": "<unk>", "pad_token": "<pad>", "eos_token": "</s>"}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, model_max_length=length, **roles)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, model_max_length=length, chat_template=chat, **roles
+    )
 
 
 def build_pipeline(

@@ -191,6 +191,7 @@ def train_row(
     max_updates: int | None = None,
     eval_passes: float,
     sizes: dict[str, Any] | None = None,
+    describe: Callable[[Any], dict[str, Any]] = lambda trainer: {},
 ) -> dict[str, Any]:
     """Train by a recipe, and return its row.
 
@@ -204,6 +205,7 @@ def train_row(
         max_updates: ends the run earlier; the learning rate still falls as for the whole budget.
         eval_passes: passes between two evaluations.
         sizes: other settings of the run, such as those of a smaller one for tests.
+        describe: takes the trainer at the end, returns more of the row.
     """
     counter, commit = PassCounter(), read_commit()  # before the run: a checkout may move on meanwhile
     enable_tf32(False)
@@ -226,11 +228,11 @@ def train_row(
         trainer.lr_scheduler = LambdaLR(trainer.create_optimizer(), race.scale_learning_rate)
         with counter.watch(type(trainer.pipe.transformer)):
             trainer.train()
-        cpu_seconds = race.cpu_seconds
+        cpu_seconds, more = race.cpu_seconds, describe(trainer)
     row = {"recipe": recipe.name, "learning_rate": learning_rate, "seed": seed}
     row |= {"max_passes": max_passes, "eval_passes": eval_passes}
     row |= {"updates": trainer.state.global_step, "cpu_seconds": round(cpu_seconds, 1)}
-    return row | describe_machine() | {"commit": commit, "curves": dict(race.curves)}
+    return row | more | describe_machine() | {"commit": commit, "curves": dict(race.curves)}
 
 
 def measure_cost(recipe: Recipe, sizes: dict[str, Any] | None = None) -> dict[str, Any]:

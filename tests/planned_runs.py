@@ -27,6 +27,7 @@ STAND_INS = {  # file of settings: a tiny pipeline of the classes that it trains
     "fast/wan22_a14b": "wan_experts",
     "fast/wan22_ti2v_5b": "wan_ti2v",
     "flux": "flux",
+    "flux2_klein": "flux2",
     "flux3": "flux3",
     "flux_kontext": "flux_kontext",
     "glm_image_ar": "glm_image",
@@ -43,12 +44,14 @@ STAND_INS = {  # file of settings: a tiny pipeline of the classes that it trains
     "sd35_ocr_fast": "sd3",
     "sdxl": "sdxl",
     "sdxl_inpaint": "sdxl_inpaint",
+    "sdxl_turbo": "sdxl",
     "stable_audio": "stable_audio",
     "wan21_gae": "wan",
     "wan21_ocr": "wan",
     "wan22_a14b": "wan_experts",
     "wan22_image_to_video": "wan_image",
     "wan22_ti2v_5b": "wan_ti2v",
+    "z_image_turbo": "z_image",
 }
 PLANNED = {
     "reward_funcs": ["brightness"],

@@ -22,6 +22,7 @@ import math
 import multiprocessing
 import re
 import sys
+import tempfile
 import time
 import traceback
 import unittest.mock
@@ -45,6 +46,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tiny_pipelines  # noqa: E402
 from stand_ins import offline  # noqa: E402
 from sweep_builders import BUILDERS, as_modular, build, build_ours, load_case  # noqa: E402
+from tiny_runs import train_briefly  # noqa: E402
 
 from diffusion_grpo import check_pipeline  # noqa: E402
 
@@ -88,8 +90,8 @@ def modular_class(pipeline: type[DiffusionPipeline], config: dict[str, Any]) -> 
     return getattr(diffusers, name, None)
 
 
-def examine(module: str, name: str, is_modular: bool, verbose: bool) -> dict[str, Any] | None:
-    """One row of the table, or None where the class builds no pipeline."""
+def examine(module: str, name: str, is_modular: bool, verbose: bool, updates: int) -> dict[str, Any] | None:
+    """One row of the table, after some updates, or None where the class builds no pipeline."""
     row, start = {"case": [module, name, is_modular], "pipeline": name}, time.perf_counter()
     wraps = is_modular and module != TINY and not name.endswith("ModularPipeline")
     if module in (TINY, OURS):
@@ -117,6 +119,9 @@ def examine(module: str, name: str, is_modular: bool, verbose: bool) -> dict[str
         with offline():
             # image-to-image takes `strength` of the steps
             report = check_pipeline(pipe, inputs, num_inference_steps=math.ceil(4 / inputs.get("strength", 1.0)))
+            if updates and report.trains:
+                with tempfile.TemporaryDirectory() as folder:
+                    train_briefly(pipe, inputs, folder, report.steps, updates)
     except Exception as error:
         trace = traceback.format_exc() if verbose else None
         last = traceback.extract_tb(error.__traceback__)[-1]
@@ -132,14 +137,14 @@ def examine(module: str, name: str, is_modular: bool, verbose: bool) -> dict[str
     return row | vars(report) | {"pipeline": row["pipeline"], "seconds": time.perf_counter() - start}
 
 
-def work(connection, verbose: bool) -> None:
+def work(connection, verbose: bool, updates: int) -> None:
     """Worker: takes (module, class) until it is told to stop."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     while (case := connection.recv()) is not None:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             try:
-                row = examine(*case, verbose)
+                row = examine(*case, verbose, updates)
             except BaseException as error:
                 row = {"case": list(case), "not_built": f"{type(error).__name__}: {error}"[:300]}
         connection.send(row)
@@ -148,15 +153,15 @@ def work(connection, verbose: bool) -> None:
 class Worker:
     """A process that examines classes one after the other; a new one takes over when it hangs or dies."""
 
-    def __init__(self, verbose: bool):
-        self.verbose, self.process = verbose, None
+    def __init__(self, verbose: bool, updates: int):
+        self.options, self.process = (verbose, updates), None
 
     def examine(self, case: tuple[str, str, bool], limit: float) -> dict[str, Any] | None:
         """The row of one class, within `limit` seconds."""
         if self.process is None:
             context = multiprocessing.get_context("fork")  # what is imported already need not be imported again
             self.connection, theirs = context.Pipe()
-            self.process = context.Process(target=work, args=(theirs, self.verbose), daemon=True)
+            self.process = context.Process(target=work, args=(theirs, *self.options), daemon=True)
             self.process.start()
             theirs.close()
         self.connection.send(case)
@@ -285,6 +290,9 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=Path, help="also write the rows as JSON lines to this file")
     parser.add_argument("--modular", action="store_true", help="examine modular pipelines only")
     parser.add_argument("--resume", action="store_true", help="keep --rows; without --only, skip what trains there")
+    parser.add_argument(
+        "--train", type=int, default=0, metavar="N", help="also make N updates with each class that trains"
+    )
     parser.add_argument("--no-page", action="store_true", help="leave docs/supported_pipelines.md alone")
     args = parser.parse_args(words)
     if args.resume and args.rows is None:
@@ -296,7 +304,7 @@ def main(words: list[str] | None = None) -> None:
     every = [(*case, False) for case in ([] if args.modular else classic)]
     every += [(*case, True) for case in (*classic, *modular_cases())]
     wanted = [case for case in every if re.search(args.only, ".".join(case[:2]))]
-    worker, rows = Worker(args.trace), {}
+    worker, rows = Worker(args.trace, args.train), {}
     if args.resume and args.rows.exists():
         rows = {tuple(row["case"]): row for row in map(json.loads, args.rows.read_text().splitlines())}
         wanted = [case for case in wanted if args.only or not rows.get(case, {}).get("trains")]

@@ -5,6 +5,7 @@ the model, its sizes and the number of samples are replaced; rewards that need w
 in images this small, answer with the brightness, under the arguments that the file gives them.
 """
 
+import copy
 import functools
 import inspect
 import json
@@ -57,9 +58,9 @@ PYTHON = {  # script: the file that says the same
 SETTINGS = {setting.name for setting in DiffusionGRPOConfig.__dataclass_fields__.values()}
 # In CI some files are run as they are written, and of one file of each further kind an update is made.
 WHOLE = ("24gb/flux", "glm_image_ar", "sd35_ocr", "wan22_a14b")
-UPDATED = "24gb/qwen_image 24gb/wan22_ti2v fast/sd35 fast/wan22_a14b flux3 glm_image_dit glm_image_edit hunyuan_video"
-UPDATED += " qwen_image_edit sana_sprint sd15 sd35_ocr_fast sdxl_inpaint stable_audio wan21_gae wan22_image_to_video"
-UPDATED += " wan22_ti2v_5b"
+UPDATED = "24gb/qwen_image 24gb/wan22_ti2v fast/sd35 fast/wan22_a14b flux2_klein flux3 glm_image_dit glm_image_edit"
+UPDATED += " hunyuan_video qwen_image_edit sana_sprint sd15 sd35_ocr_fast sdxl_inpaint stable_audio wan21_gae"
+UPDATED += " wan22_image_to_video wan22_ti2v_5b z_image_turbo"
 SIZES = ("max_area", "audio_end_in_s")  # among the pipeline's own arguments
 STEPS = 4
 SMALL = {
@@ -107,7 +108,9 @@ def small(values, inputs):
     if values.get("num_trained_steps", 1) > 1:
         changed["num_trained_steps"] = 2
     fixed = {
-        key: value for key, value in inputs.items() if key not in SETTINGS and isinstance(value, str | int | float)
+        key: value
+        for key, value in inputs.items()
+        if key not in SETTINGS and isinstance(value, str | int | float | tuple)
     }
     own = {key: value for key, value in values.get("pipeline_kwargs", {}).items() if key not in SIZES}
     changed["pipeline_kwargs"] = fixed | own
@@ -293,7 +296,8 @@ def sample(pipe, inputs):
     """What a pipeline makes by itself, in numbers."""
     pipe.set_progress_bar_config(disable=True)
     with torch.no_grad(), family_of(pipe).bridged(pipe), tiny_pipelines.on_equal_terms(pipe):
-        inputs = inputs | ({"output": pipe.sample_outputs} if isinstance(pipe, ModularPipeline) else {})
+        inputs = copy.deepcopy(inputs)  # Z-Image writes into the list of prompts
+        inputs |= {"output": pipe.sample_outputs} if isinstance(pipe, ModularPipeline) else {}
         output = pipe(**inputs, num_inference_steps=2, generator=torch.Generator().manual_seed(0), output_type="np")
     return np.asarray(extract_samples(pipe, output), dtype=np.float64)
 

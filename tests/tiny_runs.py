@@ -158,3 +158,42 @@ def policy_weights(trainer: DiffusionGRPOTrainer) -> dict:
     average = trainer.learner.average
     with contextlib.nullcontext() if average is None else average.place(is_shown=False):
         return trained_weights(trainer)
+
+
+FEW = {"num_generations": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
+
+
+def train_briefly(pipe, inputs, folder, steps, updates):
+    """Some updates; images and prompts come from the dataset, all else from the settings."""
+    inputs = {key: [value] * 2 if isinstance(value, Image.Image) else value for key, value in inputs.items()}
+    columns = {key: value for key, value in inputs.items() if _is_column(value)}
+    rows = {"prompt": ["a red cat", "a blue dog"], **{key: value for key, value in columns.items() if key != "prompt"}}
+    fixed = {key: value for key, value in inputs.items() if key not in rows}
+    own = {"trained_steps": [0, min(steps, 2)], "epsilon": 0.1, "max_steps": updates}
+    if any(isinstance(value, list) and isinstance(value[0], list) for value in fixed.values()):
+        own["samples_per_latent"] = 1  # they fit calls of two samples, and samples that share calls make smaller ones
+    args = DiffusionGRPOConfig(str(folder), **{**SETTINGS, **FEW, **own}, pipeline_kwargs=fixed)
+    trainer = DiffusionGRPOTrainer(
+        pipe, first_number, args, train_dataset=Dataset.from_dict(rows), peft_config=LoraConfig(**LORA)
+    )
+    before = [p.detach().clone() for p in trainer.model.parameters() if p.requires_grad]
+    trainer.train()
+    after = [p for p in trainer.model.parameters() if p.requires_grad]
+    assert any(not torch.equal(old, new) for old, new in zip(before, after, strict=True))
+    errors = [entry["ratio/max_error"] for entry in trainer.state.log_history if "ratio/max_error" in entry]
+    assert len(errors) == updates and max(errors) <= 1e-5
+
+
+def _is_column(value):
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(item, (str, Image.Image)) for item in value)
+
+
+def first_number(completions, **columns):
+    """A reward that any completion has: what its values add up to."""
+    return [float(torch.as_tensor(_array(completion)).float().mean()) for completion in completions]
+
+
+def _array(completion):
+    if isinstance(completion, list):
+        return np.stack([np.asarray(frame) for frame in completion])
+    return np.asarray(completion)
