@@ -63,14 +63,6 @@ def test_the_baseline_of_the_batch(generations):
     assert_close(estimated.result.group_std, torch.cat([half.std().expand(8) for half in halves]))
 
 
-def test_only_the_samples_of_this_process():
-    rewards, mine = random_rewards(), torch.arange(8, 16)
-    estimated = found(settings(), rewards, mine)
-    assert_close(estimated.advantages, found(settings(), rewards).advantages[8:])
-    assert estimated.columns["reward"] == pytest.approx(rewards[0][8:])
-    assert len(estimated.result.rewards) == 16
-
-
 def test_the_divergence_is_taken_off_the_reward():
     rewards = random_rewards()
     divergences = torch.rand(16, 3, generator=torch.Generator().manual_seed(1))
@@ -213,6 +205,9 @@ def test_advantages_of_each_step(gamma, lam, batches):
     expected = estimate_advantages(received, values.double(), gamma, lam)
     assert_close(estimated.targets.returns, (expected + values)[mine])
     assert_close(estimated.targets.values, values[mine])
+    assert estimated.columns["reward"] == pytest.approx(rewards[0][4:12])  # of the samples of this process
+    assert estimated.columns["value"] == pytest.approx(values[mine][:, 0].tolist())
+    assert len(estimated.result.rewards) == 16
     normal = torch.cat([(part - part.mean()) / part.std() for part in expected.chunk(batches)])
     assert_close(estimated.advantages, normal[mine])
     raw = settings(advantage_estimator="gae", gamma=gamma, gae_lambda=lam, kl_reward=0.3, scale_rewards="none")

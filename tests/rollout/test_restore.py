@@ -103,13 +103,10 @@ def test_one_process_goes_on_with_texts_of_different_lengths(tmp_path):
         assert own[:5].eq(-(position + 1)).all() and own[5] in (0, -(position + 1))
 
 
-def test_a_file_that_is_missing_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="rollout-rank0.safetensors is missing"):
-        restore(tmp_path, order_of(1, 0))
-
-
-def test_a_rollout_of_other_settings_or_prompts_is_refused(tmp_path):
+def test_a_rollout_that_is_missing_or_of_other_settings_or_prompts_is_refused(tmp_path):
     order, path = order_of(1, 0), rollout_file(tmp_path, 0)
+    with pytest.raises(ResumeError, match="rollout-rank0.safetensors is missing"):
+        restore(tmp_path, order)
     save_buffer(buffer_of(order, torch.zeros(16)), path)
     with pytest.raises(ResumeError, match="step_selection"):
         restore(tmp_path, order, step_selection="sample")
