@@ -88,7 +88,8 @@ def test_dppo_equals_its_paper(threshold):
 
 @pytest.mark.parametrize(
     ("ratio", "advantage", "is_kept"),
-    [(1.1, 1.0, False), (0.9, -1.0, False), (1.1, -1.0, True), (0.9, 1.0, True), (1.1, 0.0, True), (0.9, 0.0, True)],
+    [(1.1, 1.0, False), (0.9, -1.0, False), (1.1, -1.0, True), (0.9, 1.0, True), (1.1, 0.0, True), (0.9, 0.0, True)]
+    + [(1.0, 1.0, True), (1.0, -1.0, True)],
 )
 def test_dppos_mask_acts_on_one_side_only_and_only_far_away(ratio, advantage, is_kept):
     given = dataclasses.replace(
