@@ -141,6 +141,23 @@ def test_what_does_not_fit_is_refused(setting, value):
         assert config(loss_type=name, trained_steps=[1, 10]).trainable_steps == range(1, 10)
 
 
+@pytest.mark.parametrize(
+    ("given", "batch", "accumulation"),
+    [
+        ({}, 16, 8),
+        ({"num_generations": 4}, 4, 32),
+        ({"num_generations": 2}, 4, 32),
+        ({"best_of_n": 8}, 8, 16),
+        ({"gradient_accumulation_steps": 2}, 16, 2),
+        ({"per_device_train_batch_size": 32}, 32, 32),
+    ],
+)
+def test_batches_hold_whole_groups_by_default(given, batch, accumulation):
+    for name in WHOLE_GROUPS:
+        args = DiffusionGRPOConfig("out", use_cpu=True, loss_type=name, **given)
+        assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (batch, accumulation)
+
+
 @pytest.mark.parametrize("name", WHOLE_GROUPS)
 @pytest.mark.parametrize(
     ("settings", "advice"),

@@ -175,6 +175,11 @@ def test_when_there_are_evaluations(given, eval_steps, eval_on_start):
     assert (args.eval_steps, args.eval_on_start) == (eval_steps, eval_on_start)
 
 
+def test_no_updates_are_no_epochs():
+    made = [make_config(max_steps=steps, num_train_epochs=2).num_train_epochs for steps in (-1, 0, 1)]
+    assert made == [2, 0, 2]  # transformers would run all epochs
+
+
 def test_what_trl_and_parsers_write_is_understood():
     given = [make_config(scale_rewards=value).scale_rewards for value in (True, False, "batch")]
     assert given == ["group", "none", "batch"]

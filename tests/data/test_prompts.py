@@ -295,6 +295,9 @@ def test_the_forms_of_other_projects_are_read(name, content, tmp_path):
     check_dataset(loaded)
     assert loaded["prompt"][:] == ["a cat", "a dog"]
     assert "prompt_attention_mask" not in loaded.column_names
+    talk = [{"role": "user", "content": "a cat"}] * 2  # of which there is no one prompt
+    with pytest.raises(ValueError, match="row 1 .*content"):
+        check_dataset(load_prompts([{"prompt": talk[:1]}, {"prompt": talk}]))
     assert ("height" in loaded.column_names) == ("data" in content)
 
 
