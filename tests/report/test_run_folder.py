@@ -13,8 +13,6 @@ from run_folders import make_run
 from diffusion_grpo.algorithms import ALGORITHMS
 from diffusion_grpo.report.page import summarise_times, write_report, write_summary
 from diffusion_grpo.report.run_folder import (
-    format_measured,
-    format_updates,
     measure_mean,
     measure_seconds,
     name_method,
@@ -96,12 +94,9 @@ def test_a_run_in_progress_is_read_from_its_newest_checkpoint(tmp_path):
     assert summary["seconds"] == pytest.approx(60.0)  # ten updates of 2 + 1 + 3 seconds
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path):
+def test_evaluations_of_several_processes_are_read_in_the_order_of_their_prompts(tmp_path):
     with pytest.raises(ValueError, match="no run.json"):
         read_run(tmp_path)
-
-
-def test_evaluations_of_several_processes_are_read_in_the_order_of_their_prompts(tmp_path):
     folder = tmp_path / "evaluations"
     folder.mkdir()
     for name, prompts in (("step-000005-rank0", ["a", "c"]), ("step-000005-rank1", ["b"]), ("step-000000", ["x"])):
@@ -134,11 +129,6 @@ def test_every_loss_of_ours_has_a_name_and_a_paper_and_ones_own_is_not_called_gr
     page = write_report(run).read_text()
     assert "with DiffusionNFT" in page and "with GRPO" not in page and "· DiffusionNFT</title>" in page
     assert "Smallest of the trained rewards" in page and "Weighted sum" not in page
-
-
-def test_moments_and_means_in_words():
-    assert [format_updates(step) for step in (0, 1, 20)] == ["before training", "after 1 update", "after 20 updates"]
-    assert (format_measured(0.5, 0.02), format_measured(0.5, None)) == ("0.500 ± 0.020", "0.500")
 
 
 def test_one_sample_per_prompt_is_the_usual_error():
