@@ -12,7 +12,8 @@ def test_sizes_of_a_rollout():
     sizes = args.batch_sizes  # 16 of 32 samples are trained on
     assert (args.micro_batches_per_rollout, sizes.prompts_per_rollout, sizes.rollout_share) == (4, 4, 32)
     for alone in ({"reward_baseline": "batch"}, {"advantage_estimator": "gae"}):
-        assert make_config(num_generations=1, **alone).batch_sizes.prompts_per_rollout == 128
+        args = make_config(num_generations=1, num_batches_per_step=64, **alone)  # of two samples each
+        assert args.batch_sizes.prompts_per_rollout == 128
 
 
 def test_two_processes_share_a_rollout():

@@ -295,9 +295,6 @@ def test_the_forms_of_other_projects_are_read(name, content, tmp_path):
     check_dataset(loaded)
     assert loaded["prompt"][:] == ["a cat", "a dog"]
     assert "prompt_attention_mask" not in loaded.column_names
-    talk = [{"role": "user", "content": "a cat"}] * 2  # of which there is no one prompt
-    with pytest.raises(ValueError, match="row 1 .*content"):
-        check_dataset(load_prompts([{"prompt": talk[:1]}, {"prompt": talk}]))
     assert ("height" in loaded.column_names) == ("data" in content)
 
 
@@ -312,6 +309,11 @@ def test_the_column_of_prompts_is_chosen(table):
         load_prompts(rows, prompt_column="wrods")
     unclear = load_prompts(table.rename_column("prompt", "line"))  # two columns of texts
     assert unclear.column_names == ["line", "color"]
+
+
+def test_several_messages_are_no_prompt():
+    with pytest.raises(ValueError, match="not a string.*content"):
+        check_dataset(load_prompts([{"prompt": VERL[0]}, {"prompt": VERL[0] * 2}]))
 
 
 def test_lists_are_datasets():
