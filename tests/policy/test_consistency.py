@@ -98,6 +98,9 @@ def test_a_finished_sample_is_noised_again_and_found_again(name):
     found = scheduler.denoise(prediction.float(), scheduler.timesteps[1], noised.float())
     torch.testing.assert_close(found.clean.double(), clean, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found.velocity().double(), velocity, rtol=1e-4, atol=1e-4)
+    half = prediction.bfloat16(), scheduler.timesteps[1], noised.bfloat16()  # computed in float32 all the same
+    single = half[0].float(), half[1], half[2].float()
+    assert torch.equal(scheduler.denoise(*half).clean, scheduler.denoise(*single).clean)
 
 
 def test_the_shared_noise_is_another_in_each_step_and_the_same_for_both_halves_of_guidance():

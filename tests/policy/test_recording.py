@@ -19,6 +19,7 @@ def test_a_recorder_draws_each_samples_noise_from_its_own_seed():
     assert torch.equal(trajectory.latents[:, 1], left[0]) and torch.equal(trajectory.next_latents[:, 1], left[1])
     expected = -((left[1] - left[0] / 2) ** 2).mean(1)
     torch.testing.assert_close(trajectory.log_probs[:, 1], expected)
+    assert torch.equal(record(keeps_means=True)[0].trajectory().means[:, 1], left[0] / 2) and trajectory.means is None
     for latents in left:
         latents.zero_()  # as pipelines that write conditions into their latents
     again = recorder.trajectory()

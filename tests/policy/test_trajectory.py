@@ -47,13 +47,14 @@ def test_the_mean_over_steps():
 
 
 def test_a_step_is_compared_with_the_reference_where_there_is_one():
-    scale = StepScale(torch.ones(1), torch.ones(1), moving=torch.ones(1))  # of two elements, one moves
-    parts = torch.ones(()), torch.zeros(1), scale, torch.zeros(1, 2)
-    step, other = (StepDistribution(torch.full((1, 2), x), *parts, torch.full((1, 2), x + 1)) for x in (0.0, 3.0))
+    scale = StepScale(torch.ones(1), torch.ones(1), moving=torch.full((1,), 2.0))  # of four elements, two move
+    parts = torch.tensor(0.5), torch.zeros(1), scale, torch.zeros(1, 4)
+    step, other = (StepDistribution(torch.full((1, 4), x), *parts, torch.full((1, 4), x)) for x in (1.0, 4.0))
     assert step.loss_inputs(None)["ref_mean"] is None and step.loss_inputs(other)["ref_mean"] is other.mean
-    assert step.loss_inputs(None)["mean"] is step.mean and step.divergence(other.mean).tolist() == [9.0]
+    assert step.loss_inputs(None)["mean"] is step.mean and step.divergence(other.mean).tolist() == [36.0]
     assert step.compare(other)["velocity/ratio_to_ref"].tolist() == [0.25]
-    other.velocity = None
+    other.velocity = step.scale = None
+    assert step.divergence(other.mean).tolist() == [18.0]
     assert step.compare(other) == other.compare(step) == {}
 
 
