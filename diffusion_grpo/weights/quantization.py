@@ -64,13 +64,14 @@ class QuantizedLoading:
         for name, spec in self.specs.items():
             library, kind = self.components[name]
             compute = dtype.get(name, dtype.get("default")) if isinstance(dtype, dict) else dtype
+            is_gguf = getattr(spec, "backend", "") == "gguf"
             try:
                 config = make_config(spec, library, compute) if isinstance(spec, QuantizationSpec) else spec
+                cls = getattr(diffusers, kind) if is_gguf else None
             except (AttributeError, TypeError) as error:  # no such class, or no such argument
                 raise ValueError(f"quantization: {name}: {error}.") from error
-            if getattr(spec, "backend", "") == "gguf":
+            if is_gguf:
                 where = {"config": str(source), "subfolder": name, "dtype": config.compute_dtype, **hub}
-                cls = getattr(diffusers, kind)
                 loaded[name] = cls.from_single_file(spec.options["file"], quantization_config=config, **where)
             else:
                 configs[name] = config

@@ -200,7 +200,6 @@ def test_a_peft_model_as_the_network(tmp_path):
         ({"fused": True, "keep_adapters": True}, "both fused into its weights and loaded; call pipe.unload_lora"),
         ({"sync_ref_model": True, "beta": 0.1, "lora_adapter": "style", "lora": False}, "needs full training"),
     ],
-    ids=lambda value: str(value)[:40],
 )
 def test_what_is_refused_of_adapters(tmp_path, style, settings, message):
     pipe, inputs = with_style(style)

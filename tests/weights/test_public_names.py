@@ -12,9 +12,9 @@ def test_names_without_this_machines_folders(tmp_path, monkeypatch):
     assert public_model_name("someone/some-model") == "someone/some-model" and public_model_name("tiny") == "tiny"
     monkeypatch.chdir(tmp_path)
     assert public_model_name("./my-model") == "my-model"
-    cached = tmp_path / "hub" / "models--someone--some-model" / "snapshots" / "abc"
+    cached = tmp_path / "hub" / "models--someone--some--model" / "snapshots" / "abc"
     cached.mkdir(parents=True)
-    assert public_model_name(str(cached)) == "someone/some-model"
+    assert public_model_name(str(cached)) == "someone/some--model"
     assert strip_folders(str(tmp_path / "Jane Doe" / "not there yet.txt")) == "not there yet.txt"
     settings = {"deepspeed": "/home/me/zero.json", "names": ["/x/y", "a/b"], "rate": 0.1}
     assert strip_folders(settings) == {"deepspeed": "zero.json", "names": ["y", "a/b"], "rate": 0.1}

@@ -159,6 +159,7 @@ WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, 
         ({"quantization": {"vae_2": "torchao"}}, True, "the pipeline has no network 'vae_2'"),
         ({"quantization": {"vae": {"backend": "torchao", "quant_type": "Int9"}}}, True, "quantization: vae: .*Int9"),
         ({"quantization": {"vae": {"backend": "torchao", "quant_type_kwargs": {"bits": 9}}}}, True, "vae: .*bits"),
+        ({"quantization": {"text_encoder_3": {"backend": "gguf", "file": "x"}}}, True, "_3: .*T5EncoderModel"),
         pytest.param({"load_in_4bit": True}, True, "needs a GPU", marks=WITHOUT_GPU),
     ],
 )
