@@ -68,6 +68,10 @@ CASES = {  # by the name of the model in `real_sizes.py`
     "Wan2.2-TI2V-5B": Case("wan", "24gb/wan22_ti2v", "480p, 33 frames", {}),
     "HunyuanVideo": Case("hunyuan_video", "hunyuan_video", "480 px, 53 frames", {"lora_r": 32, "lora_alpha": 64}),
     "GLM-Image": Case("glm_image", "glm_image_dit", "the DiT, 1024 px", {"bf16": True}),
+    "Z-Image-Turbo": Case("few_steps", "z_image_turbo", "1024 px", {}),
+    "FLUX.2-klein-4B": Case("few_steps", "flux2_klein", "1024 px", {}),
+    "SDXL-Turbo": Case("few_steps", "sdxl_turbo", "512 px", {}),
+    "FLUX.3-klein": Case("flux3", "flux3", "512 px", {"model_init_kwargs": {}}),
     "Stable Audio Open 1.0": Case("stable_audio", "stable_audio", "10 s", {}),
 }
 
