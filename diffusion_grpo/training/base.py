@@ -138,7 +138,6 @@ class DiffusersTrainer(Trainer):
         """As in `Trainer`, but without the extra update it makes when a run is resumed at `max_steps`."""
         if self.state.global_step < self.state.max_steps:
             return super()._run_epoch(*args, **kwargs)
-        self.control.should_training_stop = True
         logger.warning(
             "This run is at update %d and max_steps is %d, so nothing is trained; raise max_steps to continue.",
             self.state.global_step,
@@ -202,7 +201,6 @@ class DiffusersTrainer(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         staging = folder.with_name(f"tmp-{folder.name}")
-        self.store_flos()
         self.save_model(str(staging), _internal_call=True)
         self.checkpointer.save_beside_weights(staging)
         if not self.args.save_only_model:

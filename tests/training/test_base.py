@@ -145,7 +145,7 @@ def test_full_training_saves_a_whole_pipeline_where_it_is_told_to(tmp_path):
 
 
 def test_what_is_given_for_the_card_reaches_it_and_the_push(tmp_path, monkeypatch):
-    pushed = []
+    pushed, asked = [], []
 
     class Client:
         def create_repo(self, repo_id, **kwargs):
@@ -156,14 +156,15 @@ def test_what_is_given_for_the_card_reaches_it_and_the_push(tmp_path, monkeypatc
 
     monkeypatch.setattr("transformers.trainer.hf_api", Client)
     monkeypatch.setattr("diffusion_grpo.training.base.hf_api", Client)
-    monkeypatch.setattr("diffusion_grpo.training.base.check_hub_access", lambda token: None)
-    trainer = trainer_for(tmp_path, hub_model_id="mine")
+    monkeypatch.setattr("diffusion_grpo.training.base.check_hub_access", asked.append)
+    trainer = trainer_for(tmp_path, hub_model_id="mine", hub_token="hf_1")
     trainer.create_model_card("My model", tags="anime", language=["en", "fr"])
     assert "# My model\n" in (tmp_path / "README.md").read_text()
     with pytest.raises(TypeError, match="dataset_nam"):
         trainer.push_to_hub(dataset_nam="x")
     assert not pushed and trainer.hub_model_id is None
     trainer.push_to_hub(dataset_name="me/prompts", license="mit")
+    assert asked == ["hf_1"] * 2  # before anything is written or pushed
     (card,) = pushed
     assert card["datasets"] == ["me/prompts"] and card["license"] == "mit" and card["language"] == ["en", "fr"]
     assert card["tags"][-1] == "anime" and card["tags"].count("diffusion-grpo") == 1
