@@ -16,7 +16,13 @@ from diffusion_grpo.policy.rollout import denoise, replay, rollout
 from diffusion_grpo.policy.token import make_policy
 from diffusion_grpo.training.model_checks import check_sigmas
 
-NAMES = sorted(tiny_pipelines.EVERY)
+# others of a family that train like its plain pipeline
+VARIANTS = sorted(
+    n for n in tiny_pipelines.EVERY if re.search("_(control|img2|inp|pag|heun|ip|pix2|vace)|osmos2|kandinsky_prior", n)
+)
+NAMES = sorted({*tiny_pipelines.EVERY} - {*VARIANTS}) + [
+    pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS
+]
 SISTERS = [name for name in tiny_pipelines.MODULAR if name.startswith("modular_")]  # which have a classic form
 NAMES += [
     pytest.param(name, marks=pytest.mark.slow if name in SISTERS else ()) for name in sorted(tiny_pipelines.MODULAR)
@@ -37,6 +43,13 @@ def test_it_replays_and_trains(name, tmp_path):
     report = check_pipeline(pipe, inputs, num_inference_steps=4)
     assert report.trains and report.max_ratio_error <= 1e-5 and report.steps >= 2, report
     train_briefly(pipe, inputs, tmp_path, report.steps, updates=3 if name in THRICE else 1)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_it_replays(name):
+    """What CI asks of those that are trained nightly."""
+    report = check_pipeline(*tiny_pipelines.build(name), num_inference_steps=4)
+    assert report.trains and report.max_ratio_error <= 1e-5 and report.steps >= 2, report
 
 
 @pytest.mark.parametrize("name", SWEPT)
