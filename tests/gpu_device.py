@@ -18,7 +18,6 @@ EXPECT_SAME_ROUNDING = {
     "test_evaluations_and_validation_prompts_are_drawn_with_the_average": "compares with a sample made on the CPU",
     "test_sharing_calls_changes_nothing_but_their_number[two iterations]": "its bound is for the rounding of the CPU",
     "test_sharing_calls_changes_nothing_but_their_number[dppo]": "its bound is for the rounding of the CPU",
-    "test_other_networks_share_calls_too[sd15]": "its bound is for the rounding of the CPU",
 }
 LEFT_OUT = EXPECT_CPU | EXPECT_SAME_ROUNDING
 

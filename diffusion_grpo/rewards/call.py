@@ -378,12 +378,12 @@ def collect_values(
                 for row, value in zip(call.rows, column, strict=True):
                     whole[indices[row]] = value
     if values.shape[1] and values.isnan().all(dim=1).any():
-        _warn_unscored()
+        warn_unscored()
     return values, extras
 
 
 @cache
-def _warn_unscored() -> None:
+def warn_unscored() -> None:
     warnings.warn("Some samples got None from every reward function; they do not contribute.", stacklevel=4)
 
 

@@ -18,7 +18,7 @@ from tiny_runs import brightness, logged, trained_weights, trainer_for
 
 from diffusion_grpo.media.samples import as_tensor
 from diffusion_grpo.rewards import RemoteReward, RewardError, batchwise, groupwise, load_rewards, takes_tensors
-from diffusion_grpo.rewards.call import Batch, _warn_unscored, run_in_loop
+from diffusion_grpo.rewards.call import Batch, warn_unscored, run_in_loop
 from diffusion_grpo.rewards.executor import Executor, GroupScoring
 
 IMAGES = [Image.new("RGB", (8, 8), (shade, shade, shade)) for shade in range(0, 240, 20)]
@@ -359,7 +359,7 @@ def test_a_failed_rollout_leaves_the_thread_to_the_next_one():
 
 def test_samples_count_as_unscored_only_if_no_reward_scored_them(recwarn) -> None:
     """Rewards that wait for the rollout are in another part."""
-    _warn_unscored.cache_clear()
+    warn_unscored.cache_clear()
     values, *_ = rollout([lambda images: [None] * len(images), share], True)
     assert values[:, 0].isnan().all() and not values[:, 1].isnan().any() and not recwarn.list
 

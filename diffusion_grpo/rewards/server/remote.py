@@ -147,7 +147,7 @@ class RemoteReward:
 
     async def _check_servers(self) -> None:
         reasons = []
-        async with self._open_client() as client:
+        async with self.open_client() as client:
             for server in self.servers:
                 try:
                     await self._describe(client, server)
@@ -184,7 +184,7 @@ class RemoteReward:
             asked = [prompts[row] for row in rows]
             return write_request(samples, asked, sent, groups, fps, self.body, sampling_rate, self.takes_latents)
 
-        async with self._open_client() as client:
+        async with self.open_client() as client:
             await asyncio.gather(*(self._look(client, server) for server in self.servers if not server.is_alive))
             while pending:
                 alive = [server for server in self.servers if server.is_alive]
@@ -199,7 +199,7 @@ class RemoteReward:
                 await gather_or_cancel(workers)
         return scores
 
-    def _open_client(self) -> httpx2.AsyncClient:
+    def open_client(self) -> httpx2.AsyncClient:
         import httpx2
 
         token = {"Authorization": f"Bearer {os.environ[self.token_env]}"} if self.token_env else {}

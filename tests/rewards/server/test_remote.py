@@ -57,7 +57,7 @@ def answering(monkeypatch):
         mounts[url] = httpx2.MockTransport(handle)
         return url, requests
 
-    monkeypatch.setattr(RemoteReward, "_open_client", lambda self: httpx2.AsyncClient(mounts=mounts, trust_env=False))
+    monkeypatch.setattr(RemoteReward, "open_client", lambda self: httpx2.AsyncClient(mounts=mounts, trust_env=False))
     return start
 
 
