@@ -18,7 +18,7 @@ from tiny_runs import brightness, logged, trained_weights, trainer_for
 
 from diffusion_grpo.media.samples import as_tensor
 from diffusion_grpo.rewards import RemoteReward, RewardError, batchwise, groupwise, load_rewards, takes_tensors
-from diffusion_grpo.rewards.call import Batch, warn_unscored, run_in_loop
+from diffusion_grpo.rewards.call import Batch, run_in_loop, warn_unscored
 from diffusion_grpo.rewards.executor import Executor, GroupScoring
 
 IMAGES = [Image.new("RGB", (8, 8), (shade, shade, shade)) for shade in range(0, 240, 20)]
