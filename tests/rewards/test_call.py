@@ -4,6 +4,8 @@ import asyncio
 import json
 import math
 import re
+import signal
+import threading
 import warnings
 from functools import partial
 from pathlib import Path
@@ -94,6 +96,21 @@ def test_an_async_function_that_exits_ends_the_run_and_not_the_loop() -> None:
     with pytest.raises(SystemExit):
         score([leave], images=THREE, prompts=THREE_PROMPTS)
     assert asyncio.run(notebook_cell()).tolist() == [[1.0]] * 3
+
+
+def test_ctrl_c_ends_the_wait_for_an_async_function_and_cancels_it() -> None:
+    is_cancelled = threading.Event()
+
+    async def hangs(images):
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            is_cancelled.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        score([hangs], images=THREE, prompts=THREE_PROMPTS)
+    assert is_cancelled.wait(10)
 
 
 def test_a_sample_that_no_function_scores_warns_once() -> None:

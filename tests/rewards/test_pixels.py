@@ -54,14 +54,15 @@ def test_jpeg_incompressibility_is_the_other_side() -> None:
 
 
 def test_sharpness_is_the_variance_of_the_laplacian() -> None:
-    pixels = RANDOM.integers(0, 256, (9, 11), dtype=np.uint8)
-    luma = pixels / 255
-    laplacian = [
-        luma[y - 1, x] + luma[y + 1, x] + luma[y, x - 1] + luma[y, x + 1] - 4 * luma[y, x]
-        for y in range(1, 8)
-        for x in range(1, 10)
-    ]
-    assert REWARDS["sharpness"](images=[Image.fromarray(pixels)]) == pytest.approx([np.var(laplacian)])
+    for height in (3, 9):
+        pixels = RANDOM.integers(0, 256, (height, 11), dtype=np.uint8)
+        luma = pixels / 255
+        laplacian = [
+            luma[y - 1, x] + luma[y + 1, x] + luma[y, x - 1] + luma[y, x + 1] - 4 * luma[y, x]
+            for y in range(1, height - 1)
+            for x in range(1, 10)
+        ]
+        assert REWARDS["sharpness"](images=[Image.fromarray(pixels)]) == pytest.approx([np.var(laplacian)])
     board = Image.fromarray((np.indices((8, 8)).sum(0) % 2 * 255).astype(np.uint8))
     ramp = Image.fromarray(np.tile(np.arange(32, dtype=np.uint8), (8, 1)))
     assert REWARDS["sharpness"](images=[board, ramp, flat(9), flat(9, (2, 2))]) == pytest.approx([16, 0, 0, 0])
@@ -109,3 +110,5 @@ def test_light_and_faint_noise_are_no_motion() -> None:
     faint = [Image.fromarray((scene // 2 + RANDOM.integers(0, 3, scene.shape)).astype(np.uint8)) for _ in range(3)]
     brighter = [Image.fromarray((scene // 2 + 20 * turn).astype(np.uint8)) for turn in range(3)]
     assert REWARDS["motion"](videos=[faint, brighter, faint[:1]]) == [0, 0, None]
+    weak = Image.fromarray((3 * RANDOM.integers(0, 2, (200, 200))).astype(np.uint8))  # 1.5 off where it was before
+    assert REWARDS["motion"](videos=[moving(weak, 3, 0, 4)]) == pytest.approx([100 * 3 / 128], rel=0.12)

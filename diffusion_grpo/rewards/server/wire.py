@@ -128,7 +128,7 @@ def _write_sample(sample: Any, name: str, body: Body, tensors: dict[str, torch.T
             frames = [np.asarray(frame.convert("RGB")) for frame in (sample if is_video else [sample])]
             tensors[name] = torch.from_numpy(np.stack(frames) if is_video else frames[0].copy())
             return {"video" if is_video else "picture": name}
-        tensors[name] = torch.as_tensor(sample).detach().cpu().clone(memory_format=torch.contiguous_format)
+        tensors[name] = torch.as_tensor(sample).cpu().clone(memory_format=torch.contiguous_format)
         return {"tensor": name}
     if isinstance(sample, Image.Image):
         return _write_image(sample)

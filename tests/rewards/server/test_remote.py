@@ -33,6 +33,7 @@ from diffusion_grpo.rewards.server.wire import FailedRequest, ask, write_request
 IMAGES = [Image.new("RGB", (8, 8), (shade,) * 3) for shade in range(0, 250, 25)]
 PROMPTS = [f"prompt {index}" for index in range(len(IMAGES))]
 SHADES = [shade / 255 for shade in range(0, 250, 25)]
+SERVED = {"brightness": {}}
 FAST = {"backoff": 0.01, "timeout": 10.0}
 
 
@@ -41,12 +42,12 @@ def answering(monkeypatch):
     """Makes servers; `answer` takes the number of a POST, returns status, body and headers, or None to hang up."""
     mounts = {}
 
-    def start(answer) -> tuple[str, list]:
+    def start(answer, served=SERVED) -> tuple[str, list]:
         requests = []
 
         def handle(request):
             if request.method == "GET":
-                return httpx2.Response(200, json={"served": {"brightness": {}}})
+                return httpx2.Response(200, json={"served": served})
             requests.append(request.url.path)
             found = answer(len(requests))
             if found is None:
@@ -102,13 +103,11 @@ def test_images_prompts_columns_and_none_arrive_as_they_are(serve) -> None:
 
 
 def test_equal_settings_make_it_the_same_evaluation_only_reward() -> None:
-    spec = {"remote": {"url": "http://a", "reward": "x", "columns": ["mood"]}}
-    check_eval_rewards(load_rewards(spec), load_rewards(spec))
-    assert RemoteReward("http://a") == RemoteReward(["http://a/"])
-    assert hash(RemoteReward("http://a")) == hash(RemoteReward("http://a"))
-    assert RemoteReward("http://a") != RemoteReward("http://b") and RemoteReward("http://a") != object()
+    spec = {"url": "http://a", "reward": "x", "columns": ["mood"]}
+    assert RemoteReward(**spec) == RemoteReward(**{**spec, "url": ["http://a/"]}) != RemoteReward("http://a")
+    assert hash(RemoteReward(**spec)) == hash(RemoteReward(**spec))
     with pytest.raises(ValueError, match="different rewards called 'remote'"):
-        check_eval_rewards(load_rewards(spec), load_rewards({"remote": {**spec["remote"], "timeout": 5.0}}))
+        check_eval_rewards(load_rewards({"remote": spec}), load_rewards({"remote": {**spec, "timeout": 5.0}}))
 
 
 @pytest.mark.parametrize("body", ["png", "safetensors"])
@@ -266,9 +265,11 @@ def test_a_server_that_never_comes_to_an_end_is_given_up() -> None:
         asyncio.run(run())
 
 
-def test_servers_that_cannot_score_are_refused_before_a_run(serve) -> None:
+def test_servers_that_cannot_score_are_refused_before_a_run(serve, answering) -> None:
     url = serve({"brightness": {}, "sharpness": {}})
     for refused, message in (
+        ({"url": answering(None, served={})[0]}, "names no rewards"),
+        ({"url": answering(None, served=["brightness"])[0]}, "names no rewards"),
         ({"url": [closed_port()] * 2}, "no server answers"),
         ({"url": url}, "brightness, sharpness"),
         ({"url": url, "reward": "text"}, "brightness, sharpness"),
