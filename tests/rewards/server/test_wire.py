@@ -94,6 +94,7 @@ def test_frames_of_videos_for_a_reward_of_images(serve) -> None:
 
 
 VIDEO = json.loads(write_request([IMAGES], ["a"], {}, None, 1))["samples"][0]
+MP4 = json.loads(write_request([IMAGES], ["a"], {}, None, 1, "mp4"))["samples"][0]["mp4"]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ VIDEO = json.loads(write_request([IMAGES], ["a"], {}, None, 1))["samples"][0]
         {"samples": ["AAAA", "AAAA"]},
         {"samples": [VIDEO, VIDEO[0]]},
         {"samples": [[], []]},
-        {"samples": [{"mp4": "AAAA"}, {"mp4": "AAAA"}]},
+        {"samples": [{"mp4": f"*{MP4}"}, {"mp4": MP4}]},
         {"prompts": ["a"]},
         {"prompts": "ab"},
         {"columns": {"a": [1]}},
@@ -111,6 +112,7 @@ VIDEO = json.loads(write_request([IMAGES], ["a"], {}, None, 1))["samples"][0]
         {"groups": [0]},
         {"are_latents": True},
         {"samples": [VIDEO] * 2, "sounds": [{"channels": 1, "rate": float("inf"), "float32": "AAAAAA=="}, None]},
+        {"samples": [VIDEO] * 2, "sounds": [{"channels": 1, "rate": 1, "float32": "A*AAAAA=="}, None]},
     ],
     ids=lambda value: str(value)[:60],
 )
