@@ -102,6 +102,7 @@ def test_ctrl_c_ends_the_wait_for_an_async_function_and_cancels_it() -> None:
     is_cancelled = threading.Event()
 
     async def hangs(images):
+        await asyncio.sleep(0.2)  # until the main thread waits
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         try:
             await asyncio.sleep(60)
