@@ -61,6 +61,7 @@ def test_videos_and_what_is_neither() -> None:
     ]
     points = make_thumbnails(videos[:2])
     assert points.shape == (2, FRAMES * SIDE * SIDE * 3) and points.dtype == torch.uint8
+    assert make_thumbnails([[grey(0), grey(255)]]).view(FRAMES, -1)[:, 0].tolist() == [0, 255, 255, 255]
     moves = [[grey(0), grey(0), grey(0), grey(255)], [grey(0)] * 4]
     assert measure_diversity(make_thumbnails(moves), torch.zeros(2)) == pytest.approx(math.sqrt(1 / 4))
     assert make_thumbnails([np.zeros(5)]) is None and make_thumbnails(videos[2]).shape == (1, SIDE * SIDE * 3)
