@@ -220,8 +220,9 @@ def test_min_and_product_of_known_rewards():
         least, product = (combine(rewards, weights, f"{name}_then_normalize", compared) for name in ("min", "product"))
         assert_close(least, [0.4, second[0], NAN, 0.0])
         assert_close(product, [0.02, second[1], NAN, 0.0])
-    with pytest.raises(ValueError, match="one is -1; give that reward a clip"):
-        combine(torch.tensor([[-1.0, 1.0]]), weights, "product_then_normalize")
+    for reward, weight in ((-1.0, 1.0), (0.0, -1.0)):  # the second is infinite
+        with pytest.raises(ValueError, match="product_then_normalize"):
+            combine(torch.tensor([[reward, 1.0]]), torch.tensor([weight, 1.0]), "product_then_normalize")
 
 
 @pytest.mark.parametrize("order", ["min_then_normalize", "product_then_normalize"])

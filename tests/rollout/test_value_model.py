@@ -85,6 +85,7 @@ def test_conditions_of_a_call_are_those_with_a_row_for_each_latent():
     both = pool_conditions((latents,), {"text": text, "ids": ids, "timestep": torch.ones(4)}, 2)
     alone = pool_conditions((latents,), {"text": text}, 2)
     assert torch.equal(both, alone) and both.abs().max() > 0
+    assert not torch.equal(pool_conditions((latents,), {"text": text, "pooled": text[:, 0]}, 2), alone)
     assert pool_conditions(([torch.randn(3, 8), torch.randn(3, 8)],), {}, 2).eq(0).all()
 
 
