@@ -110,7 +110,7 @@ def on_two_processes(folder: Path, runs: dict[str, dict]) -> str:
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """All weights that were written to a folder: the policy's, the average's, the reference's."""
     found = {}
-    for path in sorted(folder.glob("**/*.safetensors")):
+    for path in sorted(folder.glob("**/[!r]*.safetensors")):  # not the rest of a rollout
         place = path.relative_to(folder)
         if place.parts[0] in ("policy", "reference", "transformer", "transformer_2") or len(place.parts) == 1:
             found |= {f"{place}:{name}": tensor for name, tensor in load_file(path).items()}
