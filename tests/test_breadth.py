@@ -32,7 +32,7 @@ SPACED = ["flux", "flux2", "flux_controlnet", "flux_img2img", "flux_inpaint", "f
 SPACED += ["hunyuan_video_image", "ltx2", "qwen_image", "qwen_image_edit", "sd3"]
 SPACED += ["sd3_controlnet", "sd3_img2img", "sd3_pag", "z_image"]
 SWEPT = ["AnimaModularPipeline", "Ideogram4Pipeline", "QwenImage21Pipeline", "TextToVideoSDPipeline"]
-# more that need no checkout of diffusers; `make sweep ARGS="--modular --train 3"` trains all 36
+# more that need no checkout of diffusers; `make sweep ARGS="--modular --train 3"` trains the others
 MODULAR = ["Ideogram4", "MiniMaxMusic3", "QwenImage21Turbo", "Wan22Vace"]
 SWEPT += [pytest.param(f"{name}ModularPipeline", marks=pytest.mark.slow) for name in MODULAR]
 

@@ -42,7 +42,7 @@ class Columns:
     """Reads the rows of one dataset: PIL images, lists of them for videos, and sound as float32 (channels, time)."""
 
     def __init__(
-        self, dataset: datasets.Dataset, parameters: Mapping[str, inspect.Parameter], image_mode: str = "RGB"
+        self, dataset: datasets.Dataset, parameters: Mapping[str, inspect.Parameter], image_mode: str | None = "RGB"
     ):
         self._taken, self._mode = frozenset(parameters), image_mode
         self.files: dict[str, Media] = {}

@@ -45,10 +45,8 @@ class PipelineInputs:
         self.fixed = {name: getattr(args, name) for name in FROM_CONFIG if getattr(args, name) is not None}
         self.check_arguments(self.fixed, "settings")
         self.check_arguments(args.pipeline_kwargs or {})
-        self._image_mode = find_image_mode(pipe)
-        for name, value in (args.pipeline_kwargs or {}).items():
-            self.fixed[name] = fit_images(value, None if "mask" in name else self._image_mode)
-        self.repeated = {k: v for k, v in self.fixed.items() if _is_per_sample(k, v)}
+        self._columns: dict[int, tuple[Dataset, Columns]] = {}
+        self.fit_images(None if isinstance(pipe, type) else pipe)
         self.spacing = {} if args.sigmas is None else {"sigmas": list(args.sigmas)}
         if self.spacing and "sigmas" not in parameters:
             raise ValueError(
@@ -56,10 +54,17 @@ class PipelineInputs:
             )
         self.fps = self._find_fps()
         self._is_size_told = False
-        self._columns: dict[int, tuple[Dataset, Columns]] = {}
         self.forms: dict[frozenset[str], Form] = {}  # by the names of the columns that a row has
         self.draws_globally = False  # whether the trial calls drew from torch's global generator
         self.describe_prompt: Callable[[dict[str, Any]], Any] | None = None  # what prompts of a call share
+
+    def fit_images(self, pipe: DiffusionPipeline | None) -> None:
+        """Convert images to the mode that a loaded pipeline takes; without one they stay as they are."""
+        self._image_mode = None if pipe is None else find_image_mode(pipe)
+        self._columns.clear()
+        for name, value in (self.args.pipeline_kwargs or {}).items():
+            self.fixed[name] = fit_images(value, None if "mask" in name else self._image_mode)
+        self.repeated = {k: v for k, v in self.fixed.items() if _is_per_sample(k, v)}
 
     def _find_fps(self) -> float:
         """Return the frames per second; some pipelines also take them as an argument, for sound or as a condition."""
@@ -243,7 +248,7 @@ def find_missing(parameters: Mapping[str, inspect.Parameter], given: Collection[
     return [name for name in needed if name not in {"self", "prompt", *given}]
 
 
-def find_image_mode(pipe: DiffusionPipeline | type[DiffusionPipeline]) -> str:
+def find_image_mode(pipe: DiffusionPipeline) -> str:
     """Return the mode of the images that a pipeline takes: RGBA if its VAE encodes four channels, as for layers."""
     config = getattr(getattr(pipe, "vae", None), "config", {})
     return "RGBA" if config.get("input_channels", config.get("in_channels")) == 4 else "RGB"

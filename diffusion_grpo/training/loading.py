@@ -39,6 +39,7 @@ def load_policy(given: CheckedRun, peft_config: PeftConfig | None, monitor: Proc
     set_seed(args.seed)  # a LoRA starts from random weights
     component, model = prepare_model(pipe, args, peft_config, backend)
     inputs = given.prepare_inputs(type(pipe))
+    inputs.fit_images(pipe)
     policy = make_policy(
         pipe,
         component,

@@ -545,14 +545,16 @@ def test_advice_on_training_is_not_for_sampling(tmp_path, caplog, only_samples):
     assert ("transformer_2 will not be trained" in caplog.text) is not only_samples
 
 
-def test_images_in_pipeline_kwargs_have_the_mode_of_the_pipeline():
-    """RGBA if its VAE has four channels."""
+@pytest.mark.parametrize(("channels", "mode"), [(3, "RGB"), (4, "RGBA")])
+def test_images_have_the_mode_of_the_pipeline(tmp_path, channels, mode):
+    """RGBA if its VAE has four channels, in settings as in columns, though both are checked before it is loaded."""
     given = {"image": Image.new("RGBA", (8, 8)), "mask_image": Image.new("L", (8, 8))}
-    args, pipe = settings("runs", pipeline_kwargs=given), tiny_pipelines.build("sd15_inpaint")[0]
-    for channels, mode in ((3, "RGB"), (4, "RGBA")):
-        pipe.vae.register_to_config(in_channels=channels)
-        fixed = PipelineInputs(pipe, args).fixed
-        assert (fixed["image"].mode, fixed["mask_image"].mode) == (mode, "L")
+    pipe = tiny_pipelines.build("sd15_inpaint")[0]
+    pipe.vae.register_to_config(in_channels=channels)
+    inputs = trainer_for(tmp_path, "sd15_inpaint", model=pipe, pipeline_kwargs=given).inputs
+    assert (inputs.fixed["image"].mode, inputs.fixed["mask_image"].mode) == (mode, "L")
+    dataset = Dataset.from_dict({"prompt": ["a"], "image": [given["image"]]})
+    assert inputs.rows(dataset, [0])[0]["image"].mode == mode
 
 
 def test_videos_made_from_videos_need_a_frame_rate(caplog):
