@@ -117,18 +117,18 @@ def test_samples_rewards_and_weights_of_any_number_of_processes(tmp_path, settin
         if step == 0:
             assert found[step, seed] == [prompt, reward, advantage]
         else:  # weights that differ in the last bits round a few pixels another way
-            assert found[step, seed][0] == prompt and found[step, seed][1] == pytest.approx(reward, abs=1e-4)
+            assert found[step, seed][0] == prompt and found[step, seed][1] == pytest.approx(reward, abs=3e-4)
     logs = [[entry for entry in report["log"] if "ratio/mean" in entry] for report in (alone, both)]
     assert len(logs[0]) == settings["max_steps"] and sorted(logs[0][0]) == sorted(logs[1][0].keys() - {"of_rank_1"})
     for one, other in zip(*logs, strict=True):
         is_rounded = one.get("reward") != other.get("reward")  # one such pixel moves all advantages of its prompt
         for name in ("reward", "reward_std", "rewards/uneven/mean", "dark", "ratio/mean", "kl", "loss"):
-            tolerance = (2e-3 if is_rounded else 1e-4) if name == "loss" else 2e-5
+            tolerance = (2e-3 if is_rounded else 1e-4) if name == "loss" else 5e-5
             assert one.get(name) == pytest.approx(other.get(name), abs=tolerance)
     is_exact = logs[0][-1].get("reward") == logs[1][-1].get("reward")
     assert max((weights[name] - together[name]).abs().max() for name in weights) < (1e-6 if is_exact else 1e-5)
     if settings is not CHOSEN:  # branches that span micro-batches are replayed in other batches than rolled out
-        limit = 1e-7 if settings is BRANCHED else 0.0
+        limit = 1e-6 if settings is BRANCHED else 0.0
         assert max(entry.get("ratio/max_error", 0.0) for log in logs for entry in log) <= limit
     moved = rank_runs.first_weights(settings)
     assert max((weights[name] - moved[name]).abs().max() for name in weights) > 1e-4
