@@ -99,6 +99,7 @@ def test_an_async_function_that_exits_ends_the_run_and_not_the_loop() -> None:
 
 
 def test_ctrl_c_ends_the_wait_for_an_async_function_and_cancels_it() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores it
     is_cancelled = threading.Event()
 
     async def hangs(images):
