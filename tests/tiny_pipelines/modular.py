@@ -43,12 +43,12 @@ def qwen3_vl(vocabulary, layers: int) -> torch.nn.Module:
     return Qwen3VLForConditionalGeneration(config)
 
 
-def flux3(kind: type[diffusers.ModularPipeline] = diffusers.Flux3ModularPipeline) -> Case:
+def flux3(name: str = "Flux3ModularPipeline") -> Case:
     """FLUX.3: one prompt a call, a window of text that is not masked; distilled, it also takes the next time."""
     vocabulary = language.qwen3_tokenizer()
     # a processor that loads without torchvision; the real one is Qwen 3 VL's
     processor = LlavaProcessor(CLIPImageProcessor(), vocabulary, chat_template=language.QWEN3_CHAT)
-    pipe = kind()
+    pipe = getattr(diffusers, name)()
     pipe.update_components(
         text_encoder=qwen3_vl(vocabulary, layers=32),  # of which eight are read
         tokenizer=processor,
@@ -69,7 +69,7 @@ def flux3(kind: type[diffusers.ModularPipeline] = diffusers.Flux3ModularPipeline
             joint_attention_dim=8 * WIDTH,
             timestep_channels=32,
             axes_dims_rope=(4, 4, 4, 4),
-            flow_map=kind is diffusers.Flux3DistilledModularPipeline,
+            flow_map="Distilled" in name,
         ),
     )
     inputs = {"prompt": "a cat", "height": 64, "width": 64}
@@ -146,6 +146,6 @@ PIPELINES: dict[str, Callable[[], Case]] = {
     "modular_wan_experts": functools.partial(around, "Wan22ModularPipeline", more.PIPELINES["wan_experts"]),
     "flux2_klein": functools.partial(around, "Flux2KleinModularPipeline", large.flux2, guidance_scale=None),
     "flux3": flux3,
-    "flux3_distilled": functools.partial(flux3, diffusers.Flux3DistilledModularPipeline),
+    "flux3_distilled": functools.partial(flux3, "Flux3DistilledModularPipeline"),
     "minimax_h3": minimax_h3,
 }
