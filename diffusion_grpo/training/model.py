@@ -38,6 +38,7 @@ from .model_checks import (
     hub_kwargs,
     list_components,
     name_source,
+    pipeline_class,
     read_index,
 )
 from .modular_loading import check_components, is_modular, load_components
@@ -134,14 +135,16 @@ def _load_parts(
         kwargs["dtype"] = dtype
     is_late = backend is not None and backend.shards_weights
     with late_weights.read_late(name_networks(args)) if is_late else contextlib.nullcontext():
-        return from_pretrained(model, **kwargs | parts)
+        # diffusers' base class would not take a part that its class may lack, as Wan's may one of two networks
+        cls = pipeline_class(model, args) if parts else None
+        return from_pretrained(model, cls or DiffusionPipeline, **kwargs | parts)
 
 
-def from_pretrained(model: str, **kwargs: Any) -> DiffusionPipeline:
+def from_pretrained(model: str, cls: type[DiffusionPipeline] = DiffusionPipeline, **kwargs: Any) -> DiffusionPipeline:
     """Load a pipeline as diffusers does; if a folder has weights only of a variant, such as fp16, load that one."""
     source = name_source(model)
     kwargs = {"variant": find_variant(source)} | kwargs
-    load = load_components if is_modular(source, kwargs) else DiffusionPipeline.from_pretrained
+    load = load_components if is_modular(source, kwargs) else cls.from_pretrained
     return load(source, **kwargs)
 
 

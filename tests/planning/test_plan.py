@@ -214,7 +214,8 @@ def test_offloads_move_bytes_to_the_cpu(full):
 
 
 # the processor of Qwen-Image-Edit can only be saved beside torchvision
-SAVED = STAND_INS.keys() - {"qwen_image_edit"}
+# the tiny networks of the last three cannot make images of the example's size
+SAVED = STAND_INS.keys() - {"qwen_image_edit", "flux2_klein", "sana_sprint", "z_image_turbo"}
 
 
 def allow_large_images(config):

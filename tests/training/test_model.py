@@ -11,6 +11,7 @@ from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.training.model import (
     check_gradient_range,
     choose_dtype,
+    load_pipeline,
     load_plain_pipeline,
     prepare_model,
 )
@@ -26,6 +27,16 @@ def test_everything_is_frozen_and_in_eval_mode_but_what_is_trained(tmp_path):
     assert not any(module.training for part in parts for module in part.modules())
     trained = [name for part in parts for name, value in part.named_parameters() if value.requires_grad]
     assert trained and all("lora_" in name for name in trained)
+
+
+def test_a_part_that_the_class_may_lack_is_not_loaded_where_it_is_given(tmp_path):
+    """As for plans, which have no weights; diffusers' base class knows only parts that no pipeline lacks."""
+    pipe, _ = tiny_pipelines.build("wan")
+    pipe.save_pretrained(tmp_path)
+    next((tmp_path / "transformer").glob("*.safetensors")).unlink()
+    args = DiffusionGRPOConfig(str(tmp_path / "run"), use_cpu=True)
+    loaded = load_pipeline(str(tmp_path), args, False, parts={"transformer": pipe.transformer})
+    assert loaded.transformer is pipe.transformer
 
 
 def test_full_training_of_half_precision_weights_is_refused_without_mixed_precision(tmp_path, monkeypatch):
