@@ -393,44 +393,6 @@ MODELS: dict[str, dict[str, Any]] = {
         },
         "small": {"num_layers": 1, "num_single_layers": 1},
     },
-    "MiniMax-H3": {
-        "pipeline": "MiniMaxH3ModularPipeline",
-        "blocks": "MiniMaxH3Blocks",
-        "scheduler": ("MiniMaxH3Scheduler", {"shift": 12.0}),
-        "tokenizers": {"tokenizer": lambda: make_tokenizer(8192, CHAT), "processor": lambda: make_processor(8192)},
-        "parts": {
-            "transformer": (
-                "MiniMaxH3Transformer3DModel",
-                {"num_layers": 50, "hidden_size": 5376, "num_attention_heads": 56, "ffn_dim": 14336, "text_dim": 5120},
-            ),
-            "vae": ("AutoencoderKLMiniMaxH3", {}),
-            "audio_vae": ("AutoencoderKLMiniMaxH3Audio", {}),
-            "text_encoder": (
-                "Qwen3VLForConditionalGeneration",
-                {
-                    "text_config": QWEN3_4B
-                    | {
-                        "hidden_size": 5120,
-                        "intermediate_size": 25600,
-                        "num_hidden_layers": 64,
-                        "num_attention_heads": 64,
-                        "rope_parameters": {
-                            "rope_type": "default",
-                            "mrope_section": [24, 20, 20],
-                            "rope_theta": 5_000_000.0,
-                        },
-                    },
-                    "vision_config": {
-                        "depth": 27,
-                        "hidden_size": 1152,
-                        "intermediate_size": 4304,
-                        "out_hidden_size": 5120,
-                    },
-                },
-            ),
-        },
-        "small": {"num_layers": 1, "num_refiner_layers": 1},
-    },
     "FLUX.3-klein": {
         "pipeline": "Flux3ModularPipeline",
         "blocks": "Flux3AutoBlocks",

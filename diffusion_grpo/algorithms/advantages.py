@@ -356,8 +356,6 @@ def load_advantage_fn(path: str | AdvantageFunction | None) -> AdvantageFunction
         raise ValueError(
             f"advantage_fn={path!r} must take (rewards, groups, *, weights, batches): {error}."
         ) from error
-    except ValueError:  # not written in Python, so its signature is unknown
-        pass
     return found
 
 
