@@ -90,7 +90,7 @@ ADVICE = {
     "reward_model_path": "give it to the reward, as in `reward_funcs: [{NAME: {model: PATH}}]` (docs/rewards)",
     "save_safetensors": "leave it out, weights are always saved as safetensors",
     "shift": "set it in `scheduler_kwargs`, as in {shift: 3.0}",
-    "timestep_fraction": "set `trained_steps` (Flow-GRPO) or `num_trained_steps` (DanceGRPO); docs/coming_from says how",
+    "timestep_fraction": "set `trained_steps` (Flow-GRPO) or `num_trained_steps` (DanceGRPO), see docs/coming_from",
     "training_strategy": "leave it out; `noisy_steps` says which steps draw noise, those that are trained by default",
     "use_8bit_adam": "set `optim: adamw_8bit`",
     "use_group": "that is the default; without it, set `reward_baseline: batch` and `num_generations: 1`",
