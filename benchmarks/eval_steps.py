@@ -11,9 +11,9 @@ import tempfile
 from demo_seeds import ROOT, machine
 from transformers import PrinterCallback
 
-from diffusion_grpo.cli.inputs import hide_loading_bars
 from diffusion_grpo.cli.train import build_trainer
 from diffusion_grpo.config.parse import parse_train_arguments
+from diffusion_grpo.quiet import hide_loading_bars
 from diffusion_grpo.training.callbacks import ReportCallback
 
 OFF = ("--eval_strategy=no", "--eval_on_start=false", "--baseline_guidance_scales=null", "--report_experiment=null")

@@ -120,9 +120,9 @@ def train(settings: dict[str, Any], work: Path, model: Any = None, callbacks: tu
 def make_trainer(settings: dict[str, Any], work: Path, model: Any = None) -> Any:
     """Make the trainer of these settings; see [`train`]."""
     from diffusion_grpo import DiffusionGRPOTrainer
-    from diffusion_grpo.cli.inputs import hide_loading_bars
     from diffusion_grpo.config.parse import parse_train_arguments
     from diffusion_grpo.data.prompts import load_prompts
+    from diffusion_grpo.quiet import hide_loading_bars
 
     script, lora, args = parse_train_arguments(str(write_settings(settings, work)), [])
     hide_loading_bars(script.model)

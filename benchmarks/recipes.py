@@ -43,7 +43,7 @@ def make_row(arguments: argparse.Namespace) -> None:
     """Train one row, or measure one cost, in this process."""
     from recipe_run import measure_cost, train_row
 
-    from diffusion_grpo.cli.inputs import hide_loading_bars
+    from diffusion_grpo.quiet import hide_loading_bars
 
     hide_loading_bars("tiny")
     if arguments.cost:

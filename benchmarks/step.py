@@ -27,7 +27,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, tiny
-from diffusion_grpo.cli.inputs import hide_loading_bars
+from diffusion_grpo.quiet import hide_loading_bars
 
 STAGES = ("rollout", "reward", "update")
 Call = tuple[Callable, tuple, dict, bool, torch.dtype | None]  # with a backward pass or not, and autocast's dtype

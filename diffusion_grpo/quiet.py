@@ -43,3 +43,13 @@ def replace_unprintable() -> None:
     """Have stdout replace characters that its encoding lacks, such as `±` in ASCII, where it would raise."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # also in the C locale, where Python escapes only surrogates
         sys.stdout.reconfigure(errors="replace")
+
+
+def hide_loading_bars(model: str) -> None:
+    """Hide the loading bars for the embedded model, which loads at once."""
+    if model == "tiny":
+        import diffusers
+        import transformers
+
+        diffusers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.disable_progress_bar()

@@ -12,7 +12,7 @@ from .. import __version__
 from ..quiet import replace_unprintable
 from . import check, plan, report, rewards, sample, train
 from .failures import is_explained, print_failure
-from .inputs import Refusal
+from .refusal import Refusal
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -5,8 +5,8 @@ import inspect
 from dataclasses import fields
 
 from ..config.files import check_model_name
+from ..quiet import hide_loading_bars
 from ..sampling import settings as sample_settings
-from .inputs import hide_loading_bars
 
 
 def add_options(command: argparse.ArgumentParser) -> None:

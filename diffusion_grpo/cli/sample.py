@@ -3,8 +3,8 @@
 import argparse
 
 from ..config.files import check_model_name
+from ..quiet import hide_loading_bars
 from ..sampling import settings as sample_settings
-from .inputs import hide_loading_bars
 
 
 def add_options(command: argparse.ArgumentParser) -> None:

@@ -9,7 +9,8 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .inputs import Refusal, hide_loading_bars, refusing
+from ..quiet import hide_loading_bars
+from .refusal import Refusal, refusing
 
 if TYPE_CHECKING:
     from ..config.arguments import LaunchArguments, LoraArguments, ScriptArguments

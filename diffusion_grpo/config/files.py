@@ -1,4 +1,4 @@
-"""Text files that users write, and paths, models and checkpoints that they name, checked without torch."""
+"""Read and check what settings name, without torch: text files, folders, models, checkpoints, the token of the Hub."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which dataset rows may share a pipeline call, the forms of such a call, and its keyword arguments."""
+"""Put dataset rows into one pipeline call: which rows fit together, in which form, as which keyword arguments."""
 
 import dataclasses
 from collections.abc import Callable

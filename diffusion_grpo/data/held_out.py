@@ -1,4 +1,4 @@
-"""Find out whether evaluation prompts are also trained on, and what reports may call them."""
+"""Do evaluation prompts also occur in training? Count and warn; reports say "held-out" only if none does."""
 
 import logging
 from collections.abc import Collection

@@ -1,8 +1,7 @@
-"""From dataset rows to pipeline calls: which samples share a call, and its keyword arguments.
+"""`PipelineInputs`: what one pipeline accepts, checked against settings and datasets, and the calls it gets for rows.
 
-Equal rows give equal arguments in rollout, replay and evaluation. The signature of the pipeline says which columns it
-takes, and a trial call shows whether it takes several samples at once (`call_form.py`). Samples of different
-shapes never share a call.
+Equal rows give equal arguments in rollout, replay and evaluation. The signature of a pipeline names the columns it takes;
+a trial call (`call_form.py`) whether it takes several samples at once. `calls.py` builds a call without the pipeline.
 """
 
 import inspect

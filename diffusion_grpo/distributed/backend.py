@@ -21,7 +21,7 @@ from .checkpoints import restore_optimizer
 from .collectives import EqualCalls, redirect
 from .context_parallel import ContextGroups
 from .failure import ProcessGroupMonitor
-from .sharded_weights import TrainedWeights
+from .trained_weights import TrainedWeights
 
 
 class DistributedBackend:

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from ..policy.networks import replace_attribute
-from .sharded_weights import as_shard, is_sharded
+from .trained_weights import as_shard, is_sharded
 
 MODE_FILE = "processes.json"
 # names of transformers for optimizers with the same state; a paged optimizer has that of the ordinary one

@@ -26,7 +26,7 @@ from . import late_weights, refusals
 from .backend import DistributedBackend
 from .checkpoints import save_shards
 from .context_parallel import ContextGroups
-from .sharded_weights import TrainedWeights, as_dtensor, as_shard, is_sharded
+from .trained_weights import TrainedWeights, as_dtensor, as_shard, is_sharded
 
 
 class FSDP2Backend(DistributedBackend):

@@ -29,7 +29,7 @@ from .backend import DistributedBackend
 from .checkpoints import restore_engine
 from .collectives import redirect
 from .context_parallel import ContextGroups
-from .sharded_weights import TrainedWeights
+from .trained_weights import TrainedWeights
 
 
 class DeepSpeedBackend(DistributedBackend):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..distributed.backend import DistributedBackend
 from ..distributed.late_weights import copy_held
-from ..distributed.sharded_weights import TrainedWeights
+from ..distributed.trained_weights import TrainedWeights
 from ..policy.base import Policy
 from ..policy.token_process import TokenDistribution, TokenTrajectory
 from ..policy.trajectory import CleanSamples, Denoised, StepDistribution, Trajectory

@@ -13,7 +13,7 @@ from diffusers.training_utils import EMAModel
 from torch import Tensor
 from transformers import TrainerCallback
 
-from ..distributed.sharded_weights import TrainedWeights
+from ..distributed.trained_weights import TrainedWeights
 from ..weights.files import POLICY_FOLDER
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import IntervalStrategy
 
 from ..data.held_out import describe_prompts
-from ..distributed.sharded_weights import TrainedWeights
+from ..distributed.trained_weights import TrainedWeights
 from ..media.files import write_whole
 from ..report.gallery import EVALUATIONS, choose_evenly
 from ..report.run_folder import LOG_OF_EVALUATIONS, find_collapse
@@ -71,7 +71,7 @@ class SyncRefModelCallback(TrainerCallback):
         `sync_ref_model=True` in the settings adds it to a run. By hand, with two networks:
 
         >>> from transformers import TrainerState
-        >>> from diffusion_grpo.distributed.sharded_weights import TrainedWeights
+        >>> from diffusion_grpo.distributed.trained_weights import TrainedWeights
         >>> policy, reference = torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False)
         >>> for network, value in ((policy, 1.0), (reference, 0.0)):
         ...     _ = torch.nn.init.constant_(network.weight, value)

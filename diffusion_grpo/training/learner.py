@@ -10,7 +10,7 @@ from ..algorithms.registry import load_algorithm
 from ..config.settings import DiffusionGRPOConfig
 from ..distributed.backend import DistributedBackend, NetworkPasses
 from ..distributed.context_parallel import spread_over_context
-from ..distributed.sharded_weights import TrainedWeights
+from ..distributed.trained_weights import TrainedWeights
 from ..policy.base import Policy
 from ..rollout.reference import AdapterReference, CopiedReference
 from ..rollout.runtime import Runtime

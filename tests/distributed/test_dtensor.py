@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from diffusion_grpo.distributed.sharded_weights import as_dtensor, as_shard, is_sharded
+from diffusion_grpo.distributed.trained_weights import as_dtensor, as_shard, is_sharded
 
 
 @pytest.fixture

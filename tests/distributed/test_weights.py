@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from diffusion_grpo.distributed.sharded_weights import TrainedWeights
+from diffusion_grpo.distributed.trained_weights import TrainedWeights
 
 
 def make(dtype=torch.float32):

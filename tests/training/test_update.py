@@ -11,7 +11,7 @@ from diffusion_grpo.algorithms.base import Algorithm, PassOutput
 from diffusion_grpo.distributed.backend import DistributedBackend
 from diffusion_grpo.distributed.context_parallel import ContextGroups
 from diffusion_grpo.distributed.failure import ProcessGroupMonitor
-from diffusion_grpo.distributed.sharded_weights import TrainedWeights
+from diffusion_grpo.distributed.trained_weights import TrainedWeights
 from diffusion_grpo.rollout.runtime import Runtime
 from diffusion_grpo.rollout.value_model import STATE_SIZE, ValueModel, ValueTargets
 from diffusion_grpo.training.finite import NonFiniteError

@@ -1,4 +1,4 @@
-"""Values of the trained parameters as a backend keeps them: whole here, sharded in other backends."""
+"""`TrainedWeights`: read and write the trained parameters, whole on each process here; ZeRO and FSDP2 override it."""
 
 import contextlib
 from collections.abc import Iterator

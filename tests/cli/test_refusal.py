@@ -3,7 +3,7 @@
 import pytest
 
 from diffusion_grpo import cli
-from diffusion_grpo.cli.inputs import refusing
+from diffusion_grpo.cli.refusal import refusing
 from diffusion_grpo.config.files import check_model_name
 
 
