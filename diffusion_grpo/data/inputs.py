@@ -1,7 +1,7 @@
 """`PipelineInputs`: what one pipeline accepts, checked against settings and datasets, and the calls it gets for rows.
 
-Equal rows give equal arguments in rollout, replay and evaluation. The signature of a pipeline names the columns it takes;
-a trial call (`call_form.py`) whether it takes several samples at once. `calls.py` builds a call without the pipeline.
+Equal rows give equal arguments in rollout, replay and evaluation. The signature of the pipeline says which columns it
+takes; a trial call (`call_form.py`), whether it takes several samples at once. `calls.py` knows no pipeline.
 """
 
 import inspect
