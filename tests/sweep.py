@@ -229,44 +229,48 @@ def why_not_counted(name: str, row: dict[str, Any]) -> str | None:
     return None
 
 
-def table_line(row: dict[str, Any]) -> str:
-    """A class's line in docs/supported_pipelines.md."""
-    if row.get("trains"):
-        error, norm = row["max_ratio_error"], row["grad_norm"]
-        return f"| {row['pipeline']} | trains | {row['scheduler']} | {f'{error:.0e}' if error else 0} | {norm:.1e} |"
-    is_missing = "not_built" in row or has_inner_error(row)
+def why_not_trained(row: dict[str, Any]) -> str:
+    """The reason that docs/supported_pipelines.md gives for a class that does not train."""
     why = _cell(row.get("reason") or row.get("not_built")).removeprefix(row["pipeline"]).strip()
-    return f"| {row['pipeline']} | {'not examined' if is_missing else 'refused'} | {why} | | |"
+    return f"not examined: {why}" if "not_built" in row or has_inner_error(row) else why
+
+
+def table(head: str, names: dict[str, list[str]]) -> str:
+    """A table with the classes of each key, the key with most classes first."""
+    lines = [f"| {key} | {', '.join(classes)} |" for key, classes in sorted(names.items(), key=lambda it: -len(it[1]))]
+    return "\n".join([f"| {head} | classes |", "|---|---|", *lines])
 
 
 def page(rows: Iterable[dict[str, Any]]) -> str:
     """docs/supported_pipelines.md, in which every exported class has its place."""
     by_name = {row["pipeline"]: row for row in best_rows(rows)}
-    tables, left_out = {}, defaultdict(list)
+    left_out, counts, tables = defaultdict(list), [], []
     for is_modular in (False, True):
-        lines = tables[is_modular] = []
+        trained, refused = defaultdict(list), defaultdict(list)
         for name in exported(is_modular):
             row = by_name.get(name, {"pipeline": name, "not_built": "no tiny components"})
-            if (why := why_not_counted(name, row)) and not row.get("trains"):
+            if row.get("trains"):
+                trained[row["scheduler"]].append(name)
+            elif why := why_not_counted(name, row):
                 left_out[why].append(name)
             else:
-                lines.append(table_line(row))
-    counts = {key: (sum(" | trains | " in line for line in lines), len(lines)) for key, lines in tables.items()}
-    errors = [row["max_ratio_error"] for row in by_name.values() if row.get("trains")]
-    head = "| class | | scheduler, or reason | ratio error | gradient |\n|---|---|---|---|---|\n"
+                refused[why_not_trained(row)].append(name)
+        number, others = (sum(map(len, names.values())) for names in (trained, refused))
+        counts.append(f"{number} of {number + others}")
+        tables += [table("trained with", trained), table("not trained, because", refused)]
+    inexact = {name: row["max_ratio_error"] for name, row in by_name.items() if row.get("max_ratio_error")}
+    errors = " and ".join(f"{error:.0e} ({name})" for name, error in inexact.items() if by_name[name].get("trains"))
     parts = [
         "# Supported pipelines",
-        f"What `check_pipeline` says about each pipeline class of diffusers {diffusers.__version__} with a denoising "
-        f"loop, around tiny random components in float32 on a CPU: **{counts[False][0]} of {counts[False][1]} classic "
-        f"and {counts[True][0]} of {counts[True][1]} [modular](models/modular.md) classes train**. The first ratio is "
-        f"1 within {max(errors, default=0):.0e}; the last column is the gradient's norm. `diffusion-grpo check MODEL` "
-        "examines a model of yours. Written by `make sweep`; do not edit.",
-        head + "\n".join(tables[False]),
+        "Run `diffusion-grpo check MODEL` to examine a model of yours. This page says what it finds for each pipeline "
+        f"class of diffusers {diffusers.__version__} with a denoising loop, around tiny random components in float32 "
+        f"on a CPU: **{counts[0]} classic and {counts[1]} [modular](models/modular.md) classes train**. The first "
+        f"ratio is exactly 1{f', but for {errors}' if errors else ''}. Written by `make sweep`; do not edit.",
+        *tables[:2],
         "## Modular pipelines",
-        head + "\n".join(tables[True]),
+        *tables[2:],
         "## Not counted",
-        "| why | classes |\n|---|---|\n"
-        + "\n".join(f"| {why} | {', '.join(names)} |" for why, names in left_out.items()),
+        table("why", left_out),
     ]
     return "\n\n".join(parts) + "\n"
 
