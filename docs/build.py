@@ -45,7 +45,7 @@ an input was refused or a run failed. `diffusion-grpo --version` prints the vers
 | exit code | means |
 |---|---|
 | 0 | success |
-| 1 | a check failed (of a pipeline, a score or `plan --fit`), or a run ended in an error |
+| 1 | `check` or `plan --fit` found that it does not work, or a run ended in an error |
 | 2 | an input was refused, in one sentence and where possible before a model is loaded |
 | 130 | Ctrl-C |
 | 143 | SIGTERM |
