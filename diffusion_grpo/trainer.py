@@ -247,7 +247,8 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             held.enter_context(self.monitor.propagate_errors())
             wanted = resume_from_checkpoint or self.args.resume_from_checkpoint
             point = self.find_start(wanted, held, self.monitor.agree)
-            self.run.pop("published_after", None)
+            for name in ("published_after", "stopped"):
+                self.run.pop(name, None)
             if self.args.should_save:
                 write_json(folder / "run.json", self.run)
             self.learner.show_policy()  # a second call to `train` continues from the policy

@@ -7,7 +7,7 @@ from ..algorithms.registry import find_recording
 from .batch_sizes import BatchSizes
 
 DICTIONARIES = ("pipeline_kwargs", "eval_pipeline_kwargs", "scheduler_kwargs", "model_init_kwargs", "loss_kwargs")
-DICTIONARIES += ("quantization",)
+DICTIONARIES += ("quantization", "stop_when")
 
 
 class Sizes:
@@ -35,6 +35,10 @@ class Sizes:
             if batch % group and "gradient_accumulation_steps" not in self.given:
                 self.gradient_accumulation_steps = max(1, self.gradient_accumulation_steps * batch // group)
             self.per_device_train_batch_size = batch if batch % group == 0 else group
+        evaluating = str(getattr(self.eval_strategy, "value", self.eval_strategy))
+        if self.stop_when and evaluating != "no" and "load_best_model_at_end" not in self.given:
+            own = {"load_best_model_at_end": True, "save_strategy": evaluating, "save_steps": self.eval_steps}
+            self.fill({name: value for name, value in own.items() if value is not None})
 
     @property
     def micro_batches_per_rollout(self) -> int:

@@ -119,6 +119,14 @@ class RunSettings:
     overlap_rewards: bool = setting(
         True, "Score the samples of a prompt while those of the next prompts are generated (docs/rewards/own.md)."
     )
+    stop_when: dict[str, Any] | str | None = setting(
+        None,
+        "Limits of logged metrics; the first that is passed ends the run with the weights of its best evaluation "
+        "before that (load_best_model_at_end is then on by default). A reward of evaluations (eval_reward, "
+        "eval_rewards/NAME/mean or eval_watch/NAME/mean) may fall below its best by so many standard errors; "
+        "diversity and eval_diversity may fall to this share of their start; any other metric of evaluations may rise "
+        "to its limit: {eval_rewards/tesseract/mean: 2, diversity: 0.4, eval_velocity/ratio_to_ref: 1.15}.",
+    )
     watch_rewards: list[str] | None = setting(
         ["auto"],
         "Rewards that evaluations measure only to show what gets worse during training: names, or auto for cheap "

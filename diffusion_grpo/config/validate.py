@@ -45,6 +45,13 @@ def _find_unusable(args: Sizes) -> Iterator[str]:
         )
     if args.warmup_steps and schedule in WATCHING_SCHEDULES:
         yield f"warmup_steps has no effect with lr_scheduler_type={schedule!r}, which follows evaluations."
+    for name, limit in (args.stop_when or {}).items():
+        if name != "diversity" and not name.startswith("eval_"):
+            yield f"stop_when: {name!r} is neither diversity nor a metric of evaluations (eval_..., docs/metrics.md)."
+        if name.startswith("eval_") and evaluating == "no":
+            yield f"stop_when: {name} is measured in evaluations; set eval_dataset, eval_strategy and eval_steps."
+        if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
+            yield f"stop_when: the limit of {name} must be a number above 0, got {limit!r}."
     if args.auto_find_batch_size and args.world_size > 1:
         yield (
             "auto_find_batch_size=True works with one process; set per_device_train_batch_size (`diffusion-grpo plan "

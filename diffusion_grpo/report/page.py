@@ -16,7 +16,7 @@ import yaml
 from ..config.arguments import read_experiment
 from ..data.held_out import describe_prompts, name_prompts
 from .gallery import make_gallery, show_rollouts
-from .run_folder import Run, count_updates, find_collapse, format_updates, name_method, read_run, summarise
+from .run_folder import LOOK, Run, count_updates, find_hacking, format_updates, name_method, read_run, summarise
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -167,8 +167,8 @@ def list_findings(run: Run) -> list[str]:
             "In the last rollouts more than half of the groups had equal rewards and taught nothing. If the samples "
             "look alike, raise noise_level or num_trained_steps."
         )
-    collapsed = find_collapse(run.train)
-    found += [] if collapsed is None else [collapsed]
+    hacked = run.info.get("stopped") or find_hacking(run.train)
+    found += [f"{hacked} {LOOK}"] if hacked else []
     if run.prompts["eval_in_train"]:
         found.append(
             f"The evaluations are on {describe_prompts(run.prompts)}: they do not say how well the model does on new "

@@ -28,10 +28,11 @@ METHODS = {
 # metrics of rollouts and updates that each evaluation repeats, as it has no groups and no updates itself
 ROLLOUTS = ("diversity", "frac_reward_zero_std", "clip_ratio/region_mean", "frac_advantage_clipped")
 LOG_OF_EVALUATIONS = "evaluations/trainer_state.json"  # the log of a run that is active
-WINDOW = 5  # number of updates at the start and at the end that are compared to find a collapse
-# of the diversity at the start; below it a group has collapsed. Runs of `make demo` left 0.70, 0.73 and 0.64: samples
-# that are all right are more alike than samples that are wrong in different ways
-LEAST_SHARE = 0.4
+WINDOW = 5  # number of updates at the start and at the end that are compared to find reward hacking
+# by metric, what a run warns of that has no limits of its own (`stop_when`). Runs of `make demo` left 0.70, 0.73 and
+# 0.64 of the diversity: samples that are all right are more alike than samples that are wrong in different ways
+LIMITS = {"diversity": 0.4}
+LOOK = 'Look at the samples, and see "Reward hacking" in docs/rewards/hacking.md.'
 
 
 @dataclass
@@ -124,6 +125,13 @@ def name_metrics(name: str, prefix: str = "eval") -> tuple[str, str]:
     if name == "reward":
         return f"{prefix}_reward", f"{prefix}_reward_std_error"
     return f"{prefix}_rewards/{name}/mean", f"{prefix}_rewards/{name}/std_error"
+
+
+def name_error(metric: str) -> str | None:
+    """Return the log's name for the standard error of a reward's mean in evaluations; None for other metrics."""
+    if metric.endswith("/mean"):
+        return metric.removesuffix("mean") + "std_error"
+    return f"{metric}_std_error" if metric.endswith("_reward") else None
 
 
 # Reading
@@ -245,6 +253,7 @@ def summarise(run: Run) -> dict[str, Any]:
         "samples_per_second": measure_speed(run.train),
         "updates": run.updates,
         "published_after": run.updates if run.published_after is None else run.published_after,
+        "stopped": run.info.get("stopped"),
     }
 
 
@@ -270,23 +279,25 @@ def summarise_rollouts(log: list[dict[str, float]]) -> dict[str, float]:
     return {f"rollouts/{key}": sum(values) / len(values) for key, values in logged.items() if values}
 
 
-def find_collapse(log: list[dict[str, float]]) -> str | None:
-    """Return a warning if the reward rose while the samples of a group became alike; None otherwise."""
-    entries = [entry for entry in log if None not in (entry.get("reward"), entry.get("diversity"))]
-    if len(entries) < 2 * WINDOW:
-        return None
-    parts = entries[:WINDOW], entries[-WINDOW:]
-    (low, high), (wide, narrow) = (
-        [np.array([entry[key] for entry in part], dtype=float) for part in parts] for key in ("reward", "diversity")
-    )
-    noise = 2 * np.sqrt((low.var(ddof=1) + high.var(ddof=1)) / WINDOW)
-    if not (high.mean() > low.mean() + noise and narrow.mean() < LEAST_SHARE * wide.mean()):
-        return None
-    return (
-        f"The trained reward rose from {low.mean():.3g} to {high.mean():.3g} while the samples of a prompt became "
-        f"alike: their mean distance fell from {wide.mean():.3g} to {narrow.mean():.3g}. This is how a reward is "
-        'hacked: look at the samples, and see "Reward hacking" in docs/rewards/hacking.md.'
-    )
+def find_hacking(log: list[dict[str, float]], limits: dict[str, float] = LIMITS) -> str | None:
+    """Say of the first metric of a log that has passed its limit how it did so; see the setting `stop_when`."""
+    for name, limit in limits.items():
+        entries = [entry for entry in log if entry.get(name) is not None]
+        size = 1 if name.startswith("eval_") else WINDOW  # one rollout says little
+        if len(entries) < size:
+            continue
+        start, now = (np.mean([entry[name] for entry in part]) for part in (entries[:size], entries[-size:]))
+        best, error = max(entries, key=lambda entry: entry[name]), name_error(name)
+        if error is not None:
+            is_passed = best[name] - now > limit * math.hypot(best[error], entries[-1][error])
+            how = f"fell from {best[name]:.3g} to {now:.3g}, by more than {limit:g} standard errors"
+        elif "diversity" in name:
+            is_passed, how = now < limit * start, f"fell from {start:.3g} to {now:.3g}, below {limit:g} of its start"
+        else:
+            is_passed, how = now > limit, f"rose to {now:.3g}, above {limit:g}"
+        if is_passed:
+            return f"{name} {how}."
+    return None
 
 
 # Words

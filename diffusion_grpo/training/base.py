@@ -24,6 +24,7 @@ from ..distributed.backend import DistributedBackend
 from ..distributed.collectives import gather_json, is_shared
 from ..report.card import CardDetails
 from ..report.record import ResumeError, check_same_run, write_json
+from ..report.run_folder import name_error
 from ..weights.files import name_repository
 from . import checkpoints
 
@@ -122,15 +123,22 @@ class DiffusersTrainer(Trainer):
         return prepared
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """As in `Trainer`, but looks for `metric_for_best_model` in the evaluation before training too."""
-        metrics, name = super()._evaluate(*args, **kwargs), self.args.metric_for_best_model or ""
-        full = name if name.startswith("eval_") else f"eval_{name}"
-        if name and full not in metrics and not any(part in full for part in AFTER_ROLLOUTS):
-            raise ValueError(
-                f"metric_for_best_model={name!r} is not among the metrics of the evaluation, {', '.join(metrics)}."
-                f"{suggest(full, metrics)}"
-            )
+        """As in `Trainer`, but looks for the metrics that settings name in the evaluation before training too."""
+        metrics, best = super()._evaluate(*args, **kwargs), self.args.metric_for_best_model
+        limited = [name for name in self.args.stop_when or {} if name.startswith("eval_")]
+        wanted = [f"eval_{best.removeprefix('eval_')}"] if best else []
+        for name in filter(None, [*wanted, *limited, *map(name_error, limited)]):
+            is_late = self.state.global_step == 0 and any(part in name for part in AFTER_ROLLOUTS)
+            if name not in metrics and not is_late:
+                raise ValueError(
+                    f"{name!r} (metric_for_best_model or stop_when) is not among the metrics of the evaluation, "
+                    f"{', '.join(metrics)}.{suggest(name, metrics)}"
+                )
         return metrics
+
+    def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
+        """As in `Trainer`, but an evaluation after which `stop_when` ends the run is not the best."""
+        return "stopped" not in self.run and super()._determine_best_metric(*args, **kwargs)
 
     # Where a run starts
 

@@ -39,7 +39,7 @@ from ..weights.lora import list_kept_adapters
 from ..weights.public_names import strip_folders, strip_secrets
 from ..weights.quantization import describe_quantization
 from .callbacks import (
-    CollapseCallback,
+    GuardCallback,
     LastLogCallback,
     ReportCallback,
     ResumeCallback,
@@ -244,7 +244,7 @@ def add_callbacks(
     patch_trackers(handler)
     handler.add_callback(SampleGridCallback(handler))
     replace_progress(handler, args, progress, run)  # after the grid's callback: it may show the grid
-    handler.add_callback(CollapseCallback)
+    handler.add_callback(GuardCallback(args.stop_when, run))
     if args.validation_prompts:
         handler.add_callback(ValidationCallback(write_validation, handler))
     handler.add_callback(ReportCallback)

@@ -8,6 +8,7 @@ import logging
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet
 import torch
@@ -19,7 +20,8 @@ from ..data.held_out import describe_prompts
 from ..distributed.trained_weights import TrainedWeights
 from ..media.files import write_whole
 from ..report.gallery import EVALUATIONS, choose_evenly
-from ..report.run_folder import LOG_OF_EVALUATIONS, find_collapse
+from ..report.record import write_json
+from ..report.run_folder import LOG_OF_EVALUATIONS, LOOK, find_hacking, format_updates
 from .checkpoints import set_later_aside
 from .trackers import draw_grid, log_files, log_image
 
@@ -219,29 +221,51 @@ class LastLogCallback(TrainerCallback):
     on_epoch_end = on_step_end  # for a run that an evaluation has stopped
 
 
-class CollapseCallback(TrainerCallback):
-    """Callback that warns once per run when the trained reward rises while the samples of a prompt become alike.
+class GuardCallback(TrainerCallback):
+    """Callback that ends a run once a metric passes its limit in `stop_when`.
+
+    It warns, once per run, of metrics that pass the default limits: samples of a prompt that have become alike.
+
+    Args:
+        limits: the setting `stop_when`.
+        run: contents of run.json, where the entry `stopped` says what ended the run.
 
     Examples:
-        >>> from transformers import TrainerState
-        >>> log = [{"reward": step / 10, "diversity": 1 - step / 10} for step in range(10)]
-        >>> state = TrainerState(global_step=10, log_history=log, is_world_process_zero=True)
-        >>> callback = CollapseCallback()
-        >>> with warnings.catch_warnings(record=True) as told:
-        ...     callback.on_log(None, state, None)
-        ...     callback.on_log(None, state, None)
-        >>> len(told)
-        1
+        Every run has one. By hand:
+
+        >>> from transformers import TrainerControl, TrainerState
+        >>> args, control, run = DiffusionGRPOConfig(folder, use_cpu=True), TrainerControl(), {}
+        >>> callback = GuardCallback({"eval_velocity/ratio_to_ref": 1.1}, run)
+        >>> callback.on_train_begin()
+        >>> state = TrainerState(global_step=9, log_history=[{"eval_velocity/ratio_to_ref": 1.2}])
+        >>> callback.on_log(args, state, control)
+        >>> run["stopped"], control.should_training_stop
+        ('Update 9 ended the run (stop_when): eval_velocity/ratio_to_ref rose to 1.2, above 1.1.', True)
     """
 
-    def __init__(self):
-        self.is_said = False
+    def __init__(self, limits: dict[str, float] | None, run: dict[str, Any]):
+        self.limits, self.run, self.is_training, self.has_warned = limits or {}, run, False, False
+
+    def on_train_begin(self, *args, **kwargs):
+        self.is_training = True
+
+    def on_train_end(self, *args, **kwargs):
+        self.is_training = False  # later evaluations are the user's own
 
     def on_log(self, args, state, control, **kwargs):
-        found = None if self.is_said or not state.is_world_process_zero else find_collapse(state.log_history)
-        if found is not None:
-            self.is_said = True
-            warnings.warn(f"Update {state.global_step}: {found}", stacklevel=2)
+        if not self.is_training or "stopped" in self.run:
+            return
+        if (passed := find_hacking(state.log_history, self.limits)) is not None:
+            control.should_training_stop = True
+            self.run["stopped"] = f"Update {state.global_step} ended the run (stop_when): {passed}"
+            best = state.best_global_step if args.load_best_model_at_end else None
+            which = f"best evaluation, {format_updates(best)}" if best else "last update: no earlier ones were saved"
+            if args.should_save:
+                write_json(Path(args.output_dir, "run.json"), self.run)
+                logger.warning("%s The weights are those of the %s. %s", self.run["stopped"], which, LOOK)
+        elif not self.has_warned and args.should_save and (passed := find_hacking(state.log_history)) is not None:
+            self.has_warned = True
+            warnings.warn(f"Update {state.global_step}: {passed} {LOOK}", stacklevel=2)
 
 
 class ReportCallback(TrainerCallback):
@@ -267,7 +291,7 @@ class ReportCallback(TrainerCallback):
 
     def _report(self, args, state):
         from ..report.page import missing_packages, write_report, write_summary
-        from ..report.run_folder import describe_change, format_updates, read_run
+        from ..report.run_folder import describe_change, read_run
 
         state.save_to_json(str(Path(args.output_dir) / "trainer_state.json"))
         write_summary(args.output_dir)

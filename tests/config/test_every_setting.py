@@ -88,7 +88,7 @@ ELSEWHERE = {  # files of tests that turn settings, below tests/
     "training/test_average.py": (
         "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps ema_decay ema_update_interval"
     ),
-    "training/test_base.py": "overwrite_output_dir load_best_model_at_end metric_for_best_model",
+    "training/test_base.py": "overwrite_output_dir load_best_model_at_end metric_for_best_model stop_when",
     "training/test_block_swap.py": "group_offload_stream group_offload_blocks group_offload",
     "training/test_callbacks.py": "validation_prompts validation_steps",
     "training/test_damage.py": "resume_without_optimizer",

@@ -44,6 +44,7 @@ def test_summary_has_the_promised_keys_and_the_first_and_last_evaluation(tmp_pat
         "samples_per_second": pytest.approx(40.0),
         "updates": 20,
         "published_after": 20,
+        "stopped": None,
     }
 
 

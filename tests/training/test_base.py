@@ -15,6 +15,7 @@ from tiny_runs import brightness, trained_weights, trainer_for
 from transformers import Trainer, TrainerCallback
 
 from diffusion_grpo import DiffusionGRPOTrainer
+from diffusion_grpo.report.page import list_findings
 from diffusion_grpo.report.record import ResumeError, write_json
 from diffusion_grpo.report.run_folder import read_log_history, read_run
 
@@ -131,6 +132,31 @@ def test_save_total_limit_and_the_best_model(tmp_path):
     trainer.args.max_steps = 5
     trainer.train(resume_from_checkpoint=True)
     assert noted == [None]  # these weights are on their way to others
+
+
+def test_a_guard_ends_the_run_at_its_best_evaluation_before(tmp_path, caplog):
+    """The reward rises; what is only evaluated falls after update 2, and the run of six updates ends there."""
+
+    def scripted(images, trainer_state, **columns):
+        return [trainer_state.global_step + value for value in brightness(images)]
+
+    def watched(images, trainer_state, **columns):
+        return [value - (trainer_state.global_step > 2) for value in brightness(images)]
+
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 6, "learning_rate": 0.05}
+    settings |= {"stop_when": {"eval_rewards/watched/mean": 2, "diversity": 0.1}, "save_strategy": "steps"}
+    trainer = trainer_for(tmp_path, rewards=scripted, eval_reward_funcs=watched, **settings)
+    for resumed in (None, True):  # its log says so again
+        trainer.train(resume_from_checkpoint=resumed)
+        assert trainer.state.global_step == (4 if resumed else 3)
+        best = load_file(tmp_path / "checkpoint-2" / "adapter_model.safetensors")
+        trained = {name.replace(".default", ""): value for name, value in trained_weights(trainer).items()}
+        assert all(torch.equal(value, best[name]) for name, value in trained.items())
+    assert caplog.text.count("eval_rewards/watched/mean fell") == 2 and "after 2 updates" in caplog.text
+    trainer.save_model()
+    assert "eval_rewards/watched/mean fell" in (tmp_path / "README.md").read_text().replace("\\", "")
+    run = read_run(tmp_path)
+    assert run.published_after == 2 and any("watched/mean fell" in sentence for sentence in list_findings(run))
 
 
 def test_full_training_saves_a_whole_pipeline_where_it_is_told_to(tmp_path):
