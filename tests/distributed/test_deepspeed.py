@@ -59,6 +59,7 @@ DPPO = {"loss_type": "dppo", "loss_kwargs": {"threshold": 1e-9}, "step_weight": 
 SEVERAL = {"num_iterations": 2, "steps_per_generation": 8, "beta": 0.05} | SAVED
 # one process makes more calls of the pipeline or the network than the other
 ROWS = BASE | {"beta": 0.05, "validation_prompts": ["a", "b", "c"], "validation_steps": 2}
+MODULAR = {"name": "modular_flux2", "guidance_scale": 4.0}
 RUNS = {  # what is trained, and the stages of ZeRO that train it
     "lora": (BASE, "1 2"),
     "full": (FULL | {"gradient_checkpointing": True}, "1 2 3"),
@@ -84,6 +85,8 @@ RUNS = {  # what is trained, and the stages of ZeRO that train it
     "optional": (ROWS | OPTIONAL, "1 2 3 3-layered"),
     "edited_images": (ROWS, "1 2 3 3-layered"),
     "guided": (ROWS | GUIDED, "1 2 3 3-layered"),
+    "modular": (BASE | MODULAR, "1 2 3 3-layered"),
+    "modular-full": (FULL | MODULAR | SAVED | EMA, "3"),
 }
 # torch's AdamW in place of DeepSpeed's own, which is compiled for minutes on its first use
 AUTO = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", "torch_adam": True}
@@ -98,7 +101,7 @@ TOGETHER = {
     f"{alone}{stage}": (alone, int(stage[0])) for alone, (_, stages) in RUNS.items() for stage in stages.split()
 }
 HALF = {f"half-{kind}{stage}": (kind, stage) for kind in ("lora", "full") for stage in (1, 2, 3)}
-RESUMED = [name for name in TOGETHER if name in ("synced2", "synced3", "turns1", "turns3")]
+RESUMED = [name for name in TOGETHER if name in ("synced2", "synced3", "turns1", "turns3", "modular-full3")]
 RESUMED += [name for name in TOGETHER if name.startswith(("dppo", "grpo_guard")) and name.endswith("3")]
 
 
