@@ -36,7 +36,7 @@ from .rollout.runtime import Runtime
 from .training import build, preflight
 from .training.base import DiffusersTrainer
 from .training.checkpoints import count_updates, explain_interrupt, holds_run
-from .training.finite import NonFiniteError
+from .training.finite import NonFiniteError, refuse_non_finite
 from .training.learner import make_learner
 from .training.loading import load_policy
 from .training.metrics import Metrics
@@ -221,8 +221,9 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         return self._get_dataloader(rows, "Training", share, self._get_train_sampler, is_training=True)
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> GroupSampler:
-        num_rows = len(train_dataset or self.train_dataset)
-        self._sampler = build.make_sampler(self.args, num_rows, copies=self.backend.groups.size)
+        num_rows, args = len(train_dataset or self.train_dataset), self.args
+        seed, copies = args.seed if args.data_seed is None else args.data_seed, self.backend.groups.size
+        self._sampler = GroupSampler(num_rows, args.batch_sizes, args.shuffle_dataset, seed, copies)
         return self._sampler
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
@@ -346,7 +347,8 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if not self.args.fp16:  # fp16's loss scaling already skips such updates
-            self.update.check_gradient_norm(grad_norm, self.state.global_step + 1)
+            update = self.state.global_step + 1
+            refuse_non_finite(torch.as_tensor(grad_norm), "gradient norm", update, self.args.output_dir)
         return grad_norm
 
     def _get_learning_rate(self) -> float:
@@ -416,7 +418,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log `logs` together with the metrics collected since the last log."""
-        if "loss" in logs and self.metrics:
+        if "loss" in logs and self.metrics.values:
             logs = logs | self.metrics.gather(self.backend, self.state.global_step)
         super().log(logs, start_time)
 

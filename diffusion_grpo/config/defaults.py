@@ -1,13 +1,43 @@
 """Values derived from the settings: defaults taken from other settings, and the sizes of a rollout and an update."""
 
+import dataclasses
 import json
 
 from ..algorithms.base import Anchor, Recording
 from ..algorithms.registry import find_recording
-from .batch_sizes import BatchSizes
 
 DICTIONARIES = ("pipeline_kwargs", "eval_pipeline_kwargs", "scheduler_kwargs", "model_init_kwargs", "loss_kwargs")
 DICTIONARIES += ("quantization", "stop_when")
+
+
+@dataclasses.dataclass
+class BatchSizes:
+    """The sizes of a rollout and of what is trained on it, over all processes; a share is that of one process."""
+
+    num_generations: int
+    best_of_n: int | None
+    micro_batch: int
+    accumulation: int
+    steps_per_generation: int
+    num_iterations: int
+    data_processes: int = 1
+    data_process: int = 0
+    num_batches: int = 1
+
+    def __post_init__(self):
+        self.update_share = self.micro_batch * self.accumulation
+        self.samples_per_update = self.update_share * self.data_processes
+        self.trained_per_prompt = self.best_of_n or self.num_generations
+        trained = self.micro_batch * self.data_processes * self.steps_per_generation
+        self.prompts_per_rollout = trained // self.trained_per_prompt
+        self.samples_per_rollout = self.prompts_per_rollout * self.num_generations
+        self.rollout_share = self.samples_per_rollout // self.data_processes
+        # that one process makes one after the other: all, or with several processes its share of each update
+        self.consecutive_samples = self.rollout_share
+        if self.data_processes > 1:
+            self.consecutive_samples = self.update_share * self.num_generations // self.trained_per_prompt
+        self.slots = self.steps_per_generation * self.num_iterations  # micro-batches of a process, over all passes
+        self.updates_per_rollout = max(1, self.slots // self.accumulation)
 
 
 class Sizes:

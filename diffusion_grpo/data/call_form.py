@@ -6,7 +6,7 @@ them for one sample, and a third raises an error. Short rollouts, in which one i
 
 import logging
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,12 +20,31 @@ from ..media.serialize import pack_samples, unpack_samples
 from ..policy.base import UntrainedStepError
 from ..policy.drivers import UnsupportedPipeline
 from ..policy.rollout import DenoisingPolicy, Policy, rollout, sample_seed
-from .calls import BATCHED, LISTED, SINGLE, Form, Unfit, call_in_some_form
 from .columns import RowError
-from .inputs import PipelineInputs
+from .inputs import BATCHED, LISTED, SINGLE, Form, PipelineInputs
 
 logger = logging.getLogger(__name__)
 LEAST_SHARE = 1e-2  # limit of the change in other samples, relative to its own; rounding is far below
+Result = TypeVar("Result")
+
+
+class Unfit(Exception):
+    """A form in which a pipeline can be called, but with other samples than those meant."""
+
+
+def call_in_some_form(call: Callable[[str], Result]) -> tuple[Result, Form]:
+    """Make a call in the first form that a pipeline takes; return its result and form, or raise its first error."""
+    refusals: list[Exception] = []
+    for form in (BATCHED, SINGLE, LISTED):
+        try:
+            result = call(form)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except Exception as error:  # any error of the pipeline is an answer
+            refusals.append(error)
+        else:
+            return result, Form(form, " ".join(str(refusals[0]).split()).rstrip(".") if refusals else None)
+    raise next(error for error in refusals if not isinstance(error, Unfit))
 
 
 def learn_forms(

@@ -4,8 +4,8 @@ Names are those of the pipeline's own parameters: `prompt_embeds` with `pooled_p
 `prompt_attention_mask` (PixArt, Sana, LTX) or `prompt_embeds_mask` (Qwen-Image), and the same with `negative_`.
 """
 
+import functools
 import re
-from typing import Any
 
 import datasets
 import numpy as np
@@ -22,13 +22,14 @@ def is_embedding(name: str) -> bool:
     return bool(WORDS.fullmatch(name) or MASKS.fullmatch(name))
 
 
-def find_replaced_texts(row: dict[str, Any], accepted: set[str]) -> set[str]:
-    """Return the text arguments that a row's embeddings replace; pipelines do not take both."""
-    given = [name for name in accepted if row.get(name) is not None and "scale" not in name]
+@functools.cache
+def find_replaced_texts(given: frozenset[str]) -> frozenset[str]:
+    """Return the text arguments that embeddings among the `given` inputs replace; pipelines do not take both."""
+    names = [name for name in given if "scale" not in name]
     prefixes = [
-        p for p in ("", "negative_") if any(WORDS.fullmatch(n.removeprefix(p)) for n in given if n.startswith(p))
+        p for p in ("", "negative_") if any(WORDS.fullmatch(n.removeprefix(p)) for n in names if n.startswith(p))
     ]
-    return {f"{prefix}{text}" for prefix in prefixes for text in TEXTS}
+    return frozenset(f"{prefix}{text}" for prefix in prefixes for text in TEXTS)
 
 
 def check_embeddings(dataset: datasets.Dataset, accepted: set[str], name: str) -> None:

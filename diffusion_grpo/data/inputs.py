@@ -4,11 +4,14 @@ Equal rows give equal arguments in rollout, replay and evaluation. The signature
 takes; a trial call (`call_form.py`), whether it takes several samples at once. `calls.py` knows no pipeline.
 """
 
+import dataclasses
 import inspect
 import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import numpy as np
+import torch
 from datasets import Dataset
 from diffusers import DiffusionPipeline
 from PIL import Image
@@ -16,17 +19,26 @@ from PIL import Image
 from ..config.settings import DiffusionGRPOConfig
 from ..policy.drivers import UnsupportedPipeline
 from ..rewards.contract import PROVIDED, VARIADIC, Reward, list_columns
-from .calls import BATCHED, SINGLE, Form, build_arguments, group_by_shape
 from .columns import Columns, fit_images, list_given
 from .embeddings import check_embeddings, find_replaced_texts, is_embedding
 
 logger = logging.getLogger(__name__)
+BATCHED, SINGLE, LISTED = "batched", "single", "listed"
 FROM_CONFIG = ("guidance_scale", "height", "width", "num_frames")
 SAMPLE_COUNTS = {"num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt"}
 SET_BY_TRAINER = {"num_inference_steps", "generator", "output_type", "return_dict", "latents", "timesteps", "sigmas"}
 RESERVED = SET_BY_TRAINER | SAMPLE_COUNTS  # arguments of a pipeline's call that the user must not give
 RATES = ("frame_rate", "fps")  # names in diffusers for the frames per second of the videos
 FPS = 16.0  # of pipelines without such a parameter
+NUMBERS_OF_SAMPLES = ("class_labels",)  # one per sample, like prompts; other numbers are one per call
+
+
+@dataclasses.dataclass
+class Form:
+    """The form in which the inputs of a call are given."""
+
+    name: str
+    reason: str | None = None  # why not all samples of a call are given at once
 
 
 class PipelineInputs:
@@ -91,14 +103,14 @@ class PipelineInputs:
         return {name: value for name, value in self(rows, **overrides).items() if name not in self.spacing}
 
     def arguments(self, rows: list[dict[str, Any]], form: str) -> dict[str, Any]:
-        """Return the keyword arguments for these rows in one form; see [`~diffusion_grpo.data.calls.Form`]."""
-        replaced = find_replaced_texts(rows[0], self.accepted)
+        """Return the keyword arguments for these rows in one form; see `Form`."""
+        replaced = find_replaced_texts(self.find_given(rows[0]))
         fixed = {name: value for name, value in self.fixed.items() if name not in replaced | self.repeated.keys()}
         # not every pipeline repeats a single text, and some draw noise for a single image once for the whole call
         rows = [row | {k: v for k, v in self.repeated.items() if row.get(k) is None} for row in rows]
         # a text that is not None by default would be passed together with the embeddings
         unset = {name: None for name in replaced & self.accepted if self.parameters[name].default is not None}
-        return {**fixed, **self.spacing, **unset, **build_arguments(rows, self.accepted, is_bare=form == SINGLE)}
+        return {**fixed, **self.spacing, **unset, **build_arguments(rows, self.accepted - replaced, form == SINGLE)}
 
     def check_arguments(self, arguments: dict[str, Any], setting: str = "pipeline_kwargs") -> None:
         """Refuse arguments that the trainer sets, that the pipeline does not take, or that list texts."""
@@ -225,6 +237,68 @@ class PipelineInputs:
         size = size or self.args.rollout_call_size
         starts = range(0, len(rows), size)
         return [[start + i for i in indices] for start in starts for indices in self.parts(rows[start : start + size])]
+
+
+def build_arguments(rows: list[dict[str, Any]], accepted: set[str], is_bare: bool = False) -> dict[str, Any]:
+    """Build the arguments of one pipeline call from rows: a number, a tensor (batch, ...) or a list per column."""
+    inputs = {}
+    for name in rows[0]:
+        if name not in accepted:
+            continue
+        values = [row[name] for row in rows]
+        is_setting = name not in NUMBERS_OF_SAMPLES and all(isinstance(value, bool | int | float) for value in values)
+        missing = sum(value is None for value in values)
+        if missing == len(values):
+            continue
+        if missing:
+            raise ValueError(
+                f"The column '{name}' is None in {missing} of the {len(values)} rows of one pipeline call; give it a "
+                "value in all rows or in none."
+            )
+        if not is_setting:
+            inputs[name] = values[0] if is_bare else _stack(values)
+            continue
+        if len(set(values)) > 1:
+            raise ValueError(
+                f"The column '{name}' has different values in one pipeline call, {sorted(set(values))}, but a "
+                "pipeline takes one; give all rows the same."
+            )
+        inputs[name] = values[0]
+    return inputs
+
+
+def group_by_shape(
+    rows: list[dict[str, Any]], accepted: set[str], describe_prompt: Callable[[dict[str, Any]], Any] | None = None
+) -> list[list[int]]:
+    """Return groups of indices of rows that may share a pipeline call, in the order of the rows."""
+    groups: dict[tuple, list[int]] = {}
+    for index, row in enumerate(rows):
+        key = tuple(
+            (name, _shape(value, is_item=name in NUMBERS_OF_SAMPLES))
+            for name, value in row.items()
+            if name in accepted
+        )
+        own = None if describe_prompt is None else describe_prompt(row)
+        groups.setdefault((key, own), []).append(index)
+    return list(groups.values())
+
+
+def _shape(value: Any, is_item: bool = False) -> Any:
+    """Return what the values of one call must have in common."""
+    if value is None or isinstance(value, bool | int | float) and not is_item:
+        return value
+    if isinstance(value, Image.Image):
+        return value.size, value.mode
+    if isinstance(value, (list, tuple)):
+        return tuple(_shape(item, is_item=True) for item in value)
+    return tuple(value.shape) if hasattr(value, "shape") else type(value).__name__
+
+
+def _stack(values: list[Any]) -> Any:
+    """Stack tensors or arrays; return anything else as it is."""
+    if all(torch.is_tensor(value) for value in values):
+        return torch.stack(values)
+    return np.stack(values) if all(isinstance(value, np.ndarray) for value in values) else values
 
 
 def _is_per_sample(name: str, value: Any) -> bool:

@@ -167,11 +167,6 @@ def _find_splits(folder: Path) -> dict[str, Path]:
     return files
 
 
-def get_prompts(rows: list[dict[str, Any]]) -> list[str] | None:
-    """Return the prompts of rows; None if there are only embeddings."""
-    return [row["prompt"] for row in rows] if rows and "prompt" in rows[0] else None
-
-
 def read_prompts(dataset: datasets.Dataset) -> Iterator[Any]:
     """Yield each row's value in the column `prompt`, whatever the dataset's format."""
     is_made = has_transform(dataset)  # a transform may need all columns and decode images

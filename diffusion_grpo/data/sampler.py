@@ -6,28 +6,15 @@ import numpy as np
 import torch
 from transformers.trainer_pt_utils import AcceleratorConfig
 
+from ..config.defaults import BatchSizes
+
 
 class GroupSampler(torch.utils.data.Sampler[int]):
     """Yields row indices in the order of the rollout, in chunks of prompts as TRL's `RepeatSampler`."""
 
-    def __init__(
-        self,
-        num_rows: int,
-        num_generations: int,
-        prompts_per_rollout: int,
-        repeat_count: int,
-        shuffle: bool = True,
-        seed: int = 0,
-        processes: int = 1,
-        copies: int = 1,
-    ) -> None:
-        self.num_rows = num_rows
-        self.num_generations = num_generations
-        self.prompts_per_rollout = prompts_per_rollout
-        self.repeat_count = repeat_count
-        self.shuffle = shuffle
-        self.seed = seed
-        self.processes, self.copies = processes, copies
+    def __init__(self, num_rows: int, sizes: BatchSizes, shuffle: bool = True, seed: int = 0, copies: int = 1):
+        self.num_rows, self.sizes, self.shuffle, self.seed, self.copies = num_rows, sizes, shuffle, seed, copies
+        self.chunks = -(-num_rows // sizes.prompts_per_rollout)
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -35,20 +22,18 @@ class GroupSampler(torch.utils.data.Sampler[int]):
         self.epoch = epoch
 
     def __len__(self) -> int:
-        chunks = -(-self.num_rows // self.prompts_per_rollout)
-        return chunks * self.prompts_per_rollout * self.num_generations * self.repeat_count * self.copies
+        return self.chunks * self.sizes.samples_per_rollout * self.sizes.slots * self.copies
 
     def __iter__(self) -> Iterator[int]:
         rows = np.arange(self.num_rows)
         if self.shuffle:
             rows = np.random.default_rng([self.seed, self.epoch]).permutation(self.num_rows)  # the same when resumed
-        chunks = -(-self.num_rows // self.prompts_per_rollout)
-        # no prompt is left out, unlike by TRL's sampler
-        chunks = np.resize(rows, (chunks, self.prompts_per_rollout))  # repeats rows if there are too few
+        # no prompt is left out, unlike by TRL's sampler: rows are repeated if there are too few
+        chunks = np.resize(rows, (self.chunks, self.sizes.prompts_per_rollout))
         for chunk in chunks:  # one rollout at a time: an epoch of many prompts does not fit into memory
-            samples = chunk.repeat(self.num_generations).reshape(self.processes, -1)
+            samples = chunk.repeat(self.sizes.num_generations).reshape(self.sizes.data_processes, -1)
             indices = samples.repeat(self.copies, axis=0).flatten().tolist()
-            for _ in range(self.repeat_count):
+            for _ in range(self.sizes.slots):
                 yield from indices
 
 

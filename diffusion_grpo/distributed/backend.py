@@ -27,6 +27,7 @@ from .trained_weights import TrainedWeights
 class DistributedBackend:
     """One process, or several under DDP; made before the model, and later bound to the accelerator."""
 
+    accelerator: Accelerator  # once bound
     sharding: str = "ddp"  # what divides the training state: "ddp" (nothing), "zero1" to "zero3" or "fsdp2"
     shards_weights: bool = False  # whether processes keep shares of the trained weights, in files until then
     passes_together: bool = False  # whether all call the network equally often, also outside updates
@@ -35,7 +36,6 @@ class DistributedBackend:
 
     def __init__(self, half: torch.dtype | None, groups: ContextGroups):
         self._half, self.groups = half, groups
-        self._accelerator: Accelerator | None = None
         self._calls: EqualCalls | None = None
         self._weights: TrainedWeights | None = None
         self._unwrapped: tuple[nn.Module | None, nn.Module | None] = (None, None)  # a model, with and without wrapper
@@ -44,16 +44,11 @@ class DistributedBackend:
 
     def bind(self, accelerator: Accelerator, model: nn.Module, networks: list[nn.Module]) -> None:
         """Take the accelerator that `Trainer` has made, and configure it for the model and its trained networks."""
-        self._accelerator = accelerator
+        self.accelerator = accelerator
         # DDP would send frozen weights, which are the same everywhere; it cannot send quantised or offloaded ones
         named = [*model.named_parameters(), *model.named_buffers()]
         frozen = [name for name, tensor in named if not tensor.requires_grad]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)
-
-    @property
-    def accelerator(self) -> Accelerator:
-        """The accelerator, once bound."""
-        return self._accelerator
 
     def check_run(self, component: tuple[str, ...], *, processes: int, own_steps: bool, draws_tokens: bool) -> None:
         """Refuse a run that these processes cannot train."""
@@ -158,12 +153,9 @@ class DistributedBackend:
         def compute(*args: Any) -> Tensor:
             return method(*args) + self._calls.take_spare()
 
-        return self._in_engine(model, method if self._calls is None else compute, *args)
-
-    def _in_engine(self, model: nn.Module, method: Callable, *args: Any) -> Any:
         if self._unwrapped[0] is not model:  # cached: accelerate reads package metadata in each call
             self._unwrapped = (model, self.accelerator.unwrap_model(model))
-        return redirect(model, self._unwrapped[1], method, *args)
+        return redirect(model, self._unwrapped[1], method if self._calls is None else compute, *args)
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass."""
@@ -188,7 +180,12 @@ class DistributedBackend:
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Return the (processes x rows, ...) rows of all processes, or of the first in each context-parallel group."""
-        return self.groups.first_of_each(self.accelerator.gather(tensor))
+        gathered, groups = self.accelerator.gather(tensor), self.groups
+        return (
+            gathered
+            if groups.size == 1
+            else gathered.view(groups.processes, *tensor.shape)[:: groups.size].flatten(0, 1)
+        )
 
 
 class NetworkPasses:

@@ -8,7 +8,7 @@ import logging
 
 import torch
 from diffusers import ContextParallelConfig
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from ..policy.networks import replace_attribute
@@ -16,7 +16,7 @@ from ..policy.networks import replace_attribute
 RING_BACKEND = "_native_cudnn"  # torch's own: returns the log-sum-exps that join the parts of a ring
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class ContextGroups:
     """Groups of processes that share the sequence of each sample; by default, each has one process."""
 
@@ -25,26 +25,10 @@ class ContextGroups:
     process: int = 0
     is_ring: bool = False
 
-    @property
-    def count(self) -> int:
-        """How many groups there are; each has samples of its own."""
-        return self.processes // self.size
-
-    @property
-    def index(self) -> int:
-        """Index of this process's group."""
-        return self.process // self.size
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this process is the first of its group, which writes the samples of the group."""
-        return self.process % self.size == 0
-
-    def first_of_each(self, gathered: Tensor) -> Tensor:
-        """Return the rows of the first process of each group from `gathered`, (processes x rows, ...)."""
-        if self.size == 1:
-            return gathered
-        return gathered.unflatten(0, (self.processes, -1))[:: self.size].flatten(0, 1)
+    def __post_init__(self):
+        self.count = self.processes // self.size  # of groups; each has samples of its own
+        self.index = self.process // self.size  # of this process's group
+        self.is_first = self.process % self.size == 0  # then this process writes the samples of its group
 
 
 def spread_over_context(networks: list[nn.Module], groups: ContextGroups, device: torch.device) -> None:

@@ -39,18 +39,13 @@ class ProcessGroupMonitor:
     """Watches over the processes of a run, so that an error of one reaches all."""
 
     def __init__(self, processes: PartialState, kinds: tuple[type[Exception], ...]):
-        self.processes = processes
+        self.processes, self.is_alone = processes, processes.num_processes == 1
         self.kinds = {kind.__name__: kind for kind in kinds}
         self._number, self._turn = next(RUN_NUMBERS), 0
         self._deferred: Exception | None = None
         self._known: Exception | None = None  # the error that this process ends with, if the others know it
         self._news: Error | None = None  # error of another process, once read from the store
         self._reading, self._watches, self._entry = threading.Lock(), 0, 0
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether there is no other process."""
-        return self.processes.num_processes == 1
 
     @contextlib.contextmanager
     def barrier_after(self, task: str) -> Iterator[None]:
@@ -64,7 +59,7 @@ class ProcessGroupMonitor:
             logger.error("Process %d failed, which %s; it waits for the others.", own, task, exc_info=error)
             self.agree(error)
         else:
-            self.agree(None)
+            self.agree()
 
     @contextlib.contextmanager
     def propagate_errors(self) -> Iterator[None]:
@@ -141,8 +136,9 @@ class ProcessGroupMonitor:
         while self.processes.process_index == 0 and store.add(read, 0) < others and time.monotonic() < latest:
             time.sleep(0.05)
 
-    def agree(self, error: Exception | None) -> None:
-        """Raise on all processes if one has an error; a collective."""
+    def agree(self, error: Exception | None = None) -> None:
+        """Raise on all processes if one has an error, now or from `defer`; a collective."""
+        error, self._deferred = error or self._deferred, None
         if not self.is_alone:
             self._turn += 1
             flags = gather(torch.tensor([int(error is not None)], device=self.processes.device)).tolist()
@@ -177,11 +173,6 @@ class ProcessGroupMonitor:
                 raise
             self._deferred = self._deferred or error
             return None
-
-    def agree_on_deferred(self) -> None:
-        """Raise on all processes the error that `defer` has kept; a collective."""
-        error, self._deferred = self._deferred, None
-        self.agree(error)
 
     @property
     def _store(self) -> distributed.Store:

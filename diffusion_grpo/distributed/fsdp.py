@@ -97,8 +97,8 @@ class FSDP2Backend(DistributedBackend):
             trained = self.accelerator.reduce(torch.tensor(own, device=self.accelerator.device), "sum").tolist()
             self._idle = [network for network, count in zip(networks, trained, strict=True) if count == 0]
 
-    def _in_engine(self, model: nn.Module, method: Callable, *args: Any) -> Any:
-        return method(*args)  # FSDP's hooks are on the network that the pipeline calls
+    def forward(self, model: nn.Module, method: Callable[..., Tensor], *args: Any) -> Tensor:
+        return method(*args) + self._calls.take_spare()  # FSDP's hooks are on the network that the pipeline calls
 
     def _find_idle(self, networks: list[nn.Module]) -> list[nn.Module]:
         return self._idle
@@ -248,6 +248,7 @@ class ShardedWeights(TrainedWeights):
 
     def __init__(self, model: nn.Module, names: list[str] | None = None, take_turns: bool = False):
         super().__init__([], take_turns)
+        self.leave_some_without_gradient = False  # processes make their passes together
         self.model = model
         self.names = names or [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
@@ -259,10 +260,6 @@ class ShardedWeights(TrainedWeights):
     @property
     def is_sharded(self) -> bool:
         return is_sharded(self.model)
-
-    @property
-    def leave_some_without_gradient(self) -> bool:
-        return False  # processes make their passes together
 
     def exact(self) -> list[Tensor]:
         return [value.detach() for value in self.used()]

@@ -14,6 +14,8 @@ class TrainedWeights:
 
     def __init__(self, parameters: list[nn.Parameter], take_turns: bool = False):
         self._parameters, self.take_turns = parameters, take_turns
+        # whether a pass may leave some parameters without a gradient that other processes would wait for
+        self.leave_some_without_gradient = take_turns and torch.distributed.is_initialized()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -24,11 +26,6 @@ class TrainedWeights:
     def is_sharded(self) -> bool:
         """Whether a process has only its share of each parameter."""
         return False
-
-    @property
-    def leave_some_without_gradient(self) -> bool:
-        """Whether a pass may leave some parameters without a gradient that other processes would wait for."""
-        return self.take_turns and torch.distributed.is_initialized()
 
     def exact(self) -> list[Tensor]:
         """Return the values that the optimizer updates, one tensor per parameter; they must not be written to."""

@@ -366,14 +366,11 @@ class ZeroWeights(TrainedWeights):
     ):
         super().__init__(parameters, take_turns)
         self.stage, self._frozen = stage, list(frozen)
+        self.leave_some_without_gradient &= stage < 3
 
     @property
     def is_sharded(self) -> bool:
         return self.stage == 3 and all(hasattr(parameter, "ds_id") for parameter in self.parameters)
-
-    @property
-    def leave_some_without_gradient(self) -> bool:
-        return self.stage < 3 and super().leave_some_without_gradient
 
     def exact(self) -> list[Tensor]:
         late_weights.fill(self.parameters)

@@ -38,8 +38,7 @@ def extract_samples(pipe: "DiffusionPipeline", output: Any) -> Any:
     """Return the samples in a pipeline's output, with their sound if it returned videos and sound."""
     samples = next(iter(output.values())) if type(output) is dict else output[0]  # a dict of a modular pipeline
     sounds = [output[name] for name in SOUND_FIELDS if isinstance(output, dict) and output.get(name) is not None]
-    rate = find_sampling_rate(pipe)
-    if not sounds or rate is None or not isinstance(samples, list):
+    if not sounds or not isinstance(samples, list) or (rate := find_sampling_rate(pipe)) is None:
         return samples
     pairs = zip(samples, sounds[0], strict=True)
     return [VideoWithSound(frames, as_sound(sound), rate) for frames, sound in pairs]

@@ -21,8 +21,8 @@ from .. import tiny
 from ..config.arguments import LaunchArguments, LoraArguments, ScriptArguments
 from ..config.parse import parse_train_arguments
 from ..config.settings import DiffusionGRPOConfig
-from ..data.calls import BATCHED, Form, call_in_some_form
-from ..data.inputs import PipelineInputs
+from ..data.call_form import call_in_some_form
+from ..data.inputs import BATCHED, Form, PipelineInputs
 from ..distributed.launch import check_processes, read_settings
 from ..distributed.refusals import check_optimizer, check_quantization
 from ..policy.networks import NetworkAccess

@@ -30,25 +30,22 @@ class SampleWriter:
         sampling_rate: int | None,
     ):
         self.args, self._inputs, self._reward_names = args, inputs, reward_names
-        self._groups, self._rate = groups, sampling_rate
+        self._groups, self._rate, self._sizes = groups, sampling_rate, args.batch_sizes
 
     def saves_all(self, step: int) -> bool:
         """Return whether the rollout after `step` updates is kept as a whole: the first at or after each multiple."""
-        return self._is_due(self.args.save_samples_steps, step)
+        every = self.args.save_samples_steps
+        return every is not None and step % every < self._sizes.updates_per_rollout
 
     def count_kept(self, step: int, last_step: int) -> int:
         """Return how many samples, first by position, of the rollout after `step` of `last_step` updates are kept."""
-        args, sizes = self.args, self.args.batch_sizes
+        args, sizes, every = self.args, self._sizes, self.args.log_samples_steps
         if args.save_samples_steps is not None:
             return sizes.samples_per_rollout if self.saves_all(step) else 0
+        if every is None or not args.log_completions:
+            return 0
         is_last = step + sizes.updates_per_rollout >= last_step
-        is_kept = args.log_completions and args.log_samples_steps is not None
-        return (
-            args.num_completions_to_log if is_kept and (is_last or self._is_due(args.log_samples_steps, step)) else 0
-        )
-
-    def _is_due(self, every: int | None, step: int) -> bool:
-        return every is not None and step % every < self.args.batch_sizes.updates_per_rollout
+        return args.num_completions_to_log if is_last or step % every < sizes.updates_per_rollout else 0
 
     def write(
         self,
@@ -63,28 +60,20 @@ class SampleWriter:
         """Write the table of a rollout with `rewards` (samples, functions), and the files of the samples to keep."""
         if not self._groups.is_first:
             return
-        files = self._write_files(step, last_step, rows, samples, positions)
+        root, number, files = Path(self.args.output_dir), self.count_kept(step, last_step), {}
+        folder = root / "samples"
+        if number and samples[0] is not None:  # None: rewards see only latents
+            kept = folder / f"step-{step:06d}"
+            stems = [kept / f"{position:04d}" if position < number else None for position in positions.tolist()]
+            files = write_files(samples, stems, root, self._inputs.fps, self._rate)
+            stems = [stem and stem.with_name(f"{stem.name}-input") for stem in stems]
+            files |= write_inputs(map(self._inputs.find_images, rows), stems, root)
         if not (self.args.log_completions or files):
             return
         table = {"step": [step] * len(rows), "prompt": [row.get("prompt", "") for row in rows]}
         table |= dict(zip(self._reward_names, rewards.T.tolist(), strict=True))
         part = f"-rank{self._groups.index}" if self._groups.count > 1 else ""
-        folder = Path(self.args.output_dir) / "samples"
         write_table(folder / f"step-{step:06d}{part}.parquet", columns | files | table)
-
-    def _write_files(
-        self, step: int, last_step: int, rows: list[dict], samples: list, positions: Tensor
-    ) -> dict[str, list]:
-        """Write the kept samples and what they were made from; return columns that name the files, if any is kept."""
-        number = self.count_kept(step, last_step)
-        if number == 0 or samples[0] is None:  # None: rewards see only latents
-            return {}
-        root = Path(self.args.output_dir)
-        folder = root / "samples" / f"step-{step:06d}"
-        stems = [folder / f"{position:04d}" if position < number else None for position in positions.tolist()]
-        inputs = [stem and stem.with_name(f"{stem.name}-input") for stem in stems]
-        columns = write_inputs(map(self._inputs.find_images, rows), inputs, root)
-        return write_files(samples, stems, root, self._inputs.fps, self._rate) | columns
 
 
 def write_table(path: Path, columns: dict[str, list[Any]]) -> None:

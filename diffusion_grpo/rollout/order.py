@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..algorithms.advantages import best_of_n
-from ..config.batch_sizes import BatchSizes
+from ..config.defaults import BatchSizes
 from ..policy.trajectory import sample_seed
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import TrainerState
 
 from ..algorithms.batch import Rows
-from ..data.prompts import get_prompts
 from ..distributed.backend import DistributedBackend
 from ..media.samples import as_images, copy_value, frame_positions
 from ..rewards import Reward, RewardError
@@ -63,7 +62,7 @@ class RewardScorer:
             return Batch(
                 **kinds,
                 latents=latents,
-                prompts=get_prompts(chosen),
+                prompts=[row["prompt"] for row in chosen] if "prompt" in chosen[0] else None,
                 columns={name: [row[name] for row in chosen] for name in columns},
                 groups=[groups[index] for index in indices],
                 indices=indices,

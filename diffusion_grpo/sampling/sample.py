@@ -18,11 +18,9 @@ from datasets import Dataset
 from tqdm import tqdm
 
 from ..algorithms.advantages import combine, compute_advantages, load_advantage_fn
-from ..data.call_form import learn_forms
-from ..data.calls import BATCHED, call_in_some_form
+from ..data.call_form import call_in_some_form, learn_forms
 from ..data.columns import Columns, drop_format
-from ..data.inputs import RATES, PipelineInputs, prepare_inputs
-from ..data.prompts import get_prompts
+from ..data.inputs import BATCHED, RATES, PipelineInputs, prepare_inputs
 from ..media.files import extract_samples, find_sampling_rate
 from ..pipelines import family_of
 from ..policy.base import call_arguments, list_filters, policy_component, without_filters
@@ -281,7 +279,7 @@ def _score(
     values = score(
         rewards,
         **{kind: samples},
-        prompts=get_prompts(rows),
+        prompts=[row["prompt"] for row in rows] if "prompt" in rows[0] else None,
         columns={name: [row[name] for row in rows] for name in rows[0] if name != "prompt"},
         groups=groups,
         fps=sampler.inputs.fps,

@@ -20,7 +20,6 @@ from ..data.columns import list_given
 from ..data.held_out import count_prompts
 from ..data.inputs import PipelineInputs
 from ..data.prompts import hash_prompts
-from ..data.sampler import GroupSampler
 from ..media.files import find_sampling_rate
 from ..policy.base import Policy
 from ..policy.unguided import find_default_guidance
@@ -137,21 +136,6 @@ def make_step_size(args: DiffusionGRPOConfig, passes: Passes, runtime: Runtime) 
         return None
     predict = functools.partial(passes.run, passes.predict_twice)
     return StepSize(args.target_change, predict, runtime.backend, runtime.metrics)
-
-
-def make_sampler(args: DiffusionGRPOConfig, num_rows: int, copies: int) -> GroupSampler:
-    """Make the sampler of dataset rows for each rollout."""
-    sizes = args.batch_sizes
-    return GroupSampler(
-        num_rows=num_rows,
-        num_generations=sizes.num_generations,
-        prompts_per_rollout=sizes.prompts_per_rollout,
-        repeat_count=sizes.slots,
-        shuffle=args.shuffle_dataset,
-        seed=args.data_seed if args.data_seed is not None else args.seed,
-        processes=sizes.data_processes,
-        copies=copies,
-    )
 
 
 def warn_of_guidance(

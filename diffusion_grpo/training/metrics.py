@@ -28,12 +28,7 @@ class Metrics:
     """Collection of values by name, until they are logged."""
 
     def __init__(self):
-        self.values: dict[str, list[float]] = defaultdict(list)
-        self.weights: dict[str, list[float]] = defaultdict(list)
         self.reset()
-
-    def __bool__(self) -> bool:
-        return bool(self.values)
 
     def add(self, name: str, value: float, weight: float = 1.0) -> None:
         """Add one value, unless its weight is 0."""
@@ -61,7 +56,8 @@ class Metrics:
 
     def reset(self) -> None:
         """Forget everything, for a new run."""
-        self._clear()
+        self.values: dict[str, list[float]] = defaultdict(list)
+        self.weights: dict[str, list[float]] = defaultdict(list)
         self._logged_step: int | None = None
         self.samples, self._seconds = 0, 0.0  # of the rollout that is being trained on
         self._finished_samples, self._finished_seconds = 0, 0.0  # of rollouts used up since the last log
@@ -82,9 +78,6 @@ class Metrics:
         if self._finished_samples:
             measured["samples_per_second"] = [self._finished_samples / self._finished_seconds]
         self._finished_samples, self._finished_seconds, self._logged_step = 0, 0.0, step
-        self._clear()
-        return gather_means(backend.accelerator, measured, LARGEST, SMALLEST, weights)
-
-    def _clear(self) -> None:
         self.values.clear()
         self.weights.clear()
+        return gather_means(backend.accelerator, measured, LARGEST, SMALLEST, weights)

@@ -38,9 +38,11 @@ class UpdateProgress:
         self.copies = 1
         self.watch: Callable[[], None] = lambda: None
 
-    def begin(self, stage: str, total: int, copies: int = 1) -> None:
-        """Enter a stage."""
-        self._note_memory()
+    def begin(self, stage: str | None, total: int = 0, copies: int = 1) -> None:
+        """Enter a stage; None after the last one of an update."""
+        if self.stage is not None and logger.isEnabledFor(logging.DEBUG):
+            device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+            logger.debug("RL_METRIC: after %s: peak memory %.2f GiB", self.stage, measure_peak_memory(device))
         self.stage, self.done, self.total, self.copies = stage, 0, total * copies, copies
         self.watch()
 
@@ -48,17 +50,6 @@ class UpdateProgress:
         """Count units of the stage that this process has done."""
         self.done += count * self.copies
         self.watch()
-
-    def end(self) -> None:
-        """Leave the last stage of an update."""
-        self._note_memory()
-        self.stage = None
-        self.watch()
-
-    def _note_memory(self) -> None:
-        if self.stage is not None and logger.isEnabledFor(logging.DEBUG):
-            device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-            logger.debug("RL_METRIC: after %s: peak memory %.2f GiB", self.stage, measure_peak_memory(device))
 
 
 def describe_run(args: DiffusionGRPOConfig, run: dict[str, Any], updates_of_run: int) -> str:
@@ -148,7 +139,7 @@ class RewardProgressCallback(ProgressCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         self.step = state.global_step
-        self.progress.end()
+        self.progress.begin(None)
         if self.training_bar is not None:
             super().on_step_end(args, state, control, **kwargs)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import pyarrow as pa
 import torch
 import transformers
 from accelerate import Accelerator
@@ -26,9 +27,9 @@ from tqdm import tqdm
 
 from .. import tiny
 from ..config.settings import DiffusionGRPOConfig, describe
-from ..data.calls import Form, call_in_some_form
-from ..data.distinct import Key, describe_text, find_distinct
-from ..data.inputs import PipelineInputs
+from ..data.call_form import call_in_some_form
+from ..data.columns import has_transform
+from ..data.inputs import Form, PipelineInputs
 from ..distributed.collectives import broadcast_bytes, gather_json
 from ..distributed.failure import ProcessGroupMonitor
 from ..media.serialize import pack_samples, unpack_samples
@@ -46,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 QUANTIZED = ("quantization", "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant")
 Read = Callable[[], dict[str, Any]]
+Key = tuple[tuple[str, Any], ...]
+PLAIN = (str, int, float, bool)
 SILENT = 5.0  # seconds before a progress bar appears
 PACKET = 64  # prompts sent to other processes at a time
 
@@ -162,6 +165,34 @@ class PromptEmbeds:
             self._counts[kind, number] = len(calls)
             keys += [key for call in calls for key in call]
         return keys
+
+
+def find_distinct(dataset: Dataset, inputs: PipelineInputs) -> dict[Key, int]:
+    """Return the index of the first row with each set of texts and numbers, and of other columns that hold values."""
+    columns, keys = inputs.columns(dataset), []
+    if has_transform(dataset):  # the transform decides what a row holds
+        for index in range(len(dataset)):
+            row = {name: value for name, value in columns.rows([index])[0].items() if name in inputs.accepted}
+            keys.append(tuple((k, v if isinstance(v, PLAIN) else v is not None) for k, v in row.items()))
+    elif names := [name for name in dataset.column_names if name in inputs.accepted]:
+        for batch in columns.dataset.select_columns(names).with_format("arrow").iter(1000):
+            values = [_describe(batch[name], name in columns.files) for name in names]
+            keys += [tuple(zip(names, row, strict=True)) for row in zip(*values, strict=True)]
+    first: dict[Key, int] = {}
+    for index, key in enumerate(keys or [()] * len(dataset)):
+        first.setdefault(key, index)
+    return first
+
+
+def _describe(column: pa.ChunkedArray, is_file: bool) -> list[Any]:
+    """Return texts and numbers themselves; of other values, whether there is one."""
+    is_plain = pa.types.is_primitive(column.type) or pa.types.is_string(column.type)
+    return (column if is_plain and not is_file else column.is_valid()).to_pylist()
+
+
+def describe_text(row: dict[str, Any], accepted: set[str]) -> Key:
+    """Return the texts and numbers of a row; rows with equal ones have equal prompts."""
+    return tuple((k, v) for k, v in row.items() if k in accepted and isinstance(v, PLAIN))
 
 
 def make_prompt_embeds(

@@ -75,10 +75,12 @@ class PolicyUpdate:
                 if counts:
                     for name, value in outputs[-1].metrics.items():
                         self._metrics.add(name, value, outputs[-1].counts.get(name, count_measured(part, name)))
-                self._monitor.defer(self._refuse_non_finite, loss.detach(), "loss", place.update)
+                self._monitor.defer(refuse_non_finite, loss.detach(), "loss", place.update, self._output_dir)
                 if is_last:
-                    drifts = [output.drift for output in outputs]
-                    self._check(batch, max(drifts, key=lambda drift: (math.isnan(drift), drift)), place)
+                    drift = max((output.drift for output in outputs), key=lambda drift: (math.isnan(drift), drift))
+                    self._metrics.add_all(self._monitor.defer(self._algorithm.check, batch, drift) or {})
+                    if place.is_last:  # before the weights move
+                        self._monitor.agree()
                 backend.backward(loss * backend.groups.size)  # DDP averages; a context group needs the sum
             self._progress.advance()
             total += loss.detach()
@@ -87,27 +89,14 @@ class PolicyUpdate:
                 logger.debug("RL_METRIC: update %d, first pass: ratio off by %.3g, %s", place.update, drift, logged)
         return total
 
-    def _check(self, batch: MicroBatch, drift: float, place: Place) -> None:
-        """Check the algorithm's invariant; before the weights move, raise the errors found on any process."""
-        self._metrics.add_all(self._monitor.defer(self._algorithm.check, batch, drift) or {})
-        if place.is_last:
-            self._monitor.agree_on_deferred()
-
     def train_values(self, targets: ValueTargets | None, place: Place) -> None:
         """Make one forward and backward pass of the value model, which shares nothing with the policy."""
         if targets is None:
             return
         loss = self._values.loss(targets, self._value_clip)
-        self._monitor.defer(self._refuse_non_finite, loss.detach(), "value loss", place.update)
+        self._monitor.defer(refuse_non_finite, loss.detach(), "value loss", place.update, self._output_dir)
         (loss / place.count).backward()  # in float32, and by no engine
         self._metrics.add("value/loss", loss.item())
-
-    def check_gradient_norm(self, norm: float | Tensor, update: int) -> None:
-        """Refuse a gradient norm that is not finite."""
-        self._refuse_non_finite(torch.as_tensor(norm), "gradient norm", update)
-
-    def _refuse_non_finite(self, value: Tensor, name: str, update: int) -> None:
-        refuse_non_finite(value, name, update, self._output_dir)
 
 
 def count_measured(part: Part, name: str) -> int:

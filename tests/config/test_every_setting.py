@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.config.fields import list_fields, own_fields, script_fields
 from diffusion_grpo.data import call_form
-from diffusion_grpo.data.calls import BATCHED, Form
+from diffusion_grpo.data.inputs import BATCHED, Form
 from diffusion_grpo.rollout import generate
 from diffusion_grpo.trainer import RatioError
 from diffusion_grpo.training.callbacks import ReportCallback

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diffusion_grpo.data.call_form import find_form
-from diffusion_grpo.data.calls import Form
+from diffusion_grpo.data.inputs import Form
 from diffusion_grpo.policy.base import Policy
 
 COUNT = 3

@@ -10,12 +10,20 @@ from torch.utils.data import BatchSampler
 from transformers.trainer_pt_utils import AcceleratorConfig
 from trl.trainer.utils import RepeatSampler
 
+from diffusion_grpo.config.defaults import BatchSizes
 from diffusion_grpo.data.sampler import GroupSampler, check_accelerator_config
+
+
+def make(num_rows, num_generations, prompts, repeat_count, processes=1, **options):
+    """A sampler of rollouts of `prompts` prompts, each of which is repeated."""
+    samples = num_generations * prompts // processes
+    sizes = BatchSizes(num_generations, None, samples, 1, 1, repeat_count, data_processes=processes)
+    return GroupSampler(num_rows, sizes, **options)
 
 
 def test_a_shuffled_epoch_is_a_permutation_set_by_seed_and_epoch():
     def order(seed, epoch):
-        sampler = GroupSampler(50, 1, 5, 1, seed=seed)
+        sampler = make(50, 1, 5, 1, seed=seed)
         sampler.set_epoch(epoch)
         assert list(sampler) == list(sampler)
         return list(sampler)
@@ -27,7 +35,7 @@ def test_a_shuffled_epoch_is_a_permutation_set_by_seed_and_epoch():
 
 
 def test_layout_of_a_shuffled_epoch_is_trls():
-    ours = list(GroupSampler(12, 4, 3, repeat_count=2, seed=5))
+    ours = list(make(12, 4, 3, repeat_count=2, seed=5))
     distinct = list(dict.fromkeys(ours))
     theirs = RepeatSampler(distinct, 4, batch_size=3, repeat_count=2, shuffle=False)
     assert ours == [distinct[i] for i in theirs]
@@ -35,14 +43,14 @@ def test_layout_of_a_shuffled_epoch_is_trls():
 
 @pytest.mark.parametrize(("processes", "copies"), [(1, 1), (2, 1), (2, 2), (1, 3)])
 def test_each_process_gets_its_part_of_a_rollout_as_often_as_it_has_copies(processes, copies):
-    plain = np.array(list(GroupSampler(10, 4, 3, repeat_count=2, seed=5)))
+    plain = np.array(list(make(10, 4, 3, repeat_count=2, seed=5)))
     rollouts = plain.reshape(-1, processes, 4 * 3 // processes)
     expected = rollouts.repeat(copies, axis=1).flatten().tolist()
-    assert list(GroupSampler(10, 4, 3, 2, seed=5, processes=processes, copies=copies)) == expected
+    assert list(make(10, 4, 3, 2, seed=5, processes=processes, copies=copies)) == expected
 
 
 def test_an_epoch_is_not_built_before_it_begins():
-    sampler = GroupSampler(50_000, 16, 8, repeat_count=32)
+    sampler = make(50_000, 16, 8, repeat_count=32)
     tracemalloc.start()
     next(iter(sampler))
     peak = tracemalloc.get_traced_memory()[1]
@@ -53,7 +61,7 @@ def test_an_epoch_is_not_built_before_it_begins():
 @pytest.mark.parametrize(("num_rows", "prompts"), [(7, 3), (5, 4), (1, 4), (2, 5), (3, 3), (9, 1)])
 @pytest.mark.parametrize("repeat_count", [1, 3])
 def test_no_prompt_is_left_out_and_no_dataset_too_small(num_rows, prompts, repeat_count):
-    sampler = GroupSampler(num_rows, 2, prompts, repeat_count, seed=3)
+    sampler = make(num_rows, 2, prompts, repeat_count, seed=3)
     rows = list(sampler)
     size = 2 * prompts
     assert len(rows) == len(sampler) and len(rows) % (size * repeat_count) == 0
@@ -69,7 +77,7 @@ def test_no_prompt_is_left_out_and_no_dataset_too_small(num_rows, prompts, repea
 
 
 def test_split_batches_would_take_the_groups_apart():
-    batches = BatchSampler(GroupSampler(2, 4, 2, 1, shuffle=False, processes=2), batch_size=4, drop_last=False)
+    batches = BatchSampler(make(2, 4, 2, 1, shuffle=False, processes=2), batch_size=4, drop_last=False)
     assert list(BatchSamplerShard(batches, 2, 0)) == [[0, 0, 0, 0]]  # the whole share of the first process
     assert list(BatchSamplerShard(batches, 2, 0, split_batches=True)) == [[0, 0], [1, 1]]
 

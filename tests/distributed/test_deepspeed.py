@@ -237,7 +237,7 @@ def test_open_sizes_of_buckets_come_from_the_width_of_the_network():
 
 def test_autocast_keeps_no_copies_of_the_weights(make_backend):
     backend = make_backend(half=torch.bfloat16)
-    backend._accelerator = SimpleNamespace(device=torch.device("cpu"))
+    backend.accelerator = SimpleNamespace(device=torch.device("cpu"))
     with backend.network_access(torch.nn.Linear(1, 1)).forward_context():
         assert torch.is_autocast_enabled("cpu") and not torch.is_autocast_cache_enabled()
 

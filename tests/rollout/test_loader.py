@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from diffusion_grpo.config.batch_sizes import BatchSizes
+from diffusion_grpo.config.defaults import BatchSizes
 from diffusion_grpo.rollout.loader import RolloutLoader
 
 

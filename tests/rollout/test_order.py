@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diffusion_grpo import DiffusionGRPOConfig
-from diffusion_grpo.config.batch_sizes import BatchSizes
+from diffusion_grpo.config.defaults import BatchSizes
 from diffusion_grpo.distributed.backend import DistributedBackend
 from diffusion_grpo.distributed.context_parallel import ContextGroups
 from diffusion_grpo.rollout.order import RolloutOrder, invert, update_order

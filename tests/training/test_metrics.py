@@ -20,7 +20,7 @@ class Alone:
 
 def test_means_extremes_and_seconds_per_update():
     metrics = Metrics()
-    assert not metrics
+    assert not metrics.values
     metrics.start(2)
     metrics.start(9)  # the first counts
     metrics.add_all({"reward": 1.0, "ratio/max": 3.0, "ratio/min": 3.0})
@@ -36,7 +36,7 @@ def test_means_extremes_and_seconds_per_update():
     assert found["sampling/sampling_logp_difference/max"] == 4.0
     assert found["time/rollout"] == 4.0 and found["time/reward"] == 0.0  # two updates
     assert found["samples_per_second"] == 16 / 8 and found["memory/peak_gib"] > 0
-    assert not metrics and metrics.samples == 0
+    assert not metrics.values and metrics.samples == 0
     assert "samples_per_second" not in metrics.gather(Alone(), step=5)
 
 

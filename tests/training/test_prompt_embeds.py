@@ -8,7 +8,7 @@ import pytest
 import ranks_server
 import tiny_pipelines
 import torch
-from datasets import Dataset
+from datasets import Dataset, Image
 from embedding_runs import ALONE, counted
 from peft import LoraConfig
 from safetensors.torch import load_file
@@ -16,12 +16,13 @@ from tiny_runs import LORA, PROMPTS, SETTINGS, brightness, latent_mean, logged, 
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.data.call_form import learn_forms
+from diffusion_grpo.data.inputs import PipelineInputs
 from diffusion_grpo.policy.drivers import UnsupportedPipeline
 from diffusion_grpo.policy.rollout import rollout
 from diffusion_grpo.policy.unguided import switch_guidance_off
 from diffusion_grpo.training import prompt_embeds
 from diffusion_grpo.training.lazy_modules import find_lazy_modules, is_lazy, list_text_encoders
-from diffusion_grpo.training.prompt_embeds import PromptEmbeds
+from diffusion_grpo.training.prompt_embeds import PromptEmbeds, describe_text, find_distinct
 
 # kinds of `encode_prompt`, all of which take nothing but texts; images beside the prompt do no harm
 FAMILIES = ["sd3", "flux", "sdxl", "wan", "sana", "cascade_prior", "ltx2", "wan_image", "hunyuan_video", "qwen_image"]
@@ -290,3 +291,37 @@ def test_a_pipeline_that_encodes_nothing_before_its_network_is_refused(tmp_path,
     monkeypatch.setattr(policy, "encode_prompts", lambda *args: [])  # calls that were made
     with pytest.raises(UnsupportedPipeline, match="cache_prompt_embeds"):
         embedding_runs.embeds(policy, inputs).prepare(ALONE, [], TEXTS)
+
+
+def inputs_of(name, tmp_path):
+    return PipelineInputs(tiny_pipelines.build(name)[0], DiffusionGRPOConfig(str(tmp_path), **SETTINGS))
+
+
+def test_equal_rows_are_found_once(tmp_path):
+    inputs = inputs_of("sd3", tmp_path)
+    columns = {"prompt": ["a", "b", "a", "a"], "height": [16, 16, 16, 32], "mood": ["x", "y", "z", "x"]}
+    dataset = Dataset.from_dict(columns)
+    assert list(find_distinct(dataset, inputs).values()) == [0, 1, 3]
+    assert list(find_distinct(dataset.with_format("torch"), inputs).values()) == [0, 1, 3]
+    assert describe_text(dataset[3], inputs.accepted) == (("prompt", "a"), ("height", 32))
+
+
+def test_a_transform_decides_what_is_equal(tmp_path):
+    dataset = Dataset.from_dict({"prompt": ["a", "A", "a"], "height": [16, 32, 64]})
+
+    def transform(rows):
+        negative = ["grey" if height == 16 else "blurred" for height in rows["height"]]
+        return {"prompt": [prompt.lower() for prompt in rows["prompt"]], "negative_prompt": negative}
+
+    dataset.set_transform(transform)
+    found = find_distinct(dataset, inputs_of("sd3", tmp_path))
+    assert found == {(("prompt", "a"), ("negative_prompt", text)): row for row, text in enumerate(("grey", "blurred"))}
+
+
+def test_files_count_by_whether_they_are_there(tmp_path):
+    path = str(tmp_path / "a.png")
+    tiny_pipelines.conditioned.draw_images()[0].save(path)
+    inputs = inputs_of("flux_kontext", tmp_path)
+    dataset = Dataset.from_dict({"prompt": ["a", "a", "a"], "image": [path, None, path]})
+    for given in (dataset, dataset.cast_column("image", Image())):
+        assert list(find_distinct(given, inputs).values()) == [0, 1]
