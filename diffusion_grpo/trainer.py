@@ -407,7 +407,6 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         return metrics
 
     def _write_validation(self) -> Path:
-        """Sample `validation_prompts` with the weights that evaluations use."""
         self.model.eval()
         with self._explain_out_of_memory(is_evaluating=True):
             return self.evaluator.write_validation(

@@ -10,7 +10,6 @@ from ..sampling import settings as sample_settings
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Add the options of `check`."""
     command.add_argument("model", help="Hub id or folder of a diffusers pipeline, or `tiny`")
     command.add_argument("--prompt", default="a photo of a cat", help="prompt to sample; default: %(default)s")
     sample_settings.add_call_options(command)

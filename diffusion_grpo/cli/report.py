@@ -4,7 +4,6 @@ import argparse
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Add the options of `report`."""
     command.add_argument("run_dir", help="output folder of a run")
     command.add_argument(
         "--experiment", help="JSON file of an earlier experiment to show next to the run (docs/metrics.md)"

@@ -7,7 +7,6 @@ from ..sampling import settings as sample_settings
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Add the options of `rewards list` and `rewards serve`."""
     actions = command.add_subparsers(dest="action", required=True, metavar="{list,serve}")
     for name, purpose, add, run in (
         ("list", "list the built-in rewards, one per line", None, run_list),
@@ -20,7 +19,6 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def add_serve(serve: argparse.ArgumentParser) -> None:
-    """Add the options of `rewards serve`."""
     serve.add_argument("rewards", nargs="+", help="names, dotted paths, or one YAML mapping with options")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on; default: %(default)s, this machine")
     serve.add_argument(

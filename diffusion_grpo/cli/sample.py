@@ -8,7 +8,6 @@ from ..sampling import settings as sample_settings
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Add the options of `sample`."""
     sample_settings.add_sample_options(command)
     command.set_defaults(run=run)
 

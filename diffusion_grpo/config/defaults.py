@@ -59,7 +59,6 @@ class Sizes:
                     raise ValueError(f"{name}={text!r} must be a dictionary, written as JSON.") from None
 
     def fill_in(self) -> None:
-        """Fill in defaults taken from other settings."""
         if self.recording.whole_groups and "per_device_train_batch_size" not in self.given:
             group, batch = max(1, self.best_of_n or self.num_generations), self.per_device_train_batch_size
             if batch % group and "gradient_accumulation_steps" not in self.given:
@@ -92,7 +91,6 @@ class Sizes:
 
     @property
     def rollout_call_size(self) -> int:
-        """Samples rolled out together."""
         return self.rollout_batch_size or self.per_device_train_batch_size
 
     @property
@@ -122,7 +120,6 @@ class Sizes:
 
     @property
     def trainable_steps(self) -> range:
-        """The steps that may be trained."""
         if self.trained_steps not in (None, "all"):
             return range(*self.trained_steps)
         if self.is_renoised:  # step 0 cannot be handed a sample; the last step can be trained
@@ -197,7 +194,6 @@ class Sizes:
 
     @property
     def batch_sizes(self) -> BatchSizes:
-        """How prompts, samples, micro-batches and updates relate."""
         return BatchSizes(
             num_generations=self.num_generations,
             best_of_n=self.best_of_n,

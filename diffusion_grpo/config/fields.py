@@ -55,7 +55,6 @@ class Setting:
 
     @classmethod
     def of(cls, hint: Any, default: Any) -> "Setting":
-        """Read an annotation."""
         parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         ranges = [mark for part in parts if get_origin(part) is Annotated for mark in part.__metadata__]
         choices = [word for part in parts if get_origin(part) is Literal for word in get_args(part)]
@@ -64,7 +63,6 @@ class Setting:
         return cls(tuple(kinds), tuple(choices), *ranges or [None], NoneType in parts or default is None, default)
 
     def describe(self) -> str:
-        """Say what a value must be."""
         kinds = [" of ".join(part.__name__ for part in (get_origin(k) or k, *_items(k))) for k in self.kinds]
         return f"one of {', '.join(self.choices)}" if self.choices else " or ".join(kinds)
 

@@ -62,7 +62,6 @@ def check_resume_folder(wanted: Any) -> None:
 
 
 def check_hub_access(token: str | None) -> None:
-    """Refuse to push to the Hub if that cannot work."""
     from huggingface_hub import constants, get_token
 
     if constants.HF_HUB_OFFLINE:

@@ -37,7 +37,6 @@ class Yaml12Loader(yaml.SafeLoader):
     """Read YAML 1.2, not 1.1 like PyYAML: `no` is a word, 1e-3 and 010 are numbers, and keys must not repeat."""
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
-        """Read a mapping."""
         node = super().compose_mapping_node(anchor)
         lines: dict[tuple[str, str], int] = {}
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
@@ -112,7 +111,6 @@ def resolve_values(values: dict[str, Any]) -> dict[str, Any]:
 def make_settings(
     values: dict[str, Any], config_class: "type[DiffusionGRPOConfig] | None" = None
 ) -> "DiffusionGRPOConfig":
-    """Make the settings of a run of resolved values."""
     from .settings import DiffusionGRPOConfig
 
     others = script_fields()

@@ -45,8 +45,6 @@ class QuantizationSettings:
 
 @dataclass(frozen=True)
 class QuantizationSpec:
-    """How one component is quantised."""
-
     backend: str
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -67,7 +65,6 @@ def check_quantization(args: Any) -> None:
 
 
 def asks_for_quantization(args: Any) -> bool:
-    """Whether some component is to be quantised when the pipeline is loaded."""
     return bool(args.load_in_4bit or args.load_in_8bit or args.quantization)
 
 

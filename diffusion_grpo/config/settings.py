@@ -187,12 +187,10 @@ class DiffusionGRPOConfig(
 
     @property
     def eval_batch_size(self) -> int:
-        """Samples generated together in an evaluation."""
         return self.per_device_eval_batch_size or self.rollout_call_size
 
     @property
     def trajectory_device(self) -> str | torch.device:
-        """Device on which trajectories are kept."""
         return "cpu" if self.offload_trajectories else self.device
 
     def check_machine(self) -> None:
@@ -224,7 +222,6 @@ def list_algorithm_settings(settings: DiffusionGRPOConfig) -> dict[str, str]:
 
 
 def find_changed(settings: DiffusionGRPOConfig) -> frozenset[str]:
-    """Return the names of the settings that differ from their defaults."""
     defaults = {
         field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         for field in dataclasses.fields(settings)

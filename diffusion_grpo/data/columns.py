@@ -157,7 +157,6 @@ def make_paths_absolute(dataset: datasets.Dataset, folder: Path) -> datasets.Dat
 
 
 def is_string(feature: Any) -> bool:
-    """Return whether a column holds strings."""
     return isinstance(feature, datasets.Value) and feature.dtype in ("string", "large_string")
 
 

@@ -1,7 +1,7 @@
 """`PipelineInputs`: what one pipeline accepts, checked against settings and datasets, and the calls it gets for rows.
 
 Equal rows give equal arguments in rollout, replay and evaluation. The signature of the pipeline says which columns it
-takes; a trial call (`call_form.py`), whether it takes several samples at once. `calls.py` knows no pipeline.
+takes; a trial call (`call_form.py`), whether it takes several samples at once. Samples of different shapes share none.
 """
 
 import dataclasses
@@ -133,7 +133,6 @@ class PipelineInputs:
         return frozenset(name for name in self.accepted & row.keys() if row[name] is not None)
 
     def columns(self, dataset: Dataset) -> Columns:
-        """Return the reader of a dataset's rows."""
         if id(dataset) not in self._columns:
             self._columns[id(dataset)] = dataset, Columns(dataset, self.parameters, self._image_mode)
         return self._columns[id(dataset)][1]

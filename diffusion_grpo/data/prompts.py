@@ -107,7 +107,6 @@ def _take_messages(dataset: datasets.Dataset) -> datasets.Dataset:
 
 
 def _load(source: str, split: str) -> datasets.Dataset:
-    """Load the prompts of a file, a folder or a Hub id."""
     source = os.path.expanduser(source)
     path = Path(source)
     if source == "tiny":

@@ -158,7 +158,6 @@ class DistributedBackend:
         return redirect(model, self._unwrapped[1], method if self._calls is None else compute, *args)
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward pass."""
         self.accelerator.backward(loss)
 
     # Checkpoints
@@ -201,7 +200,6 @@ class NetworkPasses:
         self._backend, self._monitor, self._networks, self._reference = backend, monitor, networks, reference
 
     def __call__(self, method: Callable, *args: Any) -> Any:
-        """Run `method` and return its result."""
         backend = self._backend
         meets = backend.passes_together or backend.groups.size > 1  # in collectives: waiting for one that failed
         watch = self._monitor.propagate_errors() if meets else contextlib.nullcontext()

@@ -30,8 +30,6 @@ from .trained_weights import TrainedWeights, as_dtensor, as_shard, is_sharded
 
 
 class FSDP2Backend(DistributedBackend):
-    """FSDP2."""
-
     sharding = "fsdp2"
     shards_weights = passes_together = _reduces_every_pass = True
 

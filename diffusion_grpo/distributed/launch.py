@@ -21,12 +21,10 @@ CONFIGS = resources.files("diffusion_grpo.distributed").joinpath("accelerate_con
 
 
 def list_accelerate_configs() -> list[str]:
-    """Return the names of the accelerate configurations in the package."""
     return sorted(Path(file.name).stem for file in CONFIGS.iterdir() if file.name.endswith(".yaml"))
 
 
 def find_accelerate_config(name: str) -> Path:
-    """Return the file of an accelerate configuration."""
     if Path(name).is_file():
         return Path(name)
     names = list_accelerate_configs()
@@ -61,7 +59,6 @@ def read_settings(arguments: LaunchArguments) -> dict[str, Any]:
 
 
 def count_accelerators() -> int:
-    """Return how many accelerators this machine has."""
     import torch
 
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0

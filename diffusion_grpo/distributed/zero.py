@@ -33,8 +33,6 @@ from .trained_weights import TrainedWeights
 
 
 class DeepSpeedBackend(DistributedBackend):
-    """DeepSpeed ZeRO."""
-
     def __init__(
         self, half: torch.dtype | None, groups: ContextGroups, plugin: DeepSpeedPlugin, gathers_whole: bool = True
     ):
@@ -47,7 +45,6 @@ class DeepSpeedBackend(DistributedBackend):
 
     @property
     def stage(self) -> int:
-        """ZeRO's stage."""
         return self._plugin.zero_stage
 
     @property

@@ -67,7 +67,6 @@ def count_evaluations(args: DiffusionGRPOConfig, counted: Measurement | None = N
 
 
 def has_old_policy(args: DiffusionGRPOConfig) -> bool:
-    """Return whether the algorithm keeps an old policy."""
     return (
         args.is_renoised and load_algorithm(args.loss_type, args.loss_kwargs, anchor=args.anchor).old_decay is not None
     )

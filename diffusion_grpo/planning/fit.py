@@ -49,16 +49,13 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Whether the run fits with the choices."""
         return self.after.accelerator <= self.usable
 
     @property
     def settings(self) -> Settings:
-        """All chosen settings."""
         return merge(self.choices)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result as a dictionary for JSON."""
         return asdict(self) | {"fits": self.fits, "settings": self.settings}
 
     def to_yaml(self) -> str:

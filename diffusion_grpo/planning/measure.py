@@ -48,7 +48,6 @@ class LiveBytes(TorchDispatchMode):
         self._alive: set[int] = set()
 
     def begin(self, phase: str) -> None:
-        """Begin another phase."""
         self.phase = phase
         self.peaks[phase] = max(self.peaks[phase], self.now)
 
@@ -83,7 +82,6 @@ class CallSizes:
 
     @classmethod
     def of(cls, args: DiffusionGRPOConfig) -> "CallSizes":
-        """Derive the sizes from the settings."""
         micro_batch, sharing = args.per_device_train_batch_size, args.trained_sharing
         update = micro_batch
         if args.shares_calls and args.trains_shared_step_alone:
@@ -222,7 +220,6 @@ class PhaseWatch:
 
 
 def list_pipeline_weights(pipe: DiffusionPipeline) -> list[Tensor]:
-    """Return the weights and buffers of all parts."""
     parts = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
     return [tensor for part in parts for tensor in list_weights(part)]
 

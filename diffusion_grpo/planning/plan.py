@@ -94,7 +94,6 @@ class Plan:
 
     @property
     def total(self) -> Memory:
-        """The peak memory."""
         return add_up(self.memory)
 
     @property
@@ -103,7 +102,6 @@ class Plan:
         return self.total.cpu * self.processes_per_machine
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as a dictionary for JSON."""
         return asdict(self) | {"total": asdict(self.total), "cpu_per_machine": self.cpu_per_machine}
 
 

@@ -39,7 +39,6 @@ class Parts:
 
     @property
     def trained(self) -> list[nn.Parameter]:
-        """The weights that are trained."""
         return [p for p in self.model.parameters() if p.requires_grad]
 
 

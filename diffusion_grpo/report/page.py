@@ -204,7 +204,6 @@ def describe_finding(run: Run, name: str) -> str | None:
 
 
 def has_curve(run: Run, name: str) -> bool:
-    """Return whether a reward, or the combined `reward`, was logged at all."""
     key = "reward" if name == "reward" else f"rewards/{name}/mean"
     return any(
         entry.get(metric) is not None for entry in run.train + run.evaluations for metric in (key, f"eval_{key}")

@@ -233,5 +233,4 @@ def read_launch(values: Mapping[str, Any], world_size: int) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON."""
     write_whole(path, lambda aside: aside.write_text(json.dumps(content, indent=2), encoding="utf-8"))

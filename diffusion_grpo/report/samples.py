@@ -77,7 +77,6 @@ class SampleWriter:
 
 
 def write_table(path: Path, columns: dict[str, list[Any]]) -> None:
-    """Write a parquet table."""
     write_whole(path, lambda aside: pyarrow.parquet.write_table(pyarrow.table(columns), aside))
 
 

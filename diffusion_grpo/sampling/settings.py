@@ -29,8 +29,6 @@ CALL = ("guidance_scale", "height", "width", "num_frames")  # arguments of the p
 
 @dataclass
 class SampleSettings:
-    """Settings of one sampling job."""
-
     model: str
     prompts: str | list[str]
     split: str
@@ -129,7 +127,6 @@ def add_call_options(command: argparse.ArgumentParser) -> None:
 
 
 def add_sample_options(command: argparse.ArgumentParser) -> None:
-    """Add the options of `sample`."""
     command.add_argument(
         "source", metavar="model", help="Hub id or folder of a pipeline, `tiny`, or a YAML file of `train`"
     )
@@ -203,7 +200,6 @@ def parse_json_object(text: str | None, option: str = "--pipeline_kwargs") -> di
 
 
 def read_settings(arguments: argparse.Namespace, overrides: Sequence[str]) -> SampleSettings:
-    """Read the settings of a job from the command line."""
     check_folder("--output_dir", arguments.output_dir)
     names = {each.name for each in fields(SampleSettings)}
     given = {name: value for name, value in vars(arguments).items() if name in names and value is not None}

@@ -65,7 +65,6 @@ class PolicyAverage(TrainerCallback):
         return self.average.shadow_params
 
     def take(self, values: list[Tensor]) -> None:
-        """Set the average to `values`."""
         for average, value in zip(self.average.shadow_params, values, strict=True):
             average.data.copy_(value)
         self.has_moved = True

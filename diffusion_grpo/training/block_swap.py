@@ -78,7 +78,6 @@ class BlockSwap:
 
     @property
     def present(self) -> list["Group"]:
-        """The groups that are on the accelerator."""
         return [group for group in self.groups if group.is_present]
 
     def contexts(self, block: Callable) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
@@ -211,7 +210,6 @@ class Group:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The group's weights and buffers."""
         return [*self._mover.parameters, *self._mover.buffers]
 
     def fetch(self) -> None:
@@ -230,7 +228,6 @@ class Group:
             torch.accelerator.current_stream(self._mover.onload_device).wait_stream(self._mover.stream)
 
     def leave(self) -> None:
-        """Move the weights off the accelerator."""
         if self.is_present:
             self._mover.offload_()
             self.is_present = False
@@ -254,7 +251,6 @@ class SwapHook(GroupOffloadingHook):
         return output
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run the module while its group is present."""
         with self._work(self._group, leaves=module is self.group.offload_leader):
             return self.fn_ref.original_forward(*args, **kwargs)
 
@@ -267,7 +263,6 @@ class PassHook(ModelHook):
         self._watch = watch
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run the network."""
         with self._watch():
             return self.fn_ref.original_forward(*args, **kwargs)
 

@@ -73,7 +73,6 @@ class Share:
     extra: dict[str, list] = dataclasses.field(default_factory=dict)
 
     def add(self, samples: list[Any], rewards: Tensor, points: dict[str, Tensor], extra: dict[str, list]) -> None:
-        """Add the next samples and what was measured of them."""
         first = len(self.samples)
         for name in self.extra | extra:  # a column may belong to some parts alone
             column = self.extra.setdefault(name, [None] * first)

@@ -16,7 +16,6 @@ class NonFiniteError(RuntimeError):
 
 
 def refuse_non_finite(value: Tensor, name: str, update: int, output_dir: str) -> None:
-    """Refuse a value that is NaN or infinite."""
     if torch.isfinite(value).all():
         return
     last = get_last_checkpoint(output_dir)

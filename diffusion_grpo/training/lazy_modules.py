@@ -79,7 +79,6 @@ class LazyModule(nn.Module):
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the encoder is in memory."""
         return self._part is not None
 
     def connect(self, read: Callable[[], nn.Module]) -> None:
@@ -104,13 +103,11 @@ class LazyModule(nn.Module):
         return self._part
 
     def free(self) -> None:
-        """Free the encoder's memory."""
         self._part = None
         if self.waiting is not None:
             self.waiting.to("cpu")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the encoder."""
         return self.load()(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -137,12 +134,10 @@ def make_lazy_modules(
 
 
 def find_lazy_modules(pipe: DiffusionPipeline) -> dict[str, LazyModule]:
-    """Return the lazy modules of a pipeline."""
     return {name: part for name, part in pipe.components.items() if is_lazy(part)}
 
 
 def is_lazy(part: Any) -> bool:
-    """Return whether a part is a lazy module."""
     return type(part) is LazyModule
 
 

@@ -91,7 +91,6 @@ def make_learner(
 
 
 def make_algorithm(args: DiffusionGRPOConfig, networks: list[nn.Module], weights: list[float]) -> Algorithm:
-    """Make the algorithm that the settings name."""
     return load_algorithm(
         args.loss_type,
         args.loss_kwargs,
@@ -108,7 +107,6 @@ def make_algorithm(args: DiffusionGRPOConfig, networks: list[nn.Module], weights
 
 
 def is_half_precision(network: nn.Module) -> bool:
-    """Return whether some weights of a network are in bfloat16 or float16."""
     return any(weight.dtype in (torch.bfloat16, torch.float16) for weight in network.parameters())
 
 

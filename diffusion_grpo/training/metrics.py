@@ -38,7 +38,6 @@ class Metrics:
             self._seconds += value if name in TOTALS else 0.0
 
     def add_all(self, values: Mapping[str, float]) -> None:
-        """Add one value for each name."""
         for name, value in values.items():
             self.add(name, value)
 

@@ -93,7 +93,6 @@ def shrink_factor(args: DiffusionGRPOConfig) -> int:
 
 
 def smallest_divisor(number: int) -> int:
-    """Return the smallest divisor above 1 of a number above 1."""
     return next(divisor for divisor in range(2, number + 1) if number % divisor == 0)
 
 

@@ -74,20 +74,16 @@ LARGEST_LEARNING_RATE = 0.01  # with target_change, which scales it down
 
 @dataclasses.dataclass(frozen=True)
 class RunRewards:
-    """The rewards of a run."""
-
     trained: list[Reward]
     weights: list[float]
     evaluated: list[Reward]
 
     @property
     def names(self) -> list[str]:
-        """Names of the trained rewards."""
         return [reward.name for reward in self.trained]
 
     @property
     def all(self) -> list[Reward]:
-        """The trained and the evaluation-only rewards."""
         return self.trained + self.evaluated
 
 

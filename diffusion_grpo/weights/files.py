@@ -94,7 +94,6 @@ def name_repository(folder: Path, former: str, name: str) -> None:
 
 
 def _first(model: nn.Module, component: tuple[str, ...]) -> tuple[nn.Module, str]:
-    """Return the model itself, or the first of several."""
     return (model[component[0]] if isinstance(model, nn.ModuleDict) else model), component[0]
 
 
@@ -262,7 +261,6 @@ def _let_pipeline_load(pipe: DiffusionPipeline, source: str | Path, name: str) -
 
 
 def list_tuner_layers(network: nn.Module) -> list[BaseTunerLayer]:
-    """List the layers of a network that have adapters."""
     return [module for module in network.modules() if isinstance(module, BaseTunerLayer)]
 
 

@@ -216,7 +216,6 @@ def _refuse_full_training(name: str) -> None:
 
 
 def dequantize_weight(layer: nn.Module, dtype: torch.dtype) -> Tensor:
-    """Return the dequantised weight of a layer, on the layer's device."""
     weight = layer.weight
     if type(weight).__name__ == "GGUFParameter":
         from diffusers.quantizers.gguf.utils import dequantize_gguf_tensor  # needs the package gguf

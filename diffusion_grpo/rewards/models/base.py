@@ -113,7 +113,6 @@ class ModelReward(abc.ABC):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The setting `dtype` as a torch dtype."""
         return getattr(torch, self.dtype)
 
     @property
@@ -122,7 +121,6 @@ class ModelReward(abc.ABC):
         return torch.device(self.device) if self.device is not None else default_device()
 
     def settings(self) -> dict[str, Any]:
-        """Return all settings by name."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     # so that a reward may be both trained on and evaluated

@@ -174,7 +174,6 @@ class VlmJudge:
         return {"request": {k: v for k, v in request.items() if v is not None}, "is_video": is_video}
 
     async def _ask(self, client: httpx2.AsyncClient, body: dict[str, Any]) -> float | None:
-        """Ask one question, with retries."""
         for attempt in range(self.retries + 1):
             wait = self.backoff * 2**attempt
             try:
@@ -193,7 +192,6 @@ class VlmJudge:
         raise RewardError(f"got no answer from {self.url} in {self.retries + 1} requests, the last with: {reason}")
 
     def _read(self, choice: dict[str, Any], is_video: bool) -> float | None:
-        """Read the number in a reply."""
         if self.answer == "yes_no":
             return _yes(choice)
         text = (choice.get("message") or {}).get("content")

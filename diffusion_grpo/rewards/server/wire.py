@@ -49,7 +49,6 @@ def write_request(
     sampling_rate: int | None = None,
     are_latents: bool = False,
 ) -> bytes:
-    """Write the body of a request."""
     tensors: dict[str, torch.Tensor] = {}
     content = {
         "samples": [_write_sample(sample, f"sample.{row}", body, tensors) for row, sample in enumerate(samples)],
@@ -298,7 +297,6 @@ def check_url(url: Any, reward: str, form: str, setting: str) -> None:
 
 
 def check_at_least_one(name: str, reward: Any, *settings: str) -> None:
-    """Refuse counts of a reward below 1."""
     for setting in settings:
         value = getattr(reward, setting)
         if value is not None and value < 1:
