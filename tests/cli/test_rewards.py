@@ -9,8 +9,6 @@ def test_the_list_names_every_reward(capsys) -> None:
     assert cli.main(["rewards", "list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(REWARDS) and set(CATALOGUE) == set(REWARDS)
-    (line,) = [line for line in lines if line.startswith("pickscore ")]
-    assert "Pick-a-Pic" in line and "yuvalkirstain/PickScore_v1" in line and "[about 15 to 25]" in line
 
 
 def test_a_port_that_does_not_exist_is_refused(capsys) -> None:

@@ -94,24 +94,6 @@ def test_the_code_calls_a_pipeline_whose_first_parameter_is_an_image(tmp_path, m
     assert isinstance(run_usage(tmp_path / "run", monkeypatch)[0]["sample"], Image.Image)
 
 
-def test_what_a_dataset_gives_beside_prompts_stands_as_dots():
-    call = {"inputs": ["image", "prompt"], "arguments": {"num_inference_steps": 4, "negative_prompt": 'a "x"'}}
-    lines = write_usage(RUN | {"evaluation_call": call}, "me/run", "ein Löwe", is_on_hub=True).splitlines()
-    assert lines[-2] == "# as in the evaluations; put your own inputs in place of ..."
-    assert lines[-1] == (
-        'sample = pipe(prompt="ein Löwe", image=..., num_inference_steps=4, negative_prompt=\'a "x"\')[0][0]'
-    )
-    call["arguments"] |= {"negative_prompt": "long " * 30}
-    assert write_usage(RUN | {"evaluation_call": call}, "me/run", 'a "x"', is_on_hub=True).splitlines()[-6:] == [
-        "sample = pipe(",
-        "    prompt='a \"x\"',",
-        "    image=...,",
-        "    num_inference_steps=4,",
-        f'    negative_prompt="{"long " * 30}",',
-        ")[0][0]",
-    ]
-
-
 def write(**changes):
     return write_usage(RUN | changes, "me/run", None, is_on_hub=True)
 

@@ -3,11 +3,9 @@
 import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
-from peft import LoraConfig
-from PIL import Image
 
 from benchmarks.tiny_model.evaluate import draw, measure
-from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, tiny
+from diffusion_grpo import DiffusionGRPOConfig, tiny
 from diffusion_grpo.config.parse import parse_train_arguments
 from diffusion_grpo.tiny import COLORS, PATH, prompts, words
 from diffusion_grpo.training.preflight import prepare_args
@@ -131,17 +129,3 @@ def test_the_command_line_takes_them_too(tmp_path):
     assert (args.height, args.width, args.num_inference_steps) == (None, 64, 9)
     words[1] = "someone/some-model"
     assert parse_train_arguments(None, words)[2].height is None
-
-
-def test_a_trainer_of_the_embedded_model_takes_them(tmp_path):
-    settings = {"max_steps": 1, "report_to": "none", "use_cpu": True, "save_strategy": "no", "num_inference_steps": 2}
-    trainer = DiffusionGRPOTrainer(
-        model="tiny",
-        reward_funcs="brightness",
-        args=DiffusionGRPOConfig(str(tmp_path), **settings),
-        train_dataset=tiny.prompts(n=8),
-        peft_config=LoraConfig(r=2, target_modules=["to_q"]),
-    )
-    trainer.train()
-    assert Image.open(tmp_path / "samples" / "step-000000" / "0000.png").size == (96, 32)
-    assert trainer.run["license"] == {"license": "apache-2.0"}
