@@ -170,8 +170,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         )
         self.update, self.passes = built.update, built.passes
         self.loader, self.evaluator = built.loader, built.evaluator
-        self.step_size = build.make_step_size(args, self.passes, runtime)
-        self.use_checkpointer(built.checkpointer)
+        self.step_size, self.checkpointer = built.step_size, built.checkpointer
         self.run |= build.describe_model(policy, self.model, self.inputs, self.train_dataset, self.eval_dataset)
         if self.is_world_process_zero():
             warn_of_trained_prompts(self.run["prompts"])
@@ -252,7 +251,8 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
                 self.run.pop(name, None)
             if self.args.should_save:
                 write_json(folder / "run.json", self.run)
-            self.learner.show_policy()  # a second call to `train` continues from the policy
+            if self.learner.average is not None:
+                self.learner.average.hide()  # a second call to `train` continues from the policy
             held.enter_context(explain_interrupt(folder, lambda: self.state.global_step))
             held.enter_context(self._explain_out_of_memory())
             held.enter_context(avoid_cudnn_attention())
@@ -273,7 +273,8 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
                 lambda: self.state.global_step - done,
                 self._resize,
             )
-        self.learner.show_average()
+        if self.learner.average is not None:
+            self.learner.average.show()  # which was evaluated and is saved
         return output
 
     def _resize(self) -> None:
@@ -304,7 +305,8 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
 
     def on_engine_ready(self) -> None:
         """Shard the reference across the processes, like the policy."""
-        self.learner.shard_reference()
+        if self.learner.reference is not None:
+            self.learner.reference.shard()
 
     def training_step(self, model: nn.Module, inputs: list[int], num_items_in_batch: Any = None) -> Tensor:
         """Train on one micro-batch: one forward and one backward pass per part and trained step."""

@@ -35,11 +35,6 @@ OF_ALGORITHMS = {name: name for name in ("beta", "epsilon", "epsilon_high", "max
 OF_ALGORITHMS |= {"anchor": "old_log_prob", "reward_weights": "multi_objective_aggregation"}
 
 
-def computes_in_bf16() -> bool:
-    """Return whether there is a GPU that supports bfloat16 natively; older ones emulate it, slowly."""
-    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-
-
 def has_apple_gpu() -> bool:
     """Return whether the accelerator is Apple's (MPS), which has no float64: ratios and losses are computed in it."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -145,8 +140,9 @@ class DiffusionGRPOConfig(
         if launched in ("bf16", "fp16") and self.bf16 is None and not self.fp16 and "fp16" not in self.given:
             setattr(self, launched, launched == "bf16" or not self.use_cpu)  # fp16 does nothing on a CPU
         if self.bf16 is None:
-            self.bf16 = not self.fp16 and not self.use_cpu and computes_in_bf16()
-            if not (self.bf16 or self.fp16 or self.use_cpu) and torch.cuda.is_available():
+            has_gpu = not self.use_cpu and torch.cuda.is_available()  # older ones emulate bfloat16, slowly
+            self.bf16 = not self.fp16 and has_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+            if has_gpu and not (self.bf16 or self.fp16):
                 logger.warning(
                     "This GPU does not compute in bfloat16, so the run uses float32, which needs twice the memory; "
                     "fp16=True trains in half precision."

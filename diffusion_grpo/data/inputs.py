@@ -71,7 +71,9 @@ class PipelineInputs:
 
     def fit_images(self, pipe: DiffusionPipeline | None) -> None:
         """Convert images to the mode that a loaded pipeline takes; without one they stay as they are."""
-        self._image_mode = None if pipe is None else find_image_mode(pipe)
+        config = getattr(getattr(pipe, "vae", None), "config", {})  # with four channels it encodes layers
+        has_alpha = config.get("input_channels", config.get("in_channels")) == 4
+        self._image_mode = None if pipe is None else "RGBA" if has_alpha else "RGB"
         self._columns.clear()
         for name, value in (self.args.pipeline_kwargs or {}).items():
             self.fixed[name] = fit_images(value, None if "mask" in name else self._image_mode)
@@ -97,10 +99,6 @@ class PipelineInputs:
         """Return the keyword arguments for these rows; columns win over settings, `overrides` over both."""
         form = self.forms.get(self.find_given(rows[0]), Form(BATCHED))
         return self.arguments(rows, form.name) | overrides
-
-    def of_evaluation(self, rows: list[dict[str, Any]], **overrides: Any) -> dict[str, Any]:
-        """Return the keyword arguments of an evaluation's call, which keeps the pipeline's own spacing of steps."""
-        return {name: value for name, value in self(rows, **overrides).items() if name not in self.spacing}
 
     def arguments(self, rows: list[dict[str, Any]], form: str) -> dict[str, Any]:
         """Return the keyword arguments for these rows in one form; see `Form`."""
@@ -318,12 +316,6 @@ def find_missing(parameters: Mapping[str, inspect.Parameter], given: Collection[
     """Return the parameters without a default that are not `given`; embeddings may replace the prompt."""
     needed = [name for name, it in parameters.items() if it.default is it.empty and it.kind not in VARIADIC]
     return [name for name in needed if name not in {"self", "prompt", *given}]
-
-
-def find_image_mode(pipe: DiffusionPipeline) -> str:
-    """Return the mode of the images that a pipeline takes: RGBA if its VAE encodes four channels, as for layers."""
-    config = getattr(getattr(pipe, "vae", None), "config", {})
-    return "RGBA" if config.get("input_channels", config.get("in_channels")) == 4 else "RGB"
 
 
 def _measure(sample: Any) -> dict[str, int]:

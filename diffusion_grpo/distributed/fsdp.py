@@ -300,15 +300,10 @@ class ShardedWeights(TrainedWeights):
                 # removes FSDP's hook, which expects shares after loading
                 hooks = collections.OrderedDict()
                 stack.enter_context(replace_attribute(module, "_load_state_dict_post_hooks", hooks))
-            for unit, cls in classes:
-                unit.__class__ = _plain_class(cls)
+            for unit, cls in classes:  # their own, in front of which FSDP put one
+                unit.__class__ = next(base for base in cls.__mro__ if not issubclass(base, FSDPModule))
             try:
                 yield
             finally:
                 for unit, cls in classes:
                     unit.__class__ = cls
-
-
-def _plain_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the class that a module had before FSDP put its own in front of it."""
-    return next(base for base in cls.__mro__ if not issubclass(base, FSDPModule))

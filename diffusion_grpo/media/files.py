@@ -212,12 +212,7 @@ def read_video(source: str | Path | BinaryIO) -> list[Image.Image]:
     with av.open(source if hasattr(source, "read") else str(source)) as file:
         if not file.streams.video:
             raise ValueError(f"{source} contains no video.")
-        return [_turn_upright(frame.to_image(), frame.rotation) for frame in file.decode(video=0)]
-
-
-def _turn_upright(image: Image.Image, degrees: int) -> Image.Image:
-    """Turn a frame counterclockwise, as the metadata of a phone's video says."""
-    return image.rotate(degrees, expand=True) if degrees else image
+        return [frame.to_image().rotate(frame.rotation, expand=True) for frame in file.decode(video=0)]
 
 
 def write_sound(samples: np.ndarray, path: str | Path, sampling_rate: int) -> Path:

@@ -107,11 +107,6 @@ def checkpoint(args: DiffusionGRPOConfig) -> Settings:
     return {"gradient_checkpointing": True, **every} if every or not args.activation_checkpointing else {}
 
 
-def shrink_optimizer(args: DiffusionGRPOConfig) -> Settings:
-    """Keep AdamW's states in 8 bit."""
-    return {"optim": "adamw_bnb_8bit"} if args.optim in ("adamw_torch", "adamw_torch_fused") else {}
-
-
 def quantise(settings: Settings, args: DiffusionGRPOConfig) -> Settings:
     """Load the network and the large text encoders in 8 or 4 bit, unless they are smaller or swapped already."""
     return {} if args.load_in_4bit or args.quantization or args.group_offload is not None else settings
@@ -134,7 +129,10 @@ STEPS: dict[str, tuple[Settings | Callable[[DiffusionGRPOConfig], Settings], str
     "prompts encoded once": ({"cache_prompt_embeds": "disk"}, "time before the run, but none during it"),
     "samples decoded one by one": ({"decode_batch_size": 1}, "smaller passes of the VAE"),
     "decoding in tiles": ({"vae_tiling": True}, "tiles overlap, and samples change where they do"),
-    "8-bit optimizer": (shrink_optimizer, "rounded states"),
+    "8-bit optimizer": (
+        lambda args: {"optim": "adamw_bnb_8bit"} if args.optim in ("adamw_torch", "adamw_torch_fused") else {},
+        "rounded states",
+    ),
     "8-bit weights": (partial(quantise, {"load_in_8bit": True}), "slower layers, rounded weights"),
     "4-bit weights": (
         partial(quantise, {"load_in_4bit": True, "load_in_8bit": False}),

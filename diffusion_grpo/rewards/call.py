@@ -172,11 +172,6 @@ class Batch:
             raise RewardError("asks for latents, which only a training run has; name one that takes images")
         return torch.stack(self.latents)
 
-    def drop_tensors(self) -> None:
-        """Free the tensors that were made for rewards; they are made again on request."""
-        for name in ("tensor", "stacked_latents"):
-            self.__dict__.pop(name, None)
-
     @property
     def blocks(self) -> list[list[int]]:
         """The rows of the samples in each group."""
@@ -328,7 +323,8 @@ class Scoring:
             self.calls = [_make_calls(reward, self.batch) for reward in self.rewards]
             for call in itertools.chain(*self.calls):
                 call.make()
-            self.batch.drop_tensors()
+            for name in ("tensor", "stacked_latents"):  # which were made for rewards
+                vars(self.batch).pop(name, None)
             if any(inspect.isawaitable(call.answer) for call in itertools.chain(*self.calls)):
                 self._awaited = run_in_loop(self._await_answers())
             self._called.set_result(None)

@@ -232,7 +232,8 @@ class Reward:
                 self._refuse(option, "give a finite number")
         if self.std <= 0:
             self._refuse("std", "the score is divided by it, so it must be above 0")
-        if self.clip is not None and not (_is_pair(self.clip) and self.clip[0] < self.clip[1]):
+        numbers = [*map(is_number, self.clip)] if isinstance(self.clip, (list, tuple)) else []
+        if self.clip is not None and not (numbers == [True, True] and self.clip[0] < self.clip[1]):
             self._refuse("clip", "write two numbers, [low, high]")
         is_count = isinstance(self.frames, int) and not isinstance(self.frames, bool) and self.frames >= 1
         if not is_count and self.frames != "all":
@@ -262,7 +263,7 @@ class Reward:
         while isinstance(function, functools.partial):
             fixed, function = fixed | set(function.keywords), function.func
         # such as `scene` of `text`; a default in a user's function stands for a column that may be missing
-        if _is_built_in(function):
+        if str(getattr(_entry_point(function), "__module__", "")).startswith(f"{__package__}."):
             fixed |= {name for name, own in self.parameters.items() if own.default is not own.empty}
         return fixed
 
@@ -290,7 +291,9 @@ class Reward:
             if field.name in OPTIONS[2:] and getattr(self, field.name) != field.default
         }
         arguments = {**self.arguments, **self.made_with}
-        return {key: _make_serializable(value) for key, value in arguments.items() if key != "token"} | changed
+        plain = (str, int, float, bool, list, dict, types.NoneType)
+        arguments = {key: value if isinstance(value, plain) else repr(value) for key, value in arguments.items()}
+        return {key: value for key, value in arguments.items() if key != "token"} | changed
 
 
 OPTIONS = ("name", "weight", "mean", "std", "clip", "threshold", "frames")
@@ -389,11 +392,6 @@ def check_groups(rewards: list[Reward], samples: int, num_generations: int) -> N
             )
 
 
-def _is_built_in(function: Callable) -> bool:
-    """Return whether a call runs code of this package, be it a function or a class's `__call__`."""
-    return str(getattr(_entry_point(function), "__module__", "")).startswith(f"{__package__}.")
-
-
 def settable_parameters(function: Callable) -> dict[str, Any]:
     """Return the parameters that can be set: those with a default that do not come with samples, or all of a class."""
     return {
@@ -414,11 +412,3 @@ def _columns_in_arguments(reward: Reward) -> list[str]:
 def is_number(value: Any) -> bool:
     """Return whether a value is an int or a float; a bool counts as neither."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and [*map(is_number, value)] == [True, True]
-
-
-def _make_serializable(value: Any) -> Any:
-    return value if isinstance(value, (str, int, float, bool, list, dict, types.NoneType)) else repr(value)

@@ -64,6 +64,7 @@ class DiffusersTrainer(Trainer):
     """transformers' `Trainer` for a diffusers model, with atomic checkpoints in diffusers' layout."""
 
     run: dict[str, Any]
+    checkpointer: checkpoints.Checkpointer  # saves and loads the policy and its companion weights
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -73,7 +74,6 @@ class DiffusersTrainer(Trainer):
 
     def __init__(self, *, backend: DistributedBackend, networks: list[nn.Module], model: nn.Module, **kwargs: Any):
         self._backend, self._bound = backend, (model, networks)
-        self.checkpointer: checkpoints.Checkpointer | None = None
         self._owns_folder = False  # True once the output folder holds this run
         self._card_details = CardDetails()
         super().__init__(model=model, **kwargs)
@@ -81,10 +81,6 @@ class DiffusersTrainer(Trainer):
         self.args.save_on_each_node = not is_shared(self.accelerator, Path(self.args.output_dir))
         if self.args.save_on_each_node and not self.args.save_only_model:
             shares.check_separate_disks(backend.mode, self.args.output_dir)
-
-    def use_checkpointer(self, checkpointer: checkpoints.Checkpointer) -> None:
-        """Set the checkpointer, which saves and loads the policy and its companion weights."""
-        self.checkpointer = checkpointer
 
     def on_engine_ready(self) -> None:
         """Run after the model is wrapped and before the optimizer's state is loaded; a hook for subclasses."""

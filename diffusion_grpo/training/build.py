@@ -67,6 +67,7 @@ class Built:
     loader: RolloutLoader
     evaluator: Evaluator
     checkpointer: Checkpointer
+    step_size: StepSize | None
 
 
 def build(
@@ -127,15 +128,11 @@ def build(
         is_writer=args.should_save,
         pushes_samples=args.push_samples,
     )
-    return Built(update, passes, loader, evaluator, checkpointer)
-
-
-def make_step_size(args: DiffusionGRPOConfig, passes: Passes, runtime: Runtime) -> StepSize | None:
-    """Make the object that regulates the learning rate; return None if the rate is that of the settings."""
-    if args.target_change is None:
-        return None
-    predict = functools.partial(passes.run, passes.predict_twice)
-    return StepSize(args.target_change, predict, runtime.backend, runtime.metrics)
+    step_size = None  # the rate is that of the settings
+    if args.target_change is not None:
+        predict = functools.partial(passes.run, passes.predict_twice)
+        step_size = StepSize(args.target_change, predict, backend, runtime.metrics)
+    return Built(update, passes, loader, evaluator, checkpointer, step_size)
 
 
 def warn_of_guidance(

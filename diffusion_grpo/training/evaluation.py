@@ -134,26 +134,16 @@ class Evaluator:
         is_kept: bool = True,
     ) -> dict[str, float]:
         """Measure each dataset, and all of them together, with the averaged weights if there are any."""
-        with self._averaged_weights():
-            distance = self._distance_to_reference() if prefix.startswith("eval") else {}
-            metrics = self._evaluate(datasets, prefix, pipeline_kwargs, step, history, is_kept)
-        return metrics | {f"{prefix}_{name}": value for name, value in distance.items()}
-
-    def _evaluate(
-        self,
-        datasets: dict[str, Dataset],
-        prefix: str,
-        pipeline_kwargs: dict[str, Any],
-        step: int,
-        history: list[dict[str, Any]],
-        is_kept: bool,
-    ) -> dict[str, float]:
-        start = time.perf_counter()
         logged: dict[str, list[float]] = defaultdict(list)  # by rewards; apart from what they log in training
         is_kept = is_kept and prefix == "eval" and self._backend.groups.is_first
         shown = math.ceil(self._args.num_completions_to_log / len(datasets)) if is_kept else 0  # of each dataset
         log_metric = lambda name, value: logged[name].append(value)  # noqa: E731
-        results = {name: self._measure(data, pipeline_kwargs, log_metric, shown) for name, data in datasets.items()}
+        with self._averaged_weights():
+            distance = self._distance_to_reference() if prefix.startswith("eval") else {}
+            start = time.perf_counter()
+            results = {
+                name: self._measure(data, pipeline_kwargs, log_metric, shown) for name, data in datasets.items()
+            }
         metrics = self._metrics(prefix, list(results.values()))
         for name, result in results.items() if results.keys() != {UNNAMED} else ():
             metrics |= self._metrics(f"{prefix}_{name}", [result])
@@ -170,7 +160,7 @@ class Evaluator:
             if is_kept:
                 self._keep(results, step)
             self._backend.accelerator.wait_for_everyone()
-        return metrics
+        return metrics | {f"{prefix}_{name}": value for name, value in distance.items()}
 
     @torch.no_grad()
     def write_validation(self, prompts: list[str], pipeline_kwargs: dict[str, Any], step: int) -> Path:
@@ -217,7 +207,8 @@ class Evaluator:
         latents: list[Any] | None = [None] * len(rows) if takes_latents else None
         for indices, _ in self._backend.equalize(self._inputs.calls(rows, args.eval_batch_size)):
             self._policy.prompts.clear()  # prompts encoded in other batches differ in the last bits
-            arguments = self._inputs.of_evaluation([rows[index] for index in indices], **pipeline_kwargs)
+            arguments = self._inputs([rows[index] for index in indices], **pipeline_kwargs)
+            arguments = {k: v for k, v in arguments.items() if k not in self._inputs.spacing}  # of the rollouts' steps
             made_latents: list[Tensor] | None = [] if takes_latents else None
             made, _ = rollout(
                 self._policy,

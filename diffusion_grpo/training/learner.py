@@ -33,21 +33,6 @@ class Learner:
     offload: FrozenOffload | None
     run_passes: NetworkPasses
 
-    def shard_reference(self) -> None:
-        """Shard the reference across the processes, like the policy."""
-        if self.reference is not None:
-            self.reference.shard()
-
-    def show_policy(self) -> None:
-        """Load the policy's own weights, which are trained, back into the networks if the average is shown."""
-        if self.average is not None:
-            self.average.hide()
-
-    def show_average(self) -> None:
-        """Load the average's weights, which were evaluated and are saved, into the networks if there is an average."""
-        if self.average is not None:
-            self.average.show()
-
 
 def make_learner(
     args: DiffusionGRPOConfig,
@@ -76,13 +61,14 @@ def make_learner(
         swaps_blocks=args.group_offload is not None,
     )
     algorithm = make_algorithm(args, networks, reward_weights)
+    decay = algorithm.old_decay
     return Learner(
         weights=weights,
         algorithm=algorithm,
         reference=reference,
         values=ValueModel(args.seed, learning_rate=args.value_learning_rate).to(args.device) if has_values else None,
         average=make_average(args, weights, runtime),
-        old_policy=make_old_policy(args, weights, algorithm),
+        old_policy=None if decay is None else OldPolicy(weights, args.batch_sizes.updates_per_rollout, decay),
         offload=offload,
         run_passes=NetworkPasses(
             backend, runtime.monitor, networks, lambda: None if reference is None else reference.module
@@ -132,10 +118,3 @@ def make_average(args: DiffusionGRPOConfig, weights: TrainedWeights, runtime: Ru
         runtime.metrics.add("ema/distance", (distance / size) ** 0.5 if size else 0.0)
 
     return PolicyAverage(weights, args.ema_decay, args.ema_update_interval, note)
-
-
-def make_old_policy(args: DiffusionGRPOConfig, weights: TrainedWeights, algorithm: Algorithm) -> OldPolicy | None:
-    """Make the algorithm's old policy, which moves once per rollout; return None if it has none."""
-    if algorithm.old_decay is None:
-        return None
-    return OldPolicy(weights, args.batch_sizes.updates_per_rollout, algorithm.old_decay)
