@@ -13,23 +13,15 @@ if TYPE_CHECKING:
     from ..planning.memory import Memory
     from ..planning.plan import Plan
 
-LABELS = {
-    "processes": "processes",
-    "prompts_per_rollout": "prompts per rollout",
-    "samples_per_prompt": "samples per prompt",
-    "samples_per_rollout": "samples per rollout",
+LABELS = {  # of counts that their names do not explain
     "trained_per_prompt": "samples per prompt trained on",
     "samples_per_process": "samples generated per process",
     "pipeline_calls": "pipeline calls per process and rollout",
     "micro_batch": "samples per micro-batch",
     "micro_batches_per_update": "micro-batches per update and process",
-    "updates_per_rollout": "updates per rollout",
-    "samples_per_update": "samples per update",
     "trained_steps": "trained steps per sample",
     "trained_tokens": "trained tokens per sample",
     "num_inference_steps": "denoising steps per sample",
-    "rollouts_per_epoch": "rollouts per epoch",
-    "updates_per_epoch": "updates per epoch",
     "updates": "updates of the whole run",
 }
 
@@ -147,9 +139,9 @@ def make_tables(made: "Plan") -> "list[Table]":
 
     batches = Table(title="Batches", show_header=False)
     left_out = "trained_steps" if made.batches["trained_tokens"] else "trained_tokens"
-    for name, label in LABELS.items():
-        value = made.batches[name]
-        if name != left_out:
+    for name, value in made.batches.items():
+        if name not in (left_out, "prompts"):
+            label = LABELS.get(name, name.replace("_", " "))
             batches.add_row(label, "unknown" if value is None else f"{value:,}")
     evaluations = Table("for", "forward passes", title="Network evaluations per sample")
     for name, count in made.evaluations.items():

@@ -113,21 +113,11 @@ def build(
         runtime=runtime,
     )
     loader = RolloutLoader(generator, args, backend, read_rows)
-    update = PolicyUpdate(
-        learner, policy, runtime, value_clip=args.value_clip, device=args.device, output_dir=args.output_dir
-    )
+    update = PolicyUpdate(args, learner, policy, runtime)
     evaluator = Evaluator(
         args, policy, rewards, learner, runtime, scorer=scorer, generator=generator, loader=loader, passes=passes
     )
-    checkpointer = Checkpointer(
-        model,
-        policy,
-        learner,
-        loader,
-        moves_reference=args.sync_ref_model,
-        is_writer=args.should_save,
-        pushes_samples=args.push_samples,
-    )
+    checkpointer = Checkpointer(args, model, policy, learner, loader)
     step_size = None  # the rate is that of the settings
     if args.target_change is not None:
         predict = functools.partial(passes.run, passes.predict_twice)

@@ -18,6 +18,7 @@ from filelock import FileLock, Timeout
 from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME
 
+from ..config.settings import DiffusionGRPOConfig
 from ..policy.base import Policy
 from ..report.card import list_upload_patterns
 from ..report.record import ResumeError
@@ -51,20 +52,12 @@ class Checkpointer:
     """Writer and reader of a checkpoint's weights: the policy's, and those beside it. Every process calls it."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        policy: Policy,
-        learner: Learner,
-        loader: RolloutLoader,
-        *,
-        moves_reference: bool,
-        is_writer: bool,
-        pushes_samples: bool,
+        self, args: DiffusionGRPOConfig, model: nn.Module, policy: Policy, learner: Learner, loader: RolloutLoader
     ):
         self._model, self._policy, self._loader = model, policy, loader
         self._weights, self._average, self._old_policy = learner.weights, learner.average, learner.old_policy
-        self._reference, self._values = learner.reference if moves_reference else None, learner.values
-        self._is_writer, self._pushes_samples = is_writer, pushes_samples
+        self._reference, self._values = learner.reference if args.sync_ref_model else None, learner.values
+        self._is_writer, self._pushes_samples = args.should_save, args.push_samples
 
     def save_weights(self, folder: Path, whole_pipeline: bool = False) -> None:
         """Write the weights to publish: the average if there is one, with the policy's own weights in a subfolder."""

@@ -17,7 +17,7 @@ from ..rollout.runtime import Runtime
 from ..rollout.value_model import ValueModel
 from .average import OldPolicy, PolicyAverage
 from .model_checks import check_processes
-from .offload import FrozenOffload, place_pipeline
+from .offload import FrozenOffload, place_frozen_parts
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,11 @@ def make_learner(
     copies = [] if reference is None or reference.module is None else [reference.module]
     if backend.groups.size > 1:
         spread_over_context([*networks, *copies], backend.groups, args.device)
-    offload = place_pipeline(
-        policy.pipe,
-        networks,
-        backend,
-        device=args.device,
-        offload_frozen=args.offload_frozen,
-        swaps_blocks=args.group_offload is not None,
-    )
+    offload = None
+    if args.offload_frozen is None and args.group_offload is None and not backend.shards_weights:
+        policy.pipe.to(args.device)
+    else:  # the networks go there later, or a block at a time
+        offload = place_frozen_parts(policy.pipe, networks, args.device, args.offload_frozen)
     algorithm = make_algorithm(args, networks, reward_weights)
     decay = algorithm.old_decay
     return Learner(

@@ -12,29 +12,11 @@ from accelerate.hooks import CpuOffload, add_hook_to_module
 from diffusers import DiffusionPipeline
 from torch import nn
 
-from ..distributed.backend import DistributedBackend
-
-
-def place_pipeline(
-    pipe: DiffusionPipeline,
-    networks: list[nn.Module],
-    backend: DistributedBackend,
-    *,
-    device: torch.device,
-    offload_frozen: str | None,
-    swaps_blocks: bool,
-) -> "FrozenOffload | None":
-    """Move the pipeline to the training device, except for parts that stay elsewhere until they are needed."""
-    if offload_frozen is None and not swaps_blocks and not backend.shards_weights:
-        pipe.to(device)
-        return None
-    return place_frozen_parts(pipe, networks, device, offload_frozen)
-
 
 def place_frozen_parts(
     pipe: DiffusionPipeline, networks: list[nn.Module], device: torch.device, offload_frozen: str | None
 ) -> "FrozenOffload | None":
-    """Move all parts of a pipeline but the networks to a device, or offload them; see [`place_pipeline`]."""
+    """Move all parts of a pipeline but the networks to a device, or offload them until they are needed."""
     if offload_frozen is not None:
         return FrozenOffload(pipe, networks, device)
     for part in pipe.components.values():

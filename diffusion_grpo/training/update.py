@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..algorithms.batch import MicroBatch, Part
+from ..config.settings import DiffusionGRPOConfig
 from ..policy.base import Policy
 from ..rollout.runtime import Runtime
 from ..rollout.value_model import ValueTargets
@@ -29,21 +30,11 @@ class Place:
 class PolicyUpdate:
     """Training of the policy, and of the value model if there is one, on micro-batches."""
 
-    def __init__(
-        self,
-        learner: Learner,
-        policy: Policy,
-        runtime: Runtime,
-        *,
-        value_clip: float | None,
-        device: torch.device,
-        output_dir: str,
-    ):
-        self._algorithm, self._policy, self._reference = learner.algorithm, policy, learner.reference
-        self._weights, self._values, self._value_clip = learner.weights, learner.values, value_clip
+    def __init__(self, args: DiffusionGRPOConfig, learner: Learner, policy: Policy, runtime: Runtime):
+        self._args, self._algorithm, self._policy, self._reference = args, learner.algorithm, policy, learner.reference
+        self._weights, self._values = learner.weights, learner.values
         self._backend, self._monitor = runtime.backend, runtime.monitor
         self._metrics, self._progress = runtime.metrics, runtime.progress
-        self._device, self._output_dir = device, output_dir
 
     def train_policy(self, model: nn.Module, batch: MicroBatch, place: Place) -> Tensor:
         """Make one forward and one backward pass per part and trained step.
@@ -59,7 +50,7 @@ class PolicyUpdate:
                 self._policy.refuse_step(step)
             return outputs[-1].loss
 
-        total = torch.zeros((), device=self._device)
+        total = torch.zeros((), device=self._args.device)
         passes = [one for turn in self._algorithm.passes(batch) for one in backend.equalize(turn, in_update=True)]
         if place.is_first or self._progress.stage != "training":
             self._progress.begin("training", len(passes) * place.count)
@@ -73,7 +64,7 @@ class PolicyUpdate:
                 if counts:
                     for name, value in outputs[-1].metrics.items():
                         self._metrics.add(name, value, outputs[-1].counts.get(name, count_measured(part, name)))
-                self._monitor.defer(refuse_non_finite, loss.detach(), "loss", place.update, self._output_dir)
+                self._monitor.defer(refuse_non_finite, loss.detach(), "loss", place.update, self._args.output_dir)
                 if is_last:
                     drift = max((output.drift for output in outputs), key=lambda drift: (math.isnan(drift), drift))
                     self._metrics.add_all(self._monitor.defer(self._algorithm.check, batch, drift) or {})
@@ -91,8 +82,8 @@ class PolicyUpdate:
         """Make one forward and backward pass of the value model, which shares nothing with the policy."""
         if targets is None:
             return
-        loss = self._values.loss(targets, self._value_clip)
-        self._monitor.defer(refuse_non_finite, loss.detach(), "value loss", place.update, self._output_dir)
+        loss = self._values.loss(targets, self._args.value_clip)
+        self._monitor.defer(refuse_non_finite, loss.detach(), "value loss", place.update, self._args.output_dir)
         (loss / place.count).backward()  # in float32, and by no engine
         self._metrics.add("value/loss", loss.item())
 

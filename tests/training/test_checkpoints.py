@@ -70,6 +70,7 @@ class Loader:
 
 def make(log, *, has_average=False, has_old_policy=False, has_reference=False, is_writer=True):
     return Checkpointer(
+        SimpleNamespace(sync_ref_model=True, should_save=is_writer, push_samples=False),
         "model",
         SimpleNamespace(pipe=None, component=("transformer",)),
         SimpleNamespace(
@@ -80,9 +81,6 @@ def make(log, *, has_average=False, has_old_policy=False, has_reference=False, i
             values=None,
         ),
         Loader(log),
-        moves_reference=True,
-        is_writer=is_writer,
-        pushes_samples=False,
     )
 
 

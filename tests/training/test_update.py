@@ -108,13 +108,12 @@ def make_update(policy, folder=".", monitor=ProcessGroupMonitor, **parts):
     backend = parts.pop("backend", None) or Backend()
     metrics, progress = parts.pop("metrics", Metrics()), parts.pop("progress", UpdateProgress())
     learner = {"algorithm": Squares(), "reference": None, "weights": TrainedWeights([policy.weight]), "values": None}
+    args = SimpleNamespace(value_clip=None, device=torch.device("cpu"), output_dir=str(folder))
     return PolicyUpdate(
+        args,
         SimpleNamespace(**learner | parts),
         policy,
         Runtime(backend, monitor(backend.accelerator, (NonFiniteError,)), metrics, progress),
-        value_clip=None,
-        device=torch.device("cpu"),
-        output_dir=str(folder),
     )
 
 
