@@ -325,7 +325,8 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
                 if self.step_size is not None:
                     self.step_size.watch(batch)
                 self.backend.begin_update(self.optimizer)
-            self.update.train_values(self.loader.value_targets, place)
+            if self.learner.values is not None:
+                self.update.train_values(self.loader.value_targets, place)
             loss = self.update.train_policy(model, batch, place)
         every = self.args.torch_empty_cache_steps
         if every is not None and place.is_last and place.update % every == 0:

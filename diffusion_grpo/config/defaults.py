@@ -3,6 +3,8 @@
 import dataclasses
 import json
 
+import torch
+
 from ..algorithms.base import Anchor, Recording
 from ..algorithms.registry import find_recording
 
@@ -92,6 +94,14 @@ class Sizes:
     @property
     def rollout_call_size(self) -> int:
         return self.rollout_batch_size or self.per_device_train_batch_size
+
+    @property
+    def eval_batch_size(self) -> int:
+        return self.per_device_eval_batch_size or self.rollout_call_size
+
+    @property
+    def trajectory_device(self) -> str | torch.device:
+        return "cpu" if self.offload_trajectories else self.device
 
     @property
     def needs_reference(self) -> bool:

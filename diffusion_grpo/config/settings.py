@@ -181,14 +181,6 @@ class DiffusionGRPOConfig(
     def __str__(self) -> str:
         return repr(self)  # that of transformers shows every field
 
-    @property
-    def eval_batch_size(self) -> int:
-        return self.per_device_eval_batch_size or self.rollout_call_size
-
-    @property
-    def trajectory_device(self) -> str | torch.device:
-        return "cpu" if self.offload_trajectories else self.device
-
     def check_machine(self) -> None:
         """Refuse settings that would silently have no effect on this machine."""
         if self.fp16 and (self.use_cpu or not torch.accelerator.is_available()):

@@ -253,7 +253,12 @@ def build_arguments(rows: list[dict[str, Any]], accepted: set[str], is_bare: boo
                 "value in all rows or in none."
             )
         if not is_setting:
-            inputs[name] = values[0] if is_bare else _stack(values)
+            if is_bare:
+                inputs[name] = values[0]
+            elif all(torch.is_tensor(value) for value in values):
+                inputs[name] = torch.stack(values)
+            else:
+                inputs[name] = np.stack(values) if all(isinstance(value, np.ndarray) for value in values) else values
             continue
         if len(set(values)) > 1:
             raise ValueError(
@@ -289,13 +294,6 @@ def _shape(value: Any, is_item: bool = False) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(_shape(item, is_item=True) for item in value)
     return tuple(value.shape) if hasattr(value, "shape") else type(value).__name__
-
-
-def _stack(values: list[Any]) -> Any:
-    """Stack tensors or arrays; return anything else as it is."""
-    if all(torch.is_tensor(value) for value in values):
-        return torch.stack(values)
-    return np.stack(values) if all(isinstance(value, np.ndarray) for value in values) else values
 
 
 def _is_per_sample(name: str, value: Any) -> bool:

@@ -16,6 +16,8 @@ from torch import Tensor
 
 def as_images(samples: list) -> list:
     """Convert samples to PIL images, or to lists of PIL frames for videos; move other tensors to the CPU."""
+    if all(isinstance(sample, Image.Image) for sample in samples):
+        return samples
     converted = [_convert(sample) for sample in samples]
     return samples if all(new is old for new, old in zip(converted, samples, strict=True)) else converted
 

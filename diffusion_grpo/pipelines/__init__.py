@@ -8,24 +8,20 @@ from diffusers import DiffusionPipeline
 from .family import Family
 from .glm_image import GlmImage
 
-__all__ = ["FAMILIES", "Family", "family_of", "family_of_class"]
+__all__ = ["FAMILIES", "Family", "family_of"]
 
 FAMILIES: dict[str, Family] = {"GlmImagePipeline": GlmImage()}
 
 
-def family_of(pipe: DiffusionPipeline) -> Family:
+def family_of(pipe: DiffusionPipeline | type[DiffusionPipeline]) -> Family:
     """Return the family of the pipeline's class, or of one it inherits from; otherwise the default family.
 
     Args:
-        pipe: any pipeline.
+        pipe: any pipeline, or its class.
 
     Examples:
         >>> type(family_of(pipe)).__name__
         'Family'
     """
-    return family_of_class(type(pipe))
-
-
-def family_of_class(pipeline: type[DiffusionPipeline]) -> Family:
-    """Return the family of a pipeline's class; see [`family_of`]."""
+    pipeline = pipe if isinstance(pipe, type) else type(pipe)
     return next((FAMILIES[cls.__name__] for cls in pipeline.__mro__ if cls.__name__ in FAMILIES), Family())

@@ -309,14 +309,14 @@ class Scoring:
         self.rewards, self.batch = rewards, batch
         self.numbers = list(range(len(rewards))) if numbers is None else numbers  # columns in the table of values
         self.calls: list[list[Call]] = []
-        self._called: Future = Future()
+        self.called: Future = Future()  # done once all functions have been called; raises what ends the process
         self._awaited: Future | None = None
         # each thread has its own current device, initially device 0
         self._device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
     def run(self) -> None:
         """Call all functions, one after the other, and let the event loop await the async ones."""
-        if not self._called.set_running_or_notify_cancel():
+        if not self.called.set_running_or_notify_cancel():
             return
         try:
             self._use_device()
@@ -327,23 +327,19 @@ class Scoring:
                 vars(self.batch).pop(name, None)
             if any(inspect.isawaitable(call.answer) for call in itertools.chain(*self.calls)):
                 self._awaited = run_in_loop(self._await_answers())
-            self._called.set_result(None)
+            self.called.set_result(None)
         except BaseException as error:  # a reward that calls sys.exit must end the run, not just its thread
-            self._called.set_exception(error)
-
-    def wait_for_calls(self) -> None:
-        """Wait until all functions have been called; raise what ends the process."""
-        self._called.result()
+            self.called.set_exception(error)
 
     def wait(self) -> None:
         """Wait until all functions have answered, async ones too."""
-        self.wait_for_calls()
+        self.called.result()
         if self._awaited is not None:
             self._awaited.result()
 
     def cancel(self) -> None:
         """Drop the calls if they have not begun, or the wait for async functions."""
-        if not self._called.cancel() and self._awaited is not None:
+        if not self.called.cancel() and self._awaited is not None:
             self._awaited.cancel()
 
     async def _await_answers(self) -> None:

@@ -43,7 +43,7 @@ class Executor:
         if not self._has_thread:
             for scoring in scorings:
                 scoring.run()
-                scoring.wait_for_calls()  # Ctrl-C ends the run, and not only the reward that it met
+                scoring.called.result()  # Ctrl-C ends the run, and not only the reward that it met
             return
         if self._queue is None:
             self._queue = queue.SimpleQueue()
@@ -62,10 +62,13 @@ class Executor:
     @contextlib.contextmanager
     def watch_generator(self) -> Iterator[None]:
         """Detect whether the first scoring draws from torch's global generator."""
+        if self._is_tried:
+            yield
+            return
         before = _generator_states()
         yield
         after = _generator_states()[: len(before)]  # a reward may have been the first to use a GPU
-        if not self._is_tried and not self._is_refused and not all(map(torch.equal, before, after)):
+        if not self._is_refused and not all(map(torch.equal, before, after)):
             self._refuse("a reward draws from torch's global generator")
         self._is_tried = True
 

@@ -21,7 +21,7 @@ from .. import tiny
 from ..config.settings import DiffusionGRPOConfig
 from ..config.validate import check_token_settings
 from ..distributed.backend import DistributedBackend
-from ..pipelines import family_of_class
+from ..pipelines import family_of
 from ..policy.base import POLICY_COMPONENTS, policy_component, split_component
 from ..policy.schedulers import stochastic_scheduler
 from ..policy.unguided import refuse_guider, refuse_unknown_scales
@@ -192,7 +192,7 @@ def check_trained_networks(
     backend: DistributedBackend,
 ) -> None:
     """Refuse networks that the settings or the processes cannot train."""
-    draws_tokens = networks == (family_of_class(pipeline).language_model,)
+    draws_tokens = networks == (family_of(pipeline).language_model,)
     check_processes(args, networks, draws_tokens, backend)
     if draws_tokens:
         check_token_settings(args)

@@ -78,10 +78,8 @@ class PolicyUpdate:
                 logger.debug("RL_METRIC: update %d, first pass: ratio off by %.3g, %s", place.update, drift, logged)
         return total
 
-    def train_values(self, targets: ValueTargets | None, place: Place) -> None:
+    def train_values(self, targets: ValueTargets, place: Place) -> None:
         """Make one forward and backward pass of the value model, which shares nothing with the policy."""
-        if targets is None:
-            return
         loss = self._values.loss(targets, self._args.value_clip)
         self._monitor.defer(refuse_non_finite, loss.detach(), "value loss", place.update, self._args.output_dir)
         (loss / place.count).backward()  # in float32, and by no engine
