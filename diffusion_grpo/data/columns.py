@@ -52,7 +52,8 @@ class Columns:
             for name, feature in dataset.features.items():
                 kind = _media_type(feature)
                 if name in parameters:
-                    if _is_tensor(name, feature):
+                    is_list = isinstance(feature, (*LISTS, datasets.Array2D, datasets.Array3D))
+                    if is_list and is_embedding(name) and "string" not in str(feature):
                         self.tensors.append(name)
                     kind = kind or _file_type(dataset, name, parameters[name])
                 if kind is not None:
@@ -187,12 +188,6 @@ def _move(value: Any, folder: Path) -> Any:
     if isinstance(value, list):
         return [_move(item, folder) for item in value]
     return value if value is None or "://" in value else str(folder / value)
-
-
-def _is_tensor(name: str, feature: Any) -> bool:
-    """Return whether a column holds embeddings of prompts, or the mask of their tokens."""
-    is_list = isinstance(feature, (*LISTS, datasets.Array2D, datasets.Array3D))
-    return is_list and is_embedding(name) and "string" not in str(feature)
 
 
 def _media_type(feature: Any) -> Media | None:

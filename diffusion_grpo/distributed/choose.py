@@ -16,16 +16,11 @@ def choose_backend(args: DiffusionGRPOConfig) -> DistributedBackend:
     if args.n_gpu > 1:
         raise ValueError("Several GPUs need a launcher: start with `accelerate launch`, or make one GPU visible.")
     half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-    groups = make_groups(args)
+    is_ring = args.context_parallel_type == "ring"
+    groups = ContextGroups(args.context_parallel_size, args.world_size, args.process_index, is_ring)
     if args.deepspeed_plugin is not None:
         hide_deepspeed()
         return DeepSpeedBackend(half, groups, args.deepspeed_plugin, args.ds3_gather_for_generation)
     if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":  # by the launcher
         return FSDP2Backend(half, groups, args.fsdp_plugin_args, args.fsdp_gather_for_generation)
     return DistributedBackend(half, groups)
-
-
-def make_groups(args: DiffusionGRPOConfig) -> ContextGroups:
-    """Describe the groups of processes that share the sequence of each sample."""
-    is_ring = args.context_parallel_type == "ring"
-    return ContextGroups(args.context_parallel_size, args.world_size, args.process_index, is_ring)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from peft import PeftConfig
+from peft import LoraConfig, PeftConfig
 
 from .. import tiny
 from ..config.arguments import LaunchArguments, LoraArguments, ScriptArguments
@@ -29,7 +29,6 @@ from ..policy.networks import NetworkAccess
 from ..policy.token import make_policy
 from ..training.model import check_reentrant
 from ..training.model_checks import check_peft_config, list_components, read_index
-from ..weights.lora import read_config
 from ..weights.quantization import choose_specs, name_method
 from .batches import Batches, count_batches, count_evaluations
 from .measure import CallSizes, Measurement, measure
@@ -164,7 +163,7 @@ def _plan_model(
         return
     peft_config = lora.peft_config(args.lora_path)
     if args.lora_path is not None:  # a new adapter of the same rank is as large
-        peft_config, args.lora_path = read_config(args.lora_path), None
+        peft_config, args.lora_path = LoraConfig.from_pretrained(args.lora_path), None
     is_full_training, sharding = peft_config is None, made.sharding
     check_peft_config(peft_config)
     check_reentrant(args, is_full_training)

@@ -16,7 +16,6 @@ from ..rollout.reference import AdapterReference, CopiedReference
 from ..rollout.runtime import Runtime
 from ..rollout.value_model import ValueModel
 from .average import OldPolicy, PolicyAverage
-from .model_checks import check_processes
 from .offload import FrozenOffload, place_frozen_parts
 
 
@@ -46,7 +45,6 @@ def make_learner(
     """Move the policy to its device, and make the weights that accompany it."""
     # a reference is copied before the pipeline is on the accelerator, and an average after that, to save memory
     networks, backend, has_values = policy.networks, runtime.backend, args.advantage_estimator == "gae"
-    check_processes(args, policy.component, policy.draws_tokens, backend)
     weights = backend.trained_weights(model, take_turns=len(policy.component) > 1)
     reference = make_reference(args, policy, model, backend, is_full_training)
     copies = [] if reference is None or reference.module is None else [reference.module]

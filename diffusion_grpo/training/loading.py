@@ -7,15 +7,14 @@ from peft import PeftConfig
 from torch import nn
 from transformers import set_seed
 
-from ..config.settings import DiffusionGRPOConfig
-from ..config.validate import check_token_settings
 from ..data.inputs import PipelineInputs
 from ..distributed.failure import ProcessGroupMonitor
 from ..policy.base import Policy, list_filters
 from ..policy.token import make_policy
 from ..rollout.score import takes_only_latents
 from .model import load_pipeline, make_lazy_encoders, prepare_model
-from .preflight import CheckedRun, RunRewards
+from .model_checks import check_trained_networks
+from .preflight import CheckedRun
 from .prompt_embeds import PromptEmbeds, make_prompt_embeds
 
 logger = logging.getLogger(__name__)
@@ -48,16 +47,11 @@ def load_policy(given: CheckedRun, peft_config: PeftConfig | None, monitor: Proc
         access=backend.network_access(model),
         log_prob_type=args.log_prob_type,
     )
-    if policy.draws_tokens and given.inputs is None:  # code from elsewhere, which could not be checked before loading
-        check_token_settings(args)
-    check_policy(args, policy, given.rewards)
+    if given.inputs is None:  # code from elsewhere, which could not be checked before loading
+        check_trained_networks(component, type(pipe), args, backend)
+    policy.check_noise_level(args.noise_level)
+    if any(map(takes_only_latents, given.rewards.all)):
+        policy.check_latents()
     if args.should_log and (filters := list_filters(pipe)):
         logger.warning("Samples are made without %s, so that rewards see what the network made.", ", ".join(filters))
     return LoadedPolicy(policy, model, inputs, make_prompt_embeds(args, given, policy, inputs, monitor))
-
-
-def check_policy(args: DiffusionGRPOConfig, policy: Policy, rewards: RunRewards) -> None:
-    """Refuse settings and rewards that do not fit the policy."""
-    policy.check_noise_level(args.noise_level)
-    if any(map(takes_only_latents, rewards.all)):
-        policy.check_latents()

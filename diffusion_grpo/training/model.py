@@ -150,7 +150,8 @@ def from_pretrained(model: str, cls: type[DiffusionPipeline] = DiffusionPipeline
 
 def set_up_pipeline(pipe: DiffusionPipeline, args: DiffusionGRPOConfig) -> DiffusionPipeline:
     """Apply the scheduler and decoding settings to a pipeline."""
-    pipe = set_scheduler(pipe, args.scheduler_kwargs)
+    if args.scheduler_kwargs:
+        pipe.scheduler = change_scheduler(pipe.scheduler, args.scheduler_kwargs)
     if args.sigmas is not None:
         check_sigmas(pipe.scheduler)
     return set_decoding(pipe, args.vae_slicing, args.vae_tiling, args.decode_batch_size)
@@ -259,13 +260,6 @@ def load_plain_pipeline(
     kwargs["dtype"] = _read_dtype("dtype", dtype or kwargs.get("dtype", former))
     pipe = from_pretrained(model, **kwargs)
     return pipe.to(place) if is_placed else pipe
-
-
-def set_scheduler(pipe: DiffusionPipeline, settings: dict[str, Any] | None) -> DiffusionPipeline:
-    """Change some settings of the pipeline's scheduler, e.g. `{"shift": 3.0}`."""
-    if settings:
-        pipe.scheduler = change_scheduler(pipe.scheduler, settings)
-    return pipe
 
 
 def prepare_model(

@@ -193,16 +193,9 @@ def check_trained_networks(
 ) -> None:
     """Refuse networks that the settings or the processes cannot train."""
     draws_tokens = networks == (family_of(pipeline).language_model,)
-    check_processes(args, networks, draws_tokens, backend)
+    backend.check_run(networks, processes=args.world_size, own_steps=args.trains_own_steps, draws_tokens=draws_tokens)
     if draws_tokens:
         check_token_settings(args)
-
-
-def check_processes(
-    args: DiffusionGRPOConfig, networks: tuple[str, ...], draws_tokens: bool, backend: DistributedBackend
-) -> None:
-    """Refuse networks that the processes cannot train."""
-    backend.check_run(networks, processes=args.world_size, own_steps=args.trains_own_steps, draws_tokens=draws_tokens)
 
 
 def check_peft_config(peft_config: PeftConfig | None) -> None:

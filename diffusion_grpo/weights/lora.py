@@ -7,7 +7,6 @@ an adapter is refused before anything is changed.
 import contextlib
 import copy
 import functools
-import os
 import re
 import warnings
 from collections.abc import Iterator
@@ -127,11 +126,6 @@ def load_lora(pipe: DiffusionPipeline, names: tuple[str, ...], source: str, keep
             "what is saved; set keep_adapters=True to use it all the same."
         )
     return name
-
-
-def read_config(source: str) -> LoraConfig:
-    """Read the config of a saved LoRA, without its weights."""
-    return LoraConfig.from_pretrained(os.path.expanduser(source))
 
 
 def unwrap(pipe: DiffusionPipeline, names: tuple[str, ...]) -> None:

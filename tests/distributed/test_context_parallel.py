@@ -13,7 +13,7 @@ from tiny_runs import brightness, first_frame_brightness, logged, trained_weight
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.config.defaults import BatchSizes
 from diffusion_grpo.data.sampler import GroupSampler
-from diffusion_grpo.distributed.choose import make_groups
+from diffusion_grpo.distributed.choose import choose_backend
 from diffusion_grpo.distributed.context_parallel import ContextGroups, check_context
 from tests.distributed.test_processes import result
 
@@ -79,7 +79,7 @@ def test_a_group_counts_as_one_process(monkeypatch):
         args.batch_sizes.rollout_share,
         args.batch_sizes.samples_per_update,
     ) == (4, 32, 64)
-    groups = make_groups(args)
+    groups = choose_backend(args).groups
     assert groups == ContextGroups(size=2, processes=4, process=3)
     assert (groups.count, groups.index, groups.is_first) == (2, 1, False)
     with pytest.raises(ValueError, match="context_parallel_size=3"):

@@ -5,17 +5,16 @@ from types import SimpleNamespace
 import pytest
 import tiny_pipelines
 import torch
-from command_line import make_config
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
-from tiny_runs import LORA, PROMPTS, SETTINGS, brightness, latent_mean, trainer_for
+from tiny_runs import LORA, PROMPTS, SETTINGS, brightness, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.distributed.failure import ProcessGroupMonitor
 from diffusion_grpo.policy.drivers import UnsupportedPipeline
 from diffusion_grpo.policy.token import TokenPolicy
-from diffusion_grpo.training.loading import check_policy, load_policy
-from diffusion_grpo.training.preflight import check_run, load_run_rewards
+from diffusion_grpo.training.loading import load_policy
+from diffusion_grpo.training.preflight import check_run
 
 
 def load(folder, seed=0):
@@ -48,9 +47,8 @@ def test_a_lora_around_the_network_is_all_that_is_trained_and_starts_from_the_se
 def test_rewards_that_take_latents_are_refused_where_there_are_none():
     tokens = TokenPolicy.__new__(TokenPolicy)
     tokens.pipe = SimpleNamespace()
-    args = make_config()
     with pytest.raises(UnsupportedPipeline, match="A reward takes latents, but SimpleNamespace gives none"):
-        check_policy(args, tokens, load_run_rewards([latent_mean], None, args))
+        tokens.check_latents()
 
 
 def test_more_noise_than_the_default_process_has_is_refused(tmp_path):

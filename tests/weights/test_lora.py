@@ -267,7 +267,3 @@ def test_one_target_may_be_written_without_a_list():
 def test_both_parts_of_glm_image_at_once(tmp_path):
     with pytest.raises(ValueError, match="tokens of vision_language_encoder and denoising steps cannot.*one of them"):
         trainer_for(tmp_path, name="glm_image", train_component="transformer, vision_language_encoder")
-
-
-def test_a_lora_to_train_further_is_planned_by_its_config(style):
-    assert adapters.read_config(str(style[0])).r == LORA["r"]
