@@ -3,10 +3,14 @@
 import argparse
 import inspect
 from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
 from ..config.files import check_model_name
 from ..quiet import hide_loading_bars
 from ..sampling import settings as sample_settings
+
+if TYPE_CHECKING:
+    from ..policy.check import ReplayReport
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -27,16 +31,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.sde_type not in (known := ["auto", *SDES]):
         raise ValueError(f"--sde_type {arguments.sde_type} is unknown; choose one of {', '.join(known)}.")
-    import torch
-    from diffusers import ModelMixin
     from rich.console import Console
     from rich.table import Table
 
     from ..data.inputs import find_missing
-    from ..policy.check import check_pipeline
-    from ..training.model import choose_device, load_plain_pipeline
     from ..training.model_checks import check_packages, pipeline_class
-    from ..weights.files import load_weights
 
     pipeline = pipeline_class(arguments.model, arguments)
     check_packages(arguments.model, arguments)
@@ -46,7 +45,25 @@ def run(arguments: argparse.Namespace) -> int:
             f"check_pipeline(pipe, {{..., {missing[0]!r}: ...}})."
         )
     hide_loading_bars(arguments.model)
-    steps = inputs.pop("num_inference_steps")
+    replay = replay_once(arguments, inputs)
+    table = Table(show_header=False, title=f"{arguments.model}: {'trains' if replay.trains else 'does not train'}")
+    for field in fields(replay):
+        value = getattr(replay, field.name)
+        if value is not None and value != "":
+            table.add_row(field.name, f"{value:.3g}" if isinstance(value, float) else str(value))
+    Console().print(table)
+    return 0 if replay.trains else 1
+
+
+def replay_once(arguments: argparse.Namespace, inputs: dict[str, Any]) -> "ReplayReport":
+    """Load the pipeline, and compare a rollout with its replay."""
+    import torch
+    from diffusers import ModelMixin
+
+    from ..policy.check import check_pipeline
+    from ..training.model import choose_device, load_plain_pipeline
+    from ..weights.files import load_weights
+
     try:
         source = arguments.model, arguments.dtype, arguments.device, False, arguments.model_init_kwargs
         pipe = load_plain_pipeline(*source)
@@ -56,10 +73,10 @@ def run(arguments: argparse.Namespace) -> int:
         for part in pipe.components.values():  # replays then keep few activations, as in training
             if isinstance(part, ModelMixin) and part._supports_gradient_checkpointing:
                 part.enable_gradient_checkpointing()
-        replay = check_pipeline(
+        return check_pipeline(
             pipe,
-            inputs,
-            num_inference_steps=steps,
+            {name: value for name, value in inputs.items() if name != "num_inference_steps"},
+            num_inference_steps=inputs["num_inference_steps"],
             sde_type=arguments.sde_type,
             noise_level=arguments.noise_level,
             seed=arguments.seed or 0,
@@ -69,10 +86,3 @@ def run(arguments: argparse.Namespace) -> int:
             f"{arguments.model} and one replay do not fit into the accelerator's memory, so it was not checked "
             "whether the model trains; set a smaller --height and --width, --dtype bfloat16, or --device cpu."
         ) from error
-    table = Table(show_header=False, title=f"{arguments.model}: {'trains' if replay.trains else 'does not train'}")
-    for field in fields(replay):
-        value = getattr(replay, field.name)
-        if value is not None and value != "":
-            table.add_row(field.name, f"{value:.3g}" if isinstance(value, float) else str(value))
-    Console().print(table)
-    return 0 if replay.trains else 1

@@ -136,17 +136,7 @@ class DiffusionGRPOConfig(
         if not self.use_cpu and has_apple_gpu():
             logger.warning("Apple's GPU has no float64, which training needs; the run uses the CPU.")
             self.use_cpu = True
-        launched = os.environ.get(LAUNCHED_PRECISION)
-        if launched in ("bf16", "fp16") and self.bf16 is None and not self.fp16 and "fp16" not in self.given:
-            setattr(self, launched, launched == "bf16" or not self.use_cpu)  # fp16 does nothing on a CPU
-        if self.bf16 is None:
-            has_gpu = not self.use_cpu and torch.cuda.is_available()  # older ones emulate bfloat16, slowly
-            self.bf16 = not self.fp16 and has_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
-            if has_gpu and not (self.bf16 or self.fp16):
-                logger.warning(
-                    "This GPU does not compute in bfloat16, so the run uses float32, which needs twice the memory; "
-                    "fp16=True trains in half precision."
-                )
+        self.choose_precision()
         watches = str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type)) in WATCHING_SCHEDULES
         asks_for_best = watches or self.load_best_model_at_end or self.save_strategy == "best"
         if self.metric_for_best_model is None and asks_for_best:
@@ -180,6 +170,21 @@ class DiffusionGRPOConfig(
 
     def __str__(self) -> str:
         return repr(self)  # that of transformers shows every field
+
+    def choose_precision(self) -> None:
+        """Fill in the precision that neither the user nor the launcher has set, by the GPU."""
+        launched = os.environ.get(LAUNCHED_PRECISION)
+        if launched in ("bf16", "fp16") and self.bf16 is None and not self.fp16 and "fp16" not in self.given:
+            setattr(self, launched, launched == "bf16" or not self.use_cpu)  # fp16 does nothing on a CPU
+        if self.bf16 is not None:
+            return
+        has_gpu = not self.use_cpu and torch.cuda.is_available()  # older ones emulate bfloat16, slowly
+        self.bf16 = not self.fp16 and has_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+        if has_gpu and not (self.bf16 or self.fp16):
+            logger.warning(
+                "This GPU does not compute in bfloat16, so the run uses float32, which needs twice the memory; "
+                "fp16=True trains in half precision."
+            )
 
     def check_machine(self) -> None:
         """Refuse settings that would silently have no effect on this machine."""

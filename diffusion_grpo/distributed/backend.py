@@ -55,7 +55,8 @@ class DistributedBackend:
 
     def network_access(self, model: nn.Module) -> NetworkAccess:
         """Return how the policy may call the networks of a model."""
-        access = NetworkAccess(forward_context=self._autocast, casts_outputs=self._half is not None)
+        context = contextlib.nullcontext if self._half is None else self._autocast
+        access = NetworkAccess(forward_context=context, casts_outputs=self._half is not None)
         if not self.shards_weights:
             return access
         self._calls = EqualCalls(self._exchange)
@@ -68,7 +69,7 @@ class DistributedBackend:
         return self.accelerator.gather(torch.tensor([action], device=self.accelerator.device)).tolist()
 
     def _autocast(self) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext() if self._half is None else self.accelerator.autocast()
+        return self.accelerator.autocast()
 
     def trained_weights(self, model: nn.Module, take_turns: bool) -> TrainedWeights:
         """Return the trained parameters; with `take_turns`, they belong to experts that share the steps."""

@@ -98,7 +98,7 @@ class DeepSpeedBackend(DistributedBackend):
     def _autocast(self) -> contextlib.AbstractContextManager:
         # accelerate does not autocast a network in half precision, but the pipeline calls the network with inputs from
         # its other parts, which may have any dtype
-        if self._half is None or not self.stage:
+        if not self.stage:
             return super()._autocast()
         return torch.autocast(self.accelerator.device.type, self._half, cache_enabled=False)
 

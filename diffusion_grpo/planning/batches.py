@@ -12,23 +12,21 @@ Batches = dict[str, int | None]
 def count_batches(args: DiffusionGRPOConfig, prompts: int | None) -> Batches:
     """Count prompts, samples and updates, over all processes, of a run with that many prompts, if they are known."""
     sizes = args.batch_sizes
-    per_rollout = args.micro_batches_per_rollout * args.num_iterations // args.gradient_accumulation_steps
     rollouts = None if prompts is None else math.ceil(prompts / sizes.prompts_per_rollout)
-    per_epoch = None if rollouts is None else rollouts * per_rollout
+    per_epoch = None if rollouts is None else rollouts * sizes.updates_per_rollout
     updates = None if per_epoch is None else math.ceil(args.num_train_epochs * per_epoch)
-    micro_batch, accumulated = args.per_device_train_batch_size, args.gradient_accumulation_steps
     return {
         "processes": args.world_size,
         "prompts_per_rollout": sizes.prompts_per_rollout,
         "samples_per_prompt": args.num_generations,
-        "samples_per_rollout": sizes.prompts_per_rollout * args.num_generations,
+        "samples_per_rollout": sizes.samples_per_rollout,
         "trained_per_prompt": sizes.trained_per_prompt,
         "samples_per_process": sizes.rollout_share,
         "pipeline_calls": math.ceil(sizes.rollout_share / args.rollout_call_size),
-        "micro_batch": micro_batch,
-        "micro_batches_per_update": accumulated,
-        "updates_per_rollout": per_rollout,
-        "samples_per_update": micro_batch * accumulated * args.data_processes,
+        "micro_batch": sizes.micro_batch,
+        "micro_batches_per_update": sizes.accumulation,
+        "updates_per_rollout": sizes.updates_per_rollout,
+        "samples_per_update": sizes.samples_per_update,
         "trained_steps": args.trained_count,
         "trained_tokens": 0,
         "num_inference_steps": args.num_inference_steps,
