@@ -189,11 +189,6 @@ class Sizes:
         return is_trained * self.trained_count / self.drawn_count
 
     @property
-    def trains_shared_step_alone(self) -> bool:
-        """Whether each sample trains only one step, the one with the last shared network call."""
-        return self.trained_share == 1 and self.trained_count == 1
-
-    @property
     def shared_calls(self) -> float:
         """How many network calls of a rollout samples with the same initial latent share, averaged over rollouts."""
         if not self.shares_calls:

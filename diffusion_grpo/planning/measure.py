@@ -84,7 +84,8 @@ class CallSizes:
     def of(cls, args: DiffusionGRPOConfig) -> "CallSizes":
         micro_batch, sharing = args.per_device_train_batch_size, args.trained_sharing
         update = micro_batch
-        if args.shares_calls and args.trains_shared_step_alone:
+        # each sample trains only one step, the one with the last shared network call
+        if args.shares_calls and args.trained_share == args.trained_count == 1:
             is_cut = update % sharing and sharing % update  # a micro-batch may then have samples of one more latent
             update = min(update, math.ceil(update / sharing) + bool(is_cut))
         return cls(args.rollout_call_size, micro_batch, update)

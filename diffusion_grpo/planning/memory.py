@@ -58,8 +58,8 @@ def estimate_memory(
 ) -> list[Memory]:
     """Estimate the bytes on one process, by kind."""
     copies_reference = args.needs_reference and is_full_training
-    released = list_text_encoders(parts.others) if _caches_prompts(args) else []
-    moved = [name for name in _list_moved(parts, args) if name not in released]
+    released = list_text_encoders(parts.others) if args.cache_prompt_embeds != "off" else []
+    moved = [name for name in parts.moved if args.offload_frozen is not None and name not in released]
     stay = [name for name in parts.others if name not in (*released, *moved)]
     memory = _list_state(parts, args, sharding)
     memory += _list_copies(parts, args, copies_reference, sharding)
@@ -83,14 +83,6 @@ def estimate_memory(
 
 def _place(name: str, count: int, is_on_cpu: bool) -> Memory:
     return Memory(name, 0 if is_on_cpu else count, count if is_on_cpu else 0)
-
-
-def _caches_prompts(args: DiffusionGRPOConfig) -> bool:
-    return args.cache_prompt_embeds != "off"
-
-
-def _list_moved(parts: Parts, args: DiffusionGRPOConfig) -> list[str]:
-    return parts.moved if args.offload_frozen is not None else []
 
 
 def _list_state(parts: Parts, args: DiffusionGRPOConfig, sharding: Sharding) -> list[Memory]:
@@ -171,7 +163,7 @@ def _list_phases(
     parts: Parts, args: DiffusionGRPOConfig, copies_reference: bool, sharding: Sharding, counted: Measurement
 ) -> list[Memory]:
     """List temporary memory: one row for each phase that was measured."""
-    is_cached, moved = _caches_prompts(args), _list_moved(parts, args)
+    is_cached, moved = args.cache_prompt_embeds != "off", parts.moved if args.offload_frozen is not None else []
     encoders = [name for name in (parts.others if is_cached else moved) if name not in parts.decodes]
     decoders = [name for name in moved if name in parts.decodes]
     gathered = _weigh_gathered(parts, args, copies_reference, sharding)
