@@ -99,8 +99,8 @@ class Several(ProcessGroupMonitor):
 
     def agree(self, error=None):
         Several.agreed += 1
-        if self._deferred is not None:
-            raise self._deferred
+        self.is_alone = True  # nobody to exchange errors with
+        super().agree(error)
 
 
 def make_update(policy, folder=".", monitor=ProcessGroupMonitor, **parts):
