@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 
 def setting(default: Any, help: str, repr: bool = True) -> Any:
-    """Return the field of a setting; a list is copied for each object."""
-    value = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    """Return the field of a setting; a list or dictionary is copied for each object."""
+    value = {"default_factory": default.copy} if isinstance(default, (list, dict)) else {"default": default}
     return field(**value, repr=repr, metadata={"help": help})
 
 

@@ -8,17 +8,18 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from ..config.declare import Count, NotNegative, setting
+from ..config.fields import check_fields, list_fields
 from ..config.files import check_folder
 from ..tiny import default_settings
 
 if TYPE_CHECKING:
     from ..config.settings import DiffusionGRPOConfig
 
-PROMPTS_HELP = "file of prompts (.txt, .jsonl, .json, .csv, .parquet), dataset folder, Hub id, or `tiny`"
 STEPS = ("trained_steps", "num_trained_steps", "step_selection", "step_interval", "noisy_steps")
 OF_THE_RUN = ("scheduler_kwargs", *STEPS, "train_component", "temperature", "top_k", "top_p")
 OF_THE_RUN += ("bf16", "fp16", "load_in_4bit", "load_in_8bit", "quantization")
@@ -30,41 +31,57 @@ CALL = ("guidance_scale", "height", "width", "num_frames")  # arguments of the p
 @dataclass
 class SampleSettings:
     model: str
-    prompts: str | list[str]
-    split: str
-    output_dir: Path
-    prompt_column: str | None = None
-    max_prompts: int | None = None
-    lora: str | None = None
-    model_init_kwargs: dict[str, Any] | None = None
+    prompts: str | list[str] = setting(
+        MISSING,
+        "file of prompts (.txt, .jsonl, .json, .csv, .parquet), dataset folder, Hub id, or `tiny`; default: the YAML "
+        "file's dataset",
+    )
+    split: str = setting(MISSING, "split of the prompts; default: test, or the YAML file's")
+    output_dir: Path = setting(MISSING, "folder to write to; default: samples")
+    prompt_column: str | None = setting(None, "column that holds the prompts; default: found by its name")
+    max_prompts: Count | None = setting(None, "use only the first N prompts; default: 16, or all with a YAML file")
     reward_funcs: Any = None
     eval_reward_funcs: Any = None
     reward_weights: list[float] | None = None
-    num_generations: int = 1
-    batch_size: int = 4
-    num_inference_steps: int | None = None
-    sde_type: str = "auto"
-    noise_level: float | None = 0.0
+    num_generations: Count = setting(1, "samples per prompt; default: 1, or the YAML file's")
+    noise_level: NotNegative | None = setting(
+        0.0,
+        "noise level of the denoising steps, as in training; default: 0 (the pipeline's own scheduler), or the YAML "
+        "file's",
+    )
+    sde_type: str = setting("auto", "SDE of the noise; default: auto, or the YAML file's")
+    batch_size: Count = setting(4, "samples per pipeline call; default: 4, or the YAML file's")
+    fps: float | None = setting(None, "frames per second of videos; default: the pipeline's, or 16")
+    offload_frozen: Literal["cpu"] | None = setting(
+        None,
+        "keep all parts but the network in CPU memory until they are needed; default: no, or as in the YAML file",
+    )
+    # those that `check` has too
+    num_inference_steps: int | None = setting(None, "number of denoising steps")
+    guidance_scale: float | None = setting(None, "guidance scale")
+    height: int | None = setting(None, "height in pixels")
+    width: int | None = setting(None, "width in pixels")
+    num_frames: int | None = setting(None, "number of frames per video")
+    pipeline_kwargs: dict[str, Any] = setting({}, "additional arguments of the pipeline's call, as JSON")
+    model_init_kwargs: dict[str, Any] | None = setting(
+        None, 'arguments that load the pipeline, as JSON, such as {"revision": "main"}'
+    )
+    lora: str | None = setting(
+        None,
+        "LoRA or weights to load: the output folder of a run or one of its checkpoints, whose evaluations then give "
+        "the defaults of size, guidance and steps; or any LoRA of the model",
+    )
+    seed: int = setting(0, "random seed; default: 0")
+    dtype: str | None = setting(
+        None, "torch dtype of the weights; default: bfloat16 on an accelerator, float32 on a CPU"
+    )
+    device: str | None = setting(None, "torch device; default: an accelerator where there is one")
     samples_per_latent: int | None = 1
-    seed: int = 0
-    fps: float | None = None
-    dtype: str | None = None
-    device: str | None = None
-    offload_frozen: str | None = None
-    guidance_scale: float | None = None
-    height: int | None = None
-    width: int | None = None
-    num_frames: int | None = None
-    pipeline_kwargs: dict[str, Any] = field(default_factory=dict)
     sigmas: list[float] | None = None
     train: "DiffusionGRPOConfig | None" = None
 
     def __post_init__(self):
-        for name in ("num_generations", "batch_size", "max_prompts"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}.")
-        if self.noise_level is not None and self.noise_level < 0:
-            raise ValueError(f"--noise_level must be 0 (no noise) or above, got {self.noise_level}.")
+        check_fields(self)
         if self.noise_level != 0 and self.num_inference_steps is None:
             raise ValueError("Noise in the steps needs --num_inference_steps, the number of steps it is spread over.")
         if self.lora is not None and not Path(self.lora).exists():
@@ -103,62 +120,31 @@ def hash_weights(source: str | None) -> str | None:
     return digest.hexdigest()[:16]
 
 
+def add_options(command: argparse.ArgumentParser, first: str) -> None:
+    """Add options for the settings that have a help text, from the field `first` on; None stands for the default."""
+    described = [each for each in fields(SampleSettings) if each.metadata]
+    names = [each.name for each in described]
+    for each in described[names.index(first) :]:
+        own = list_fields(SampleSettings)[each.name]
+        kind = own.kinds[0] if own.kinds[0] in (int, float) else str
+        command.add_argument(f"--{each.name}", type=kind, choices=own.choices or None, help=each.metadata["help"])
+
+
 def add_call_options(command: argparse.ArgumentParser) -> None:
     """Add the options that `check` and `sample` share. Those not given keep the pipeline's default."""
-    command.add_argument("--num_inference_steps", type=int, help="number of denoising steps")
-    command.add_argument("--guidance_scale", type=float, help="guidance scale")
-    command.add_argument("--height", type=int, help="height in pixels")
-    command.add_argument("--width", type=int, help="width in pixels")
-    command.add_argument("--num_frames", type=int, help="number of frames per video")
-    command.add_argument("--pipeline_kwargs", help="additional arguments of the pipeline's call, as JSON")
-    command.add_argument(
-        "--model_init_kwargs", help='arguments that load the pipeline, as JSON, such as {"revision": "main"}'
-    )
-    command.add_argument(
-        "--lora",
-        help="LoRA or weights to load: the output folder of a run or one of its checkpoints, whose evaluations then "
-        "give the defaults of size, guidance and steps; or any LoRA of the model",
-    )
-    command.add_argument("--seed", type=int, help="random seed; default: 0")
-    command.add_argument(
-        "--dtype", help="torch dtype of the weights; default: bfloat16 on an accelerator, float32 on a CPU"
-    )
-    command.add_argument("--device", help="torch device; default: an accelerator where there is one")
+    add_options(command, "num_inference_steps")
 
 
 def add_sample_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "source", metavar="model", help="Hub id or folder of a pipeline, `tiny`, or a YAML file of `train`"
     )
-    command.add_argument("--prompts", help=f"{PROMPTS_HELP}; default: the YAML file's dataset")
     command.add_argument("--prompt", nargs="+", help="texts to sample, in place of --prompts")
-    command.add_argument("--prompt_column", help="column that holds the prompts; default: found by its name")
-    command.add_argument("--split", help="split of the prompts; default: test, or the YAML file's")
-    command.add_argument(
-        "--max_prompts", type=int, help="use only the first N prompts; default: 16, or all with a YAML file"
-    )
     command.add_argument(
         "--reward_funcs", nargs="+", help="rewards that score the samples: names, dotted paths, or one YAML mapping"
     )
-    command.add_argument("--num_generations", type=int, help="samples per prompt; default: 1, or the YAML file's")
-    command.add_argument(
-        "--noise_level",
-        type=float,
-        help=(
-            "noise level of the denoising steps, as in training; default: 0 (the pipeline's own scheduler), or the "
-            "YAML file's"
-        ),
-    )
-    command.add_argument("--sde_type", help="SDE of the noise; default: auto, or the YAML file's")
-    command.add_argument("--batch_size", type=int, help="samples per pipeline call; default: 4, or the YAML file's")
-    command.add_argument("--fps", type=float, help="frames per second of videos; default: the pipeline's, or 16")
-    command.add_argument(
-        "--offload_frozen",
-        choices=["cpu"],
-        help="keep all parts but the network in CPU memory until they are needed; default: no, or as in the YAML file",
-    )
-    command.add_argument("--output_dir", default="samples", help="folder to write to; default: %(default)s")
-    add_call_options(command)
+    add_options(command, "prompts")
+    command.set_defaults(output_dir="samples")
     command.epilog = (
         "With a YAML file of `train` the samples are like those of its rollouts: dataset, rewards, group size, image\n"
         "size, guidance, noise and sigmas come from the file. Options given here override it, and so does any other\n"

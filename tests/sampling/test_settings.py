@@ -71,10 +71,10 @@ def test_samples_of_a_run_have_its_spacing_of_steps_and_begin_with_the_lora_that
     ("words", "message"),
     [
         (["owner/name"], "--prompts is missing"),
-        (["owner/name", "--prompts", "x.txt", "--max_prompts", "0"], "--max_prompts must be at least 1"),
+        (["owner/name", "--prompts", "x.txt", "--max_prompts", "0"], "max_prompts must be at least 1"),
         (["owner/name", "--prompts", "x.txt", "--beta", "1"], "unknown option --beta"),
         (["owner/name", "--prompts", "x.txt", "--noise_level", "0.5"], "needs --num_inference_steps"),
-        (["owner/name", "--prompts", "x.txt", "--noise_level", "-1"], "--noise_level must be 0"),
+        (["owner/name", "--prompts", "x.txt", "--noise_level", "-1"], "noise_level must be at least 0"),
         (["owner/name", "--prompts", "x.txt", "--pipeline_kwargs", "[1]"], "write a JSON object"),
         (["owner/name", "--prompts", "x.txt", "--output_dir", __file__], "--output_dir: .* is a file; give the path"),
     ],
