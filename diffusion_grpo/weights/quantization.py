@@ -89,11 +89,7 @@ def choose_specs(args: Any, components: Components, trained: tuple[str, ...]) ->
             if args.bnb_4bit_quant_storage is not None:
                 options["bnb_4bit_quant_storage"] = args.bnb_4bit_quant_storage
         spec = QuantizationSpec(f"bitsandbytes_{bits}", options)
-        encoders = {name: own for name, own in components.items() if name.startswith("text_encoder")}
-        # a T5 or a language model, but not a CLIP
-        large = [
-            name for name, (library, kind) in encoders.items() if library == "transformers" and kind[:4] != "CLIP"
-        ]
+        large = [name for name, (library, kind) in components.items() if _is_large_encoder(name, library, kind)]
         specs = {name: spec for name in (*trained, *large) if name in components}
     for name, entry in (args.quantization or {}).items():
         _check_component(name, components)
@@ -101,6 +97,11 @@ def choose_specs(args: Any, components: Components, trained: tuple[str, ...]) ->
         spec = entry if hasattr(entry, "quant_method") else read_spec(name, entry)
         specs |= {} if spec is None else {name: spec}
     return specs
+
+
+def _is_large_encoder(name: str, library: str, kind: str) -> bool:
+    """Return whether a component is a text encoder worth quantising: a T5 or a language model, but not a CLIP."""
+    return name.startswith("text_encoder") and library == "transformers" and not kind.startswith("CLIP")
 
 
 def _check_component(name: str, components: Components) -> None:

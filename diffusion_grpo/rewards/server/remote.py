@@ -180,14 +180,7 @@ class RemoteReward:
             sent = {name: [columns[name][row] for row in rows] for name in self.columns or ()}
             sent |= {name: list(map(open_image, sent[name])) for name in image_columns}
             groups = [0] * len(rows) if self.is_groupwise else None
-            samples = [completions[row] for row in rows]
-            if self.num_frames is not None:
-                samples = [
-                    [one[place] for place in frame_positions(self.num_frames, len(one))]
-                    if isinstance(one, list)
-                    else one
-                    for one in samples
-                ]
+            samples = [self._choose_frames(completions[row]) for row in rows]
             asked = [prompts[row] for row in rows]
             return write_request(samples, asked, sent, groups, fps, self.body, sampling_rate, self.takes_latents)
 
@@ -212,6 +205,12 @@ class RemoteReward:
         token = {"Authorization": f"Bearer {os.environ[self.token_env]}"} if self.token_env else {}
         headers = {"Content-Type": CONTENT_TYPES[self.body], "Accept-Encoding": "identity", **token}
         return httpx2.AsyncClient(headers=headers, trust_env=False)
+
+    def _choose_frames(self, sample: Any) -> Any:
+        """Choose the frames of a video to send; return an image as it is."""
+        if self.num_frames is None or not isinstance(sample, list):
+            return sample
+        return [sample[place] for place in frame_positions(self.num_frames, len(sample))]
 
     async def _work(
         self, client: httpx2.AsyncClient, server: _Server, pending: list[range], write: Callable, scores: list
