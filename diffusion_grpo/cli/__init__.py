@@ -92,7 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
     for command, name, purpose in (
         (train, "train", "train from a YAML file"),
         (plan, "plan", "show how many samples, updates and bytes a run will need, without loading anything"),
-        (check, "check", "check in seconds whether a pipeline can be trained, and how exactly it replays"),
+        (check, "check", "check whether a pipeline can be trained, and how exactly it replays"),
         (sample, "sample", "generate images, videos or sound and score them, without training"),
         (report, "report", "rewrite report.html and summary.json of a run"),
         (rewards, "rewards", "list rewards, or serve them to other machines"),

@@ -1,4 +1,4 @@
-"""Check in seconds whether a pipeline can be trained, by one small rollout and its replay."""
+"""Check whether a pipeline can be trained, by one small rollout and its replay."""
 
 import contextlib
 import dataclasses
