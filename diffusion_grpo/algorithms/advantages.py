@@ -122,7 +122,11 @@ def compute_advantages(
             "gets every reward; leave one of them out."
         )
     device, rewards, weights = rewards.device, rewards.detach().cpu().double(), weights.detach().cpu().double()
-    group, batch = _number(groups), _number(torch.zeros_like(groups) if batches is None else batches)
+    # consecutive numbers from 0
+    group, batch = (
+        torch.unique(names.cpu(), return_inverse=True)[1]
+        for names in (groups, torch.zeros_like(groups) if batches is None else batches)
+    )
     has_groups = len(group.unique()) < len(group)  # an advantage_fn may be given one sample per prompt
     compared = group if reward_baseline == "group" and has_groups else batch
     scaled = {"group": compared, "batch": batch, "none": None}[scale_rewards]
@@ -150,11 +154,6 @@ def compute_advantages(
         is_dropped=is_dropped.to(device),
         by_reward=columns.clamp(-clip, clip).float().to(device) if is_apart else None,
     )
-
-
-def _number(names: torch.Tensor) -> torch.Tensor:
-    """Replace arbitrary numbers by consecutive ones from 0, on the CPU."""
-    return torch.unique(names.cpu(), return_inverse=True)[1]
 
 
 def check_inputs(
@@ -195,8 +194,12 @@ def combine(
     NaN counts as the function's mean over the samples with an equal number in `compared`, by default all. If the
     function scored none of them, it is left out of a minimum or product; a sum takes its mean over all samples.
     """
-    together = torch.zeros(len(columns), dtype=torch.int64)
-    is_unscored, filled = columns.isnan().all(1), fill(columns, together if compared is None else compared)
+    is_unscored, filled = columns.isnan().all(1), columns
+    is_filled = columns.isnan() & ~is_unscored[:, None]
+    if is_filled.any():
+        compared = torch.zeros(len(columns), dtype=torch.int64) if compared is None else compared
+        means = torch.stack([group_statistics(column, compared)[0] for column in columns.unbind(1)], 1)
+        filled = torch.where(is_filled, means, columns)
     is_missing = filled.isnan()
     if aggregation == "min_then_normalize":
         total = (filled * weights).masked_fill(is_missing, torch.inf).amin(1)
@@ -211,19 +214,6 @@ def combine(
     else:
         total = sum_weighted(torch.where(is_missing, columns.nanmean(0), filled), weights)
     return total.masked_fill(is_unscored, torch.nan)
-
-
-def fill(columns: torch.Tensor, compared: torch.Tensor) -> torch.Tensor:
-    """Replace missing values by the function's mean over the samples with an equal number in `compared`.
-
-    They stay NaN in samples without any value, and where a function scored none of those compared.
-    """
-    is_missing = columns.isnan()
-    is_filled = is_missing & ~is_missing.all(1, keepdim=True)
-    if not is_filled.any():
-        return columns
-    means = torch.stack([group_statistics(column, compared)[0] for column in columns.unbind(1)], 1)
-    return torch.where(is_filled, means, columns)
 
 
 def sum_weighted(columns: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

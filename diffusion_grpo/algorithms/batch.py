@@ -94,20 +94,16 @@ class Part(_Samples):
         Samples that shared the network call of this step in the rollout share it again, in one forward and one
         backward pass.
         """
-        sources = self._share_calls(step)
-        rows = self.rows if sources is None else [self.rows[row] for row in first_of_each(sources).tolist()]
-        arguments = {"inputs": self.make_inputs(rows), "trajectory": self.trajectory, "step": step}
-        return arguments if sources is None else arguments | {"sources": sources}
-
-    def _share_calls(self, step: int) -> Tensor | None:
-        """Return the (batch,) index of each sample's call, from 0; None if every sample has its own call."""
-        if self.trajectory.shared_steps is None:
-            return None
-        seeds, shared = self.trajectory.initial_seeds.tolist(), (self.trajectory.shared_steps == step).tolist()
-        # strings for rows, so that none equals a seed
-        callers = [seed if is_shared else f"row {row}" for row, (seed, is_shared) in enumerate(zip(seeds, shared))]
-        numbers = {caller: number for number, caller in enumerate(dict.fromkeys(callers))}
-        return None if len(numbers) == len(self) else torch.tensor([numbers[caller] for caller in callers])
+        rows, more = self.rows, {}
+        if self.trajectory.shared_steps is not None:
+            seeds, shared = self.trajectory.initial_seeds.tolist(), (self.trajectory.shared_steps == step).tolist()
+            # strings for rows, so that none equals a seed
+            callers = [seed if is_shared else f"row {row}" for row, (seed, is_shared) in enumerate(zip(seeds, shared))]
+            numbers = {caller: number for number, caller in enumerate(dict.fromkeys(callers))}
+            if len(numbers) < len(self):
+                more["sources"] = torch.tensor([numbers[caller] for caller in callers])
+                rows = [self.rows[row] for row in first_of_each(more["sources"]).tolist()]
+        return {"inputs": self.make_inputs(rows), "trajectory": self.trajectory, "step": step, **more}
 
     def old_log_prob(self, step: int) -> Tensor:
         """Return the ratio's denominator at one step, (batch,), for samples that all train on it."""

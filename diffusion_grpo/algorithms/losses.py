@@ -259,34 +259,35 @@ def _clip_ratio(
     inputs: LossInputs, ratio: torch.Tensor, low: float, high: float, factor: torch.Tensor | None = None
 ) -> LossOutput:
     """Return PPO's clipped objective, times a factor per sample, and the KL to the reference."""
-    advantages = _spread_advantages(inputs, ratio)
+    # all tokens of a sample share one advantage
+    advantages = inputs.advantages if inputs.advantages.ndim == ratio.ndim else inputs.advantages[:, None]
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(low, high))
     is_low = (ratio < low) & (advantages < 0)
     is_high = (ratio > high) & (advantages > 0)
     return _finish(inputs, loss if factor is None else factor * loss, ratio, is_low, is_high)
 
 
-def _spread_advantages(inputs: LossInputs, ratio: torch.Tensor) -> torch.Tensor:
-    """Return advantages in a shape that fits the ratio: all tokens of a sample share one advantage."""
-    return inputs.advantages if inputs.advantages.ndim == ratio.ndim else inputs.advantages[:, None]
-
-
 def _finish(
     inputs: LossInputs, loss: torch.Tensor, ratio: torch.Tensor, is_low: torch.Tensor, is_high: torch.Tensor
 ) -> LossOutput:
     """Add the KL to the policy term of each sample (or token), and compute the metrics."""
-    policy = _mean(loss, inputs.mask)
+    policy, mask, counted = _mean(loss, inputs.mask), inputs.mask, ratio.detach()
+    if mask is not None:
+        counted = counted[mask.bool()] if mask.any() else ratio.new_ones(1)
     metrics = {
         "loss/policy": policy.detach(),
-        "ratio/mean": _mean(ratio.detach(), inputs.mask),
-        "ratio/min": _select_counted(ratio, inputs.mask).min(),
-        "ratio/max": _select_counted(ratio, inputs.mask).max(),
-        "clip_ratio/low_mean": _mean(is_low.float(), inputs.mask),
-        "clip_ratio/high_mean": _mean(is_high.float(), inputs.mask),
-        "clip_ratio/region_mean": _mean((is_low | is_high).float(), inputs.mask),
+        "ratio/mean": _mean(ratio.detach(), mask),
+        "ratio/min": counted.min(),
+        "ratio/max": counted.max(),
+        "clip_ratio/low_mean": _mean(is_low.float(), mask),
+        "clip_ratio/high_mean": _mean(is_high.float(), mask),
+        "clip_ratio/region_mean": _mean((is_low | is_high).float(), mask),
     }
-    kl = _kl(inputs)
-    if kl is None:
+    if inputs.ref_mean is not None:
+        kl = kl_divergence(inputs.mean, inputs.ref_mean, inputs.std, inputs.moving).mean()
+    elif inputs.ref_log_prob is not None:
+        kl = _mean(token_kl_divergence(inputs.log_prob, inputs.ref_log_prob), mask)
+    else:
         return LossOutput(policy, metrics)
     metrics |= {"kl": kl.detach(), "loss/kl": inputs.beta * kl.detach()}
     return LossOutput(policy + inputs.beta * kl, metrics)
@@ -295,22 +296,6 @@ def _finish(
 def _mean(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """Average over samples; average tokens within each sample first, so that long and short samples count the same."""
     return (values if mask is None else masked_mean(values, mask)).mean()
-
-
-def _select_counted(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Return the values without gradient; for tokens, only those that count, or a single 1 if none does."""
-    if mask is None:
-        return values.detach()
-    return values.detach()[mask.bool()] if mask.any() else values.new_ones(1)
-
-
-def _kl(inputs: LossInputs) -> torch.Tensor | None:
-    """Return the KL to the reference, a scalar with gradient; None without a reference."""
-    if inputs.ref_mean is not None:
-        return kl_divergence(inputs.mean, inputs.ref_mean, inputs.std, inputs.moving).mean()
-    if inputs.ref_log_prob is not None:
-        return _mean(token_kl_divergence(inputs.log_prob, inputs.ref_log_prob), inputs.mask)
-    return None
 
 
 def loss_per_reward(loss: Loss, weights: Sequence[float]) -> Loss:
@@ -385,25 +370,9 @@ def sample_weights(advantages: torch.Tensor, trained: torch.Tensor) -> torch.Ten
 
 def sum_loss(loss: Loss, inputs: LossInputs, weights: torch.Tensor | None) -> LossOutput:
     """Turn a loss that is a mean over samples into their sum, weighted by [`sample_weights`]; None weighs all by 1."""
-    if weights is None:
-        output = _call(loss, inputs)
-        return dataclasses.replace(output, loss=output.loss * len(inputs.log_prob))
-    is_kept = (weights > 0).to(inputs.log_prob.device)
-    if not is_kept.any():
-        output = _call(loss, inputs)
-        return LossOutput(output.loss * 0.0, {name: value * 0.0 for name, value in _terms(output).items()})
-    output, total = _call(loss, select_samples(inputs, is_kept)), weights.sum().item()
-    terms = {name: value * (total / len(weights)) for name, value in _terms(output).items()}
-    return LossOutput(output.loss * total, output.metrics | terms)
-
-
-def _terms(output: LossOutput) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in output.metrics.items() if name.startswith("loss/")}
-
-
-def _call(loss: Loss, inputs: LossInputs) -> LossOutput:
-    """Call a loss, and check what it returns, since it may be the user's own."""
-    output, name = loss(inputs), getattr(getattr(loss, "func", loss), "__name__", loss)
+    is_kept = torch.ones(1, dtype=torch.bool) if weights is None else (weights > 0).to(inputs.log_prob.device)
+    output = loss(inputs if weights is None or not is_kept.any() else select_samples(inputs, is_kept))
+    name = getattr(getattr(loss, "func", loss), "__name__", loss)  # it may be the user's own
     if not isinstance(output, LossOutput):
         raise TypeError(f"{name} returned a {type(output).__name__}; it must return LossOutput(loss, metrics).")
     if not torch.is_tensor(output.loss) or output.loss.ndim:
@@ -411,7 +380,12 @@ def _call(loss: Loss, inputs: LossInputs) -> LossOutput:
         raise TypeError(f"{name} returned the loss {found}; it must return the mean over the samples, as one tensor.")
     if inputs.log_prob.requires_grad and not output.loss.requires_grad:
         raise TypeError(f"{name} returned a loss without a gradient; compute it from inputs.log_prob or inputs.mean.")
-    return output
+    if weights is None:
+        return dataclasses.replace(output, loss=output.loss * len(inputs.log_prob))
+    total, others = weights.sum().item(), output.metrics if is_kept.any() else {}
+    share = total / len(weights)
+    terms = {name: value * share for name, value in output.metrics.items() if name.startswith("loss/")}
+    return LossOutput(output.loss * total, others | terms)
 
 
 def select_samples(inputs: LossInputs, chosen: torch.Tensor) -> LossInputs:
