@@ -24,11 +24,8 @@ class HalfSteps:
     def distribution(self, prediction, timestep, sample, noise_level):
         return sample.float() / 2, torch.tensor(STD)
 
-    def drop_variance(self, prediction, sample):
-        return sample if prediction is None else prediction
-
     def denoise(self, prediction, timestep, sample):
-        return CleanEstimate(sample - self.drop_variance(prediction, sample), torch.ones(()), sample)
+        return CleanEstimate(sample - prediction, torch.ones(()), sample)
 
     def clean_at_zero(self, prediction, timestep, sample):
         return sample

@@ -54,7 +54,7 @@ class Policy(ABC):
         self.family = family_of(pipe)
         self.access = access or NetworkAccess()
         self.sampling = self._make_sampling(sampling or {})
-        self.gates = NetworkGates(lambda: self.networks, self.access, self.adjust_call)
+        self.gates = NetworkGates(lambda: self.networks, self.access, self.family.network_call)
         self.prompts = PromptCache()
         self.draws_globally = False
 
@@ -142,10 +142,6 @@ class Policy(ABC):
             seeds=seeds,
         )
 
-    def adjust_call(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-        """Return the keyword arguments of a trained network's call, and whether it must run in every replay."""
-        return self.family.network_call(kwargs)
-
     def _make_sampling(self, wanted: dict[str, float | None]) -> Sampling | None:
         if self.writer is not None:
             return Sampling.of(self.writer.generation_config, **wanted)
@@ -156,20 +152,14 @@ class Policy(ABC):
 
     @contextlib.contextmanager
     def _calling(self, seeds: Tensor) -> Iterator[None]:
-        """Answer prompts from the cache, seed torch's generator and show no bars in calls of the pipeline inside."""
+        """Answer prompts from the cache, show no bars, and seed torch's generator in calls of the pipeline inside."""
         no_bar = replace_attribute(self.pipe, "_progress_bar_config", {"disable": True})
-        with self.prompts.serve(self.pipe), no_bar, self._seeded(seeds):
-            yield
-
-    @contextlib.contextmanager
-    def _seeded(self, seeds: Tensor) -> Iterator[None]:
-        """Seed torch's global generator for a call, and restore it; note whether the pipeline draws from it."""
         devices, seed_all = [], torch.default_generator.manual_seed
         if torch.accelerator.is_available():  # otherwise, this would take as long as a pass of a small network
             device = self.pipe._execution_device  # its first part may be on another device
             devices, seed_all = [device] if device.type == "cuda" else [], torch.manual_seed
         states = [torch.get_rng_state, *(partial(torch.cuda.get_rng_state, device) for device in devices)]
-        with torch.random.fork_rng(devices=devices):
+        with self.prompts.serve(self.pipe), no_bar, torch.random.fork_rng(devices=devices):
             seed_all(int(seeds[0]))
             before = [state() for state in states]
             try:

@@ -18,7 +18,7 @@ from .base import POLICY_COMPONENTS, Policy, call_arguments, without_filters
 from .drivers import Driver, ProbeDriver, StepScored, UnsupportedPipeline
 from .modular import as_pipeline, ask_for_latents
 from .networks import NetworkAccess, NetworkGates, replace_attribute
-from .recording import BranchRecorder, FinishDriver, PrefixDriver, Recorder, SolverRecorder
+from .recording import FinishDriver, PrefixDriver, Recorder, SolverRecorder
 from .replaying import RenoiseDriver, ReplayDriver
 from .schedulers import StochasticScheduler, stochastic_scheduler, watch_solver
 from .sde import NOISE_UP_TO_1
@@ -63,14 +63,11 @@ class DenoisingPolicy(Policy):
         others = {k: v for k, v in parts if isinstance(v, SchedulerMixin) and k != "scheduler"}
         self.others = {k: stochastic_scheduler(v, sde_type, log_prob_type) for k, v in others.items()}
         super().__init__(pipe, component, access, sampling)
+        # one latent is written over before the step of the other is scored
+        self.gates.copies_inputs = bool(self.others)
         for part in pipe.components.values():  # Z-Image's ControlNet reads this where gradients flow, but lacks it
             if isinstance(part, ModelMixin) and not hasattr(part, "gradient_checkpointing"):
                 part.gradient_checkpointing = False
-
-    def adjust_call(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-        if self.others:  # one latent is written over before the step of the other is scored
-            kwargs = {name: value.clone() if torch.is_tensor(value) else value for name, value in kwargs.items()}
-        return super().adjust_call(kwargs)
 
     @property
     def default_noise_level(self) -> float:
@@ -93,9 +90,8 @@ class DenoisingPolicy(Policy):
         """Call the pipeline with noise in its steps and record the trained ones, or keep the finished latents."""
         if request.keeps_clean:
             return self._roll_out_clean(inputs, request)
-        self.check_noise_level(request.noise_level)
         noise_level = self.default_noise_level if request.noise_level is None else request.noise_level
-        recorder = (Recorder if request.prefix is None else BranchRecorder)(request, noise_level)
+        recorder = Recorder(request, noise_level)
         samples = self._sample(inputs, request, recorder)
         return samples, recorder.trajectory() if recorder.records_steps else None
 
@@ -259,7 +255,8 @@ class DenoisingPolicy(Policy):
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.gates.put_up(driver, forwards))
             stack.enter_context(self._calling(driver.initial_seeds))
-            stack.enter_context(self._writing(driver))
+            if self.writer is not None:
+                stack.enter_context(self._writing(driver))
             # in __dict__: a pipeline's own __setattr__ would write our class into its config
             for holder in holders:
                 stack.enter_context(replace_attribute(holder, "scheduler", scheduler or self.scheduler))
@@ -272,7 +269,8 @@ class DenoisingPolicy(Policy):
                 stack.enter_context(replace_attribute(pipe, name, _Undecorated(part)))
             try:
                 yield
-                self.access.hook.finish()
+                if self.access.hook is not None:
+                    self.access.hook.finish()
             finally:
                 for each in (self.scheduler, *self.others.values()):
                     each.driver = None
@@ -280,9 +278,6 @@ class DenoisingPolicy(Policy):
     @contextlib.contextmanager
     def _writing(self, driver: Driver) -> Iterator[None]:
         """Draw the tokens of a language model once, from the initial seeds; every replay gets the same tokens."""
-        if self.writer is None:
-            yield
-            return
 
         def generate(**call: Any) -> Tensor:
             if driver.tokens is None:

@@ -4,12 +4,12 @@ A driver gets each step of the pipeline's loop from the scheduler and returns th
 on. The drivers of rollouts are in `recording.py`, those of replays in `replaying.py`.
 """
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from .schedulers import StochasticScheduler
 
@@ -35,15 +35,24 @@ class Driver:
         initial_seeds: (batch,) seeds of the samples' initial latents.
         tokens: (batch, tokens) int64 tokens that a language model in the pipeline's call wrote, or must return.
         left: (batch, ...) the last latent of each scheduler, by its id, in the order in which they take their steps.
+        network_steps: the steps in which the networks run; in others, only the shape of their output counts.
+        output_ndim: how many axes the last output of a trained network has.
+        latents: (batch, ...) what `hand_over` returns, joined.
     """
 
-    needs_network: bool
+    network_steps = range(sys.maxsize)
+    latents: Tensor
 
     def __init__(self, initial_seeds: Tensor, tokens: Tensor | None = None):
         self.initial_seeds, self.count, self.tokens = initial_seeds, len(initial_seeds), tokens
         self.current = self.output_ndim = 0
         self.left: dict[int, Tensor] = {}
         self._taken: set[tuple[StochasticScheduler, int]] = set()
+
+    @property
+    def needs_network(self) -> bool:
+        """Whether the networks run in the current step."""
+        return self.current in self.network_steps
 
     def enter(self, scheduler: StochasticScheduler, index: int, sample: Tensor) -> int:
         """Note that a scheduler takes step `index`, as several may together; return the copies of each sample."""
@@ -77,54 +86,33 @@ class Driver:
             raise UnsupportedPipeline("The pipeline took no step through its scheduler; nothing can be recorded.")
         return join_latents([latents[: self.count].float() for latents in self.left.values()])
 
-    def note_call(self, number: int) -> None:
-        """Note that the pipeline calls trained network `number` in the current step."""
-
-    def note_output(self, output: Any) -> Any:
-        """Note how many axes the output of a trained network has; return the output."""
-        self.output_ndim = next((x.ndim for x in pytree.tree_leaves(output) if torch.is_tensor(x)), 0)
-        return output
-
     def join_frames(self, batch: Tensor) -> Tensor:
         """Return (samples, frames, ...) if a pipeline steps as a batch what its network predicts as frames."""
         has_frames = self.output_ndim == batch.ndim + 1 and len(batch) % self.count == 0
         return batch.unflatten(0, (self.count, -1)) if has_frames else batch
 
-    def take_inputs(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Inspect the arguments of a network's call; return the arguments to call it with."""
+    def hand_over(self, sample: Tensor) -> Tensor:
+        """Return a scheduler's part of the joined `latents`, in place of the output of its step."""
+        part, self.latents = split_off(self.latents, sample)
+        return torch.cat([part] * (len(sample) // self.count)).to(sample)
+
+    def take_inputs(self, number: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Inspect the arguments of a call of trained network `number`; return the arguments to call it with."""
         return args, kwargs
-
-
-class OneStepDriver(Driver):
-    """The base of drivers that go to one step without the network, and give that step (batch, ...) latents."""
-
-    def __init__(self, index: int, latents: Tensor, initial_seeds: Tensor, tokens: Tensor | None = None):
-        super().__init__(initial_seeds, tokens)
-        self.index, self.latents = index, JoinedLatents(latents)
-
-    @property
-    def needs_network(self) -> bool:
-        return self.current == self.index
-
-    def hand_over(self, index: int, sample: Tensor) -> Tensor:
-        """Return the output of a step that comes before the one in which the network runs."""
-        if index < self.index - 1:
-            return sample
-        part = self.latents.take(sample)
-        return torch.cat([part] * self.count_copies(sample)).to(sample)
 
 
 class ProbeDriver(Driver):
     """Goes through the whole loop without a network, notes which steps call the trained ones, and decodes nothing."""
 
-    needs_network = False
+    network_steps = range(0)
 
     def __init__(self, initial_seeds: Tensor):
         super().__init__(initial_seeds)
         self.passing: dict[int, set[int]] = {}
 
-    def note_call(self, number: int) -> None:
+    def take_inputs(self, number: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         self.passing.setdefault(number, set()).add(self.current)
+        return args, kwargs
 
     def step(self, scheduler: Any, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
         self.enter(scheduler, index, sample)
@@ -136,21 +124,10 @@ class ProbeDriver(Driver):
 # A step moves one latent, or one for each scheduler (video and audio). Records hold them joined.
 
 
-class JoinedLatents:
-    """The (batch, ...) latents of a step, of which each scheduler takes its part in turn."""
-
-    def __init__(self, whole: Tensor):
-        self.whole, self._end = whole, 0
-
-    def take(self, sample: Tensor) -> Tensor:
-        """Return the next part, in the shape of a sample."""
-        start, self._end = self._end, self._end + sample[0].numel()
-        return self.whole.flatten(1)[:, start : self._end].reshape(len(self.whole), *sample.shape[1:])
-
-    @property
-    def is_used_up(self) -> bool:
-        """Whether all parts have been taken."""
-        return self._end >= self.whole[0].numel()
+def split_off(joined: Tensor, sample: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first of several joined latents, (batch, ...) in the shape of a sample, and the joined rest."""
+    flat, size = joined.flatten(1), sample[0].numel()
+    return flat[:, :size].reshape(len(joined), *sample.shape[1:]), flat[:, size:]
 
 
 def join_latents(parts: Sequence[Tensor]) -> Tensor:

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,8 @@ from .drivers import Driver
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
-class CallHook:
-    """What happens around calls of the trained networks: nothing here; `distributed` keeps processes in step."""
+class CallHook(Protocol):
+    """What happens around calls of the trained networks, to keep several processes in step."""
 
     def begin(self, is_own: bool) -> None:
         """Enter a call of the pipeline; `is_own` unless its networks are replaced by a reference's."""
@@ -39,7 +39,7 @@ class NetworkAccess:
 
     forward_context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     casts_outputs: bool = False
-    hook: CallHook = CallHook()
+    hook: CallHook | None = None
     shapes_only: Callable[[], contextlib.AbstractContextManager] | None = None
     skips_hooks: bool = False
 
@@ -54,87 +54,78 @@ class NetworkGates:
         adjust_call: Callable[[dict[str, Any]], tuple[dict[str, Any], bool]],
     ):
         self._networks, self._access, self._adjust_call = networks, access, adjust_call
+        self.copies_inputs = False  # whether networks get copies of their inputs
         self._blank_outputs: dict[Any, Any] = {}
 
     @contextlib.contextmanager
     def put_up(self, driver: Driver, forwards: Sequence[Callable] | None = None) -> Iterator[None]:
         """Replace the networks' forwards by gates; restore them on leaving."""
-        skips_hooks = self._access.skips_hooks
+        skips_hooks, hook = self._access.skips_hooks, self._access.hook
         with contextlib.ExitStack() as stack:
             for number, network in enumerate(self._networks()):
                 real = forwards[number] if forwards else network.forward
                 run = _with_hooks(network, real) if skips_hooks and not forwards else real
-                stack.enter_context(
-                    replace_attribute(network, "forward", self._gate(driver, number, network, real, run))
-                )
+                gate = self._make_gate(driver, number, network, real, run)
+                stack.enter_context(replace_attribute(network, "forward", gate))
                 for hooks in HOOKS if skips_hooks else ():
                     stack.enter_context(replace_attribute(network, hooks, OrderedDict()))
-            self._access.hook.begin(forwards is None)
+            if hook is not None:
+                hook.begin(forwards is None)
             yield
 
-    def _gate(self, driver: Driver, number: int, network: nn.Module, real: Callable, run: Callable) -> Callable:
+    def _make_gate(self, driver: Driver, number: int, network: nn.Module, real: Callable, run: Callable) -> Callable:
         """Build a forward that is skipped if its result is known; `run` is the forward with its hooks."""
-
         caches: list[Any] = []
 
         @functools.wraps(network.forward)  # modular pipelines look up which arguments the network takes
         def gate(*args, **kwargs):
             kwargs, must_run = self._adjust_call(kwargs)
-            driver.note_call(number)
-            if driver.needs_network:
-                args, kwargs = driver.take_inputs(args, kwargs)
+            if self.copies_inputs:
+                kwargs = {name: value.clone() if torch.is_tensor(value) else value for name, value in kwargs.items()}
+            args, kwargs = driver.take_inputs(number, args, kwargs)
             leaves = pytree.tree_leaves((args, kwargs))
             tensors = [x for x in leaves if torch.is_tensor(x)]
-            key = (
-                id(network),
-                tuple((x.shape, x.dtype) for x in tensors),
-                tuple(x for x in leaves if isinstance(x, (str, bool))),
-            )
-            call = functools.partial(self._run, number, run, tensors, args, kwargs)
+            shapes = tuple((x.shape, x.dtype) for x in tensors)
+            key = (id(network), shapes, tuple(x for x in leaves if isinstance(x, (str, bool))))
+            dtype = next((x.dtype for x in tensors if x.is_floating_point()), None)
             # a call fills the key-value cache that it is the first to get
             fresh = [x for x in leaves if "Cache" in type(x).__name__ and not any(x is cache for cache in caches)]
             caches.extend(fresh)
-            if not (driver.needs_network or must_run or fresh):
-                if key not in self._blank_outputs:
-                    with torch.no_grad():
-                        shapes_only = self._access.shapes_only
-                        self._remember(
-                            key, call() if shapes_only is None else self._shape(real, tensors, args, kwargs)
-                        )
-                if key in self._blank_outputs:
-                    return driver.note_output(self._blank_outputs[key])
-            output = call()
-            self._remember(key, output)
-            return driver.note_output(output)
+            is_known = not (driver.needs_network or must_run or fresh)
+            if is_known and key not in self._blank_outputs:
+                only_shape = self._access.shapes_only is not None
+                forward = functools.partial(real if only_shape else run, *args, **kwargs)
+                with torch.no_grad():
+                    self._run(key, forward, dtype, None if only_shape else number)
+            if is_known and key in self._blank_outputs:
+                output = self._blank_outputs[key]
+            else:
+                output = self._run(key, functools.partial(run, *args, **kwargs), dtype, number)
+            driver.output_ndim = next((x.ndim for x in pytree.tree_leaves(output) if torch.is_tensor(x)), 0)
+            return output
 
         return gate
 
-    def _shape(self, real: Callable, tensors: list[Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return an output of which only the shape is used."""
-        with self._access.shapes_only(), self._access.forward_context():
-            return self._cast(real(*args, **kwargs), tensors)
+    def _run(self, key: Any, forward: Callable[[], Any], dtype: torch.dtype | None, number: int | None) -> Any:
+        """Run network `number`; None if only the shape of its output is used. Keep zeros in that shape."""
+        access = self._access
 
-    def _run(self, number: int, run: Callable, tensors: list[Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
         def call() -> Any:
-            with self._access.forward_context():
-                return run(*args, **kwargs)
+            with access.forward_context():
+                return forward()
 
-        self._access.hook.before(number, call)
-        return self._cast(call(), tensors)
-
-    def _cast(self, output: Any, tensors: list[Tensor]) -> Any:
-        """Cast the output to the dtype of the given latents, since autocast returns half precision."""
-        if not self._access.casts_outputs:
-            return output
-        dtype = next(x.dtype for x in tensors if x.is_floating_point())
-        return pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, output)
-
-    def _remember(self, key: Any, output: Any) -> None:
-        """Keep zeros in the shape of an output, which take no memory, unless it carries state (key-value caches)."""
+        if number is not None and access.hook is not None:
+            access.hook.before(number, call)
+        with access.shapes_only() if number is None else contextlib.nullcontext():
+            output = call()
+        if access.casts_outputs:  # to the dtype of the latents, since autocast returns half precision
+            cast = lambda x: x.to(dtype) if x.is_floating_point() else x  # noqa: E731
+            output = pytree.tree_map_only(Tensor, cast, output)
+        # an output that carries state is not kept (key-value caches); expanded zeros take no memory
         if all(leaf is None or isinstance(leaf, (Tensor, int, float, str)) for leaf in pytree.tree_leaves(output)):
-            self._blank_outputs[key] = pytree.tree_map_only(
-                Tensor, lambda x: torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape), output
-            )
+            blank = lambda x: torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape)  # noqa: E731
+            self._blank_outputs[key] = pytree.tree_map_only(Tensor, blank, output)
+        return output
 
 
 def _with_hooks(network: nn.Module, forward: Callable) -> Callable:

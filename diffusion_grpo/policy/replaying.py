@@ -13,15 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
-from .drivers import (
-    JoinedLatents,
-    OneStepDriver,
-    StepScored,
-    UnsupportedPipeline,
-    average_scores,
-    first_rows,
-    join_latents,
-)
+from .drivers import Driver, StepScored, UnsupportedPipeline, average_scores, first_rows, join_latents, split_off
 from .schedulers import StochasticScheduler
 from .trajectory import (
     CleanSamples,
@@ -35,7 +27,7 @@ from .trajectory import (
 )
 
 
-class ReplayDriver(OneStepDriver):
+class ReplayDriver(Driver):
     """Drives a replay; `sources` (batch,) int64 is the row of the call's inputs that each sample uses."""
 
     def __init__(self, index: int, trajectory: Trajectory, sources: Tensor | None = None):
@@ -46,30 +38,29 @@ class ReplayDriver(OneStepDriver):
             )
         firsts = slice(None) if sources is None else first_of_each(sources)
         tokens = None if trajectory.tokens is None else trajectory.tokens[firsts]
-        super().__init__(index, trajectory.latents[rows, columns][firsts], trajectory.initial_seeds[firsts], tokens)
-        self.next_latents = JoinedLatents(trajectory.next_latents[rows, columns])
-        self.noise_level, self.sources = trajectory.noise_level, sources
-        self.moved: list[tuple[StochasticScheduler, Tensor, Tensor, Tensor]] = []  # + next latents, mean, std
-        self.scales: list[StepScale] = []
-        self.predictions: list[Tensor] = []
-        self.velocities: list[Tensor] = []
+        super().__init__(trajectory.initial_seeds[firsts], tokens)
+        self.index, self.network_steps, self.sources = index, range(index, index + 1), sources
+        self.latents = trajectory.latents[rows, columns][firsts]
+        self.next_latents, self.noise_level = trajectory.next_latents[rows, columns], trajectory.noise_level
+        # of each latent: scheduler, next latents, mean, std, scale, prediction, velocity
+        self.parts: list[tuple[StochasticScheduler, Tensor, Tensor, Tensor, StepScale, Tensor, Tensor]] = []
         self.scored: StepDistribution | None = None
 
     def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
         self.enter(scheduler, index, sample)
         if index < self.index:
-            return self.hand_over(index, sample)
+            return sample if index < self.index - 1 else self.hand_over(sample)
         mean, std = scheduler.distribution(prediction, timestep, sample, self.noise_level)
-        next_latents = self.next_latents.take(sample).to(device=mean.device, dtype=torch.float32)
+        next_latents, self.next_latents = split_off(self.next_latents, sample)
+        next_latents = next_latents.to(device=mean.device, dtype=torch.float32)
         mean, std = map(self._spread, first_rows((mean, std), sample, self.count))
         scale = scheduler.scale(timestep, sample, self.noise_level, self.count)
-        self.scales.append(StepScale(*map(self._spread, (scale.std, scale.jacobian, scale.moving))))
-        self.predictions.append(self._spread(scheduler.drop_variance(prediction, sample)[: self.count].detach()))
+        scale = StepScale(*map(self._spread, (scale.std, scale.jacobian, scale.moving)))
         with torch.no_grad():
             velocity = scheduler.denoise(prediction, timestep, sample).velocity()
-        self.velocities.append(self._spread(velocity[: self.count]))
-        self.moved.append((scheduler, next_latents, mean, std))
-        if self.next_latents.is_used_up:
+        outputs = (self._spread(part[: self.count].detach()) for part in (prediction, velocity))
+        self.parts.append((scheduler, next_latents, mean, std, scale, *outputs))
+        if not self.next_latents.numel():
             self.scored = self._score()
             raise StepScored
         return sample  # another scheduler steps another latent
@@ -81,26 +72,28 @@ class ReplayDriver(OneStepDriver):
 
     def _score(self) -> StepDistribution:
         """Build the distribution of the step, flattened if the step moves several latents."""
-        schedulers, nexts, means, stds = (list(each) for each in zip(*self.moved, strict=True))
+        schedulers, nexts, means, stds, scales, *outputs = zip(*self.parts, strict=True)
         mean, std = join_latents(means), stds[0]
         if len(means) > 1:
             std = join_latents([each.expand(part.shape) for each, part in zip(stds, means, strict=True)])
-            # cut out of the joined mean, so that gradients of log-probabilities reach it too
-            cut = JoinedLatents(mean)
-            means = [cut.take(part) for part in means]
+            shapes, rest, means = means, mean, []
+            for part in shapes:  # cut out of the joined mean, so that gradients of log-probabilities reach it too
+                part, rest = split_off(rest, part)
+                means.append(part)
         parts = zip(schedulers, nexts, means, stds, strict=True)
         log_prob = average_scores([scheduler.log_prob(*values) for scheduler, *values in parts], means)
         if not (std > 0).all():  # elements held fixed, whose mean equals the reference mean
             std = torch.where(std > 0, std, 1.0)
-        joined = join_latents(self.predictions), join_latents(self.velocities)
-        return StepDistribution(mean, std, log_prob, StepScale.join(self.scales), *joined)
+        return StepDistribution(mean, std, log_prob, StepScale.join(scales), *map(join_latents, outputs))
 
 
-class RenoiseDriver(OneStepDriver):
+class RenoiseDriver(Driver):
     """Drives a prediction on re-noised samples: gives one step the noised samples, and keeps the predictions."""
 
     def __init__(self, index: int, samples: CleanSamples, networks: Sequence[nn.Module]):
-        super().__init__(index, samples.latents, samples.initial_seeds, samples.tokens)
+        super().__init__(samples.initial_seeds, samples.tokens)
+        self.index, self.network_steps = index, range(index, index + 1)
+        self.target = self.latents = samples.latents
         self.watch = InputWatch(networks)
         seeds = [sample_seed("renoise", int(seed), index) for seed in samples.seeds]
         self.generators = make_generators(torch.tensor(seeds))
@@ -108,29 +101,26 @@ class RenoiseDriver(OneStepDriver):
         self.parts: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = []
         self.denoised: Denoised | None = None
 
-    def hand_over(self, index: int, sample: Tensor, scheduler: StochasticScheduler | None = None) -> Tensor:
-        if index < self.index - 1:
-            return sample
-        clean = self.latents.take(sample)
-        noise = torch.stack([torch.randn(sample.shape[1:], generator=generator) for generator in self.generators])
-        clean, noise = (part.to(device=sample.device, dtype=torch.float32) for part in (clean, noise))
-        handed = scheduler.renoise(clean, noise, sample[: self.count], self.index).to(sample.dtype)
-        self.handed.append(handed)
-        return torch.cat([self.watch.follow(handed)] * self.count_copies(sample))
-
-    def take_inputs(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        return self.watch.take_inputs(args, kwargs)
+    def take_inputs(self, number: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return self.watch.take_inputs(args, kwargs) if self.needs_network else (args, kwargs)
 
     def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
-        self.enter(scheduler, index, sample)
+        copies = self.enter(scheduler, index, sample)
         if self.index >= scheduler.loop_length:
             raise UnsupportedPipeline(
                 f"The pipeline takes {scheduler.loop_length} steps, so there is no step {self.index} to train at; it "
                 "makes fewer steps than num_inference_steps says (strength below 1), so raise num_inference_steps or "
                 "set trained_steps."
             )
+        if index < self.index - 1:
+            return sample
         if index < self.index:
-            return self.hand_over(index, sample, scheduler)
+            clean, self.latents = split_off(self.latents, sample)
+            noise = torch.stack([torch.randn(sample.shape[1:], generator=generator) for generator in self.generators])
+            clean, noise = (part.to(device=sample.device, dtype=torch.float32) for part in (clean, noise))
+            handed = scheduler.renoise(clean, noise, sample[: self.count], self.index).to(sample.dtype)
+            self.handed.append(handed)
+            return torch.cat([self.watch.follow(handed)] * copies)
         sample, number = sample.detach(), len(self.parts)
         clean, sigma, origin, moves = scheduler.denoise(prediction, timestep, sample)
         still = scheduler.clean_at_zero(prediction, timestep, sample)
@@ -155,7 +145,7 @@ class RenoiseDriver(OneStepDriver):
                 "The pipeline changes all its latents between two steps, so a re-noised sample would not reach any "
                 "step unchanged; train it on recorded steps (loss_type=grpo)."
             )
-        target = self.latents.whole.to(clean).reshape(clean.shape)
+        target = self.target.to(clean).reshape(clean.shape)
         sigma = sigmas if len(self.parts) > 1 else sigma
         return Denoised(clean, target, sigma, origin, None if moves.all() else moves, still)
 

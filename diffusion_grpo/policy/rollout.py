@@ -6,7 +6,7 @@ All take a diffusers pipeline and the keyword arguments of its `__call__`. `roll
 and conditions are the pipeline's own in all of them, so they cannot drift apart.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -104,6 +104,15 @@ def rollout(
         policy.check_latents()
     if keeps_clean and steps is None:
         steps = [range(1, num_inference_steps)] * len(seeds)
+    if not keeps_clean:
+        policy.check_noise_level(noise_level)
+    if noise_steps is not None and not any(isinstance(each, Collection) for each in noise_steps):
+        noise_steps = [noise_steps] * len(seeds)
+    if noise_steps is not None and len(noise_steps) != len(seeds):
+        raise ValueError(
+            f"noise_steps has {len(noise_steps)} sequences of steps for {len(seeds)} samples; give one per sample, or "
+            "the steps of all."
+        )
     initial_seeds = torch.as_tensor(initial_seeds, dtype=torch.int64)
     if prefix is not None and not torch.equal(prefix.initial_seeds.cpu(), initial_seeds):
         raise ValueError(

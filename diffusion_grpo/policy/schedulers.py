@@ -35,7 +35,7 @@ from diffusers import (
 from torch import Tensor
 
 from .consistency import CONSISTENCY_STEPS
-from .sde import SDES, check_log_prob, sdes_of
+from .sde import LOG_PROBS, SDES, check_log_prob, sdes_of
 from .stochastic_steps import (
     EDM_SCHEDULERS,
     CosineSteps,
@@ -213,5 +213,5 @@ def stochastic_scheduler(
         config = _ddim_config(scheduler) if base is DDIMScheduler else dict(scheduler.config)
         stochastic = stochastic_class(kind, base).from_config(config)
         stochastic.original = copy.deepcopy(scheduler)
-    stochastic.sde, stochastic.log_prob_type = SDES[sde_type], log_prob_type
+    stochastic.sde, stochastic.log_prob = SDES[sde_type], LOG_PROBS[log_prob_type]
     return stochastic

@@ -31,11 +31,12 @@ def log_density(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
         -0.919
     """
     moves = std > 0
-    if not moves.all():  # elements that a pipeline holds fixed have no density
-        moves = moves.expand(value.shape).flatten(1)
-        density = log_density_by_element(value, mean, torch.where(std > 0, std, 1.0)).flatten(1)
-        return (density * moves).sum(1) / moves.sum(1)
-    return log_density_by_element(value, mean, std).flatten(1).mean(1)
+    std = torch.where(moves, std, 1.0)
+    density = (-((value - mean) ** 2) / (2 * std**2) - torch.log(std) - 0.5 * math.log(2 * math.pi)).flatten(1)
+    if moves.all():
+        return density.mean(1)
+    moves = moves.expand(value.shape).flatten(1)  # elements that a pipeline holds fixed have no density
+    return (density * moves).sum(1) / moves.sum(1)
 
 
 def squared_error(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
@@ -67,11 +68,6 @@ def check_log_prob(log_prob_type: str, sde_type: str) -> None:
             f"log_prob_type='squared_error' is Flow-GRPO's form for cps, but the SDE is {sde_type}; set "
             "sde_type='cps', or leave it out."
         )
-
-
-def log_density_by_element(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Return the Gaussian log-density of each element of `value`."""
-    return -((value - mean) ** 2) / (2 * std**2) - torch.log(std) - 0.5 * math.log(2 * math.pi)
 
 
 def flow_sde(

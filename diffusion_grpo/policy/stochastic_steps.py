@@ -25,7 +25,7 @@ from diffusers import (
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
 from torch import Tensor
 
-from .sde import LOG_PROBS, SDE, Coordinates, MeanStd, ancestral, ddim, split_prediction
+from .sde import SDE, Coordinates, MeanStd, ancestral, ddim, split_prediction
 from .trajectory import StepScale
 
 EDM_SCHEDULERS = (EDMEulerScheduler, EDMDPMSolverMultistepScheduler, CosineDPMSolverMultistepScheduler)
@@ -73,7 +73,7 @@ class StochasticScheduler:
 
     coordinates: Coordinates
     sde: SDE
-    log_prob_type: str = "gaussian"
+    log_prob: Callable[[Tensor, Tensor, Tensor], Tensor]  # of next latents, by mean and std: (batch,)
     driver: Any = None  # see `drivers.py`
     original: SchedulerMixin | None = None
     index: int = 0
@@ -152,10 +152,6 @@ class StochasticScheduler:
         """Like `distribution`, but linear in the network's prediction: nothing is clipped or replaced."""
         return self.distribution(prediction, timestep, sample, noise_level)
 
-    def drop_variance(self, prediction: Tensor, sample: Tensor) -> Tensor:
-        """Return the prediction without parts that do not affect the mean, such as a learned variance."""
-        return prediction
-
     @property
     def gets_more_of_network(self) -> bool:
         """Whether the pipeline gives the current step more than the prediction of its network."""
@@ -204,10 +200,6 @@ class StochasticScheduler:
             yield
         finally:
             self.options = options
-
-    def log_prob(self, next_latents: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-        """Return the (batch,) log-probability of a step's output, given mean and std."""
-        return LOG_PROBS[self.log_prob_type](next_latents, mean, std)
 
 
 class FlowSteps(StochasticScheduler):
@@ -311,8 +303,7 @@ class PreservingSteps(StochasticScheduler):
 
     def split(self, prediction: Tensor, timestep: Any, sample: Tensor) -> tuple[Tensor, Tensor]:
         """Return the clean sample and the noise that the network predicts."""
-        prediction = self.drop_variance(prediction, sample).float()
-        return split_prediction(prediction, sample.float(), self.alpha(timestep, sample), self.prediction_type)
+        return split_prediction(prediction.float(), sample.float(), self.alpha(timestep, sample), self.prediction_type)
 
     def estimate(self, clean: Tensor, timestep: Any, sample: Tensor) -> CleanEstimate:
         """Return a predicted clean sample with its relation to the prediction."""
@@ -328,13 +319,13 @@ class DDIMSteps(PreservingSteps):
 
     begin_index = None
 
-    def drop_variance(self, prediction: Tensor, sample: Tensor) -> Tensor:
+    def step(self, model_output: Tensor, timestep: Any, sample: Tensor, *args, **kwargs):
         """Drop the learned variance that some networks predict as well: DDIM's variance is given by eta."""
-        learns_variance = prediction.ndim > 1 and prediction.shape[1] == 2 * sample.shape[1]
-        return prediction.chunk(2, dim=1)[0] if learns_variance else prediction
+        if model_output.ndim > 1 and model_output.shape[1] == 2 * sample.shape[1]:
+            model_output = model_output.chunk(2, dim=1)[0]
+        return super().step(model_output, timestep, sample, *args, **kwargs)
 
     def deterministic(self, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
-        prediction = self.drop_variance(prediction, sample)
         return super(StochasticScheduler, self).step(prediction, timestep, sample, return_dict=False)[0]
 
     def distribution(self, prediction: Tensor, timestep: Any, sample: Tensor, noise_level: float) -> MeanStd:
@@ -352,7 +343,7 @@ class DDIMSteps(PreservingSteps):
         timestep_next = int(timestep) - self.config.num_train_timesteps // self.num_inference_steps
         alpha = self.alpha(timestep, sample)
         return self.sde(
-            self.drop_variance(prediction, sample).float(),
+            prediction.float(),
             sample.float(),
             alpha,
             self.alpha(timestep_next, sample) if timestep_next >= 0 else self.final_alpha_cumprod.to(alpha),

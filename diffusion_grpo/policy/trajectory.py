@@ -353,7 +353,7 @@ class RolloutRequest:
     initial_seeds: Tensor
     num_inference_steps: int
     steps: Sequence[Sequence[int]] | None = None
-    noise_steps: Sequence[int] | Sequence[Sequence[int]] | None = None
+    noise_steps: Sequence[Sequence[int]] | None = None
     noise_in_last_step: bool = False
     noise_level: float | None = None
     device: str | torch.device = "cpu"

@@ -5,7 +5,7 @@ import torch
 from half_steps import SEEDS, STD, HalfSteps, record, run
 
 from diffusion_grpo.policy.drivers import StepScored, UnsupportedPipeline
-from diffusion_grpo.policy.recording import BranchRecorder, FinishDriver, PrefixDriver, Recorder
+from diffusion_grpo.policy.recording import FinishDriver, PrefixDriver, Recorder
 from diffusion_grpo.policy.trajectory import RolloutRequest
 
 
@@ -28,10 +28,10 @@ def test_a_recorder_draws_each_samples_noise_from_its_own_seed():
 
 
 def test_noise_and_records_where_they_are_asked_for():
-    recorder, left = record(noise_steps={1, 3}, steps=[[1], [1]])
+    recorder, left = record(noise_steps=[{1, 3}] * 2, steps=[[1], [1]])
     assert torch.equal(left[0], torch.full((2, 3), 0.5)) and torch.equal(left[2], left[1] / 2)
     assert torch.equal(left[3], left[2] / 2) and recorder.trajectory().steps.tolist() == [[1], [1]]
-    _, left = record(noise_steps={3}, steps=[[], []], noise_in_last_step=True)
+    _, left = record(noise_steps=[{3}] * 2, steps=[[], []], noise_in_last_step=True)
     assert not torch.equal(left[3], left[2] / 2)
 
 
@@ -91,8 +91,8 @@ def test_branches_go_on_from_a_prefix_with_its_prediction(length):
 
     owners, seeds = [0, 0, 1, 1], torch.arange(4)
     noisy = set(range(length, 4))
-    settings = {"steps": [[length]] * 4, "noise_steps": noisy, "prefix": driver.prefix[owners]}
-    recorder = BranchRecorder(RolloutRequest(seeds, (SEEDS + 10)[owners], 5, **settings), 0.7)
+    settings = {"steps": [[length]] * 4, "noise_steps": [noisy] * 4, "prefix": driver.prefix[owners]}
+    recorder = Recorder(RolloutRequest(seeds, (SEEDS + 10)[owners], 5, **settings), 0.7)
     needed, scheduler, samples = [], Predicted(5), latents[owners]
     for index in range(5):
         needed.append(recorder.needs_network)
@@ -113,9 +113,9 @@ def test_a_prediction_that_does_not_say_everything_is_not_shared(reason):
     with pytest.raises(StepScored):
         run(driver, scheduler, torch.ones(4 if reason == "halves" else 2, 3))
     assert driver.prefix.prediction is None
-    request = RolloutRequest(SEEDS, SEEDS, 4, steps=[[1], [1]], noise_steps={1}, prefix=driver.prefix)
-    recorder = BranchRecorder(request, 0.7)
+    request = RolloutRequest(SEEDS, SEEDS, 4, steps=[[1], [1]], noise_steps=[{1}] * 2, prefix=driver.prefix)
+    recorder = Recorder(request, 0.7)
     recorder.step(scheduler, 0, torch.zeros(2, 3), None, torch.ones(2, 3))
     assert recorder.needs_network
-    run(recorder := BranchRecorder(request, 0.7), HalfSteps(), torch.ones(2, 3))
+    run(recorder := Recorder(request, 0.7), HalfSteps(), torch.ones(2, 3))
     assert recorder.trajectory().shared_steps is None

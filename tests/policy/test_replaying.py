@@ -43,9 +43,9 @@ def test_a_step_of_two_latents_is_scored_as_one():
     torch.testing.assert_close(trajectory.log_probs[:, 0], expected)
     teacher = ReplayDriver(0, trajectory)
     handed = torch.ones(2, 2, 3, requires_grad=True), torch.ones(2, 2, requires_grad=True)
-    assert teacher.step(video, 0, None, None, handed[0]) is handed[0]
+    assert teacher.step(video, 0, handed[0], None, handed[0]) is handed[0]
     with pytest.raises(StepScored):
-        teacher.step(audio, 0, None, None, handed[1])
+        teacher.step(audio, 0, handed[1], None, handed[1])
     now = teacher.scored
     torch.testing.assert_close(now.log_prob, expected)
     assert now.velocity.shape == now.mean.shape == (2, 8)
