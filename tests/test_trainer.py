@@ -19,7 +19,7 @@ from diffusion_grpo.policy.base import UntrainedStepError
 from diffusion_grpo.policy.rollout import replay
 from diffusion_grpo.policy.trajectory import Trajectory
 from diffusion_grpo.rewards import RewardError
-from diffusion_grpo.rollout.steps import make_sampling_plan
+from diffusion_grpo.rollout.steps import SamplingPlan
 from diffusion_grpo.trainer import NonFiniteError, RatioError
 
 
@@ -434,7 +434,7 @@ def test_a_wandering_window_moves_with_the_rollouts(tmp_path):
 
     trainer.add_callback(Note)
     trainer.train()
-    assert steps == [list(make_sampling_plan(trainer.args).draw_steps(generation)) for generation in range(4)]
+    assert steps == [list(SamplingPlan(trainer.args).draw_steps(generation)) for generation in range(4)]
     assert max(logged(trainer, "ratio/max_error")) == 0.0
 
 

@@ -37,11 +37,6 @@ class SampleTensors:
             parts[0], **{name: torch.cat([part.tensors()[name] for part in parts]) for name in parts[0].tensors()}
         )
 
-    @classmethod
-    def align(cls, samples: list["SampleTensors"]) -> list["SampleTensors"]:
-        """Return samples in shapes that can be joined."""
-        return samples
-
     def to(self, device: str | torch.device) -> "SampleTensors":
         """Return a copy on another device."""
         return dataclasses.replace(self, **{name: tensor.to(device) for name, tensor in self.tensors().items()})
@@ -69,10 +64,6 @@ class SampleTensors:
     def over_steps(self, values: Tensor) -> Tensor:
         """Average (batch, steps) values over steps; return (batch,)."""
         return values.mean(1)
-
-    def anchor(self) -> Tensor:
-        """Return the (batch, steps, ...) record of the rollout for the denominator of a ratio."""
-        return self.log_probs
 
 
 @dataclasses.dataclass
@@ -153,8 +144,9 @@ class CleanSamples(SampleTensors):
     tokens: Tensor | None = None
     old_clean: Tensor | None = None
 
-    def anchor(self) -> Tensor:
-        """Return zeros, since the steps towards a clean sample are not recorded."""
+    @property
+    def log_probs(self) -> Tensor:
+        """Zeros, (batch, steps), since the steps towards a clean sample are not recorded."""
         return torch.zeros(self.steps.shape, dtype=torch.float64, device=self.latents.device)
 
 

@@ -12,7 +12,6 @@ from ..policy.token_process import TokenTrajectory
 from ..policy.trajectory import CleanSamples, Trajectory
 from .estimator import SampleAdvantages
 from .order import RolloutOrder, update_order
-from .value_model import ValueTargets
 
 Samples = list[Trajectory] | list[TokenTrajectory] | list[CleanSamples]
 
@@ -40,34 +39,26 @@ class RolloutBuffer:
         order: RolloutOrder,
         positions: Tensor,
     ):
-        self.rows, self.samples, self.inputs = rows, type(samples[0]).align(samples), inputs
+        self.rows, self.samples, self.inputs = rows, samples, inputs
         self.advantages, self.positions, self.order = advantages, positions, order
-        self.old_log_probs = torch.cat([sample.anchor() for sample in self.samples])
+        self.old_log_probs = torch.cat([sample.log_probs for sample in samples])
         self.has_current_old = False
         self.recorded_clean: RecordedClean = {}
         self.micro_batch_size = order.sizes.micro_batch
 
-    @property
-    def micro_batches(self) -> int:
-        """The number of micro-batches in one iteration."""
-        return len(self.rows) // self.micro_batch_size
-
     def range_of(self, slot: int) -> slice:
         """Return the indices of a slot's samples. Slots are numbered across iterations."""
-        updates = self.order.updates
-        iteration, rest = divmod(slot, self.micro_batches)
-        update, micro_batch = divmod(rest, self.micro_batches // updates)
-        update = int(update_order(self.order.seed, iteration, updates)[update])
-        start = (update * (self.micro_batches // updates) + micro_batch) * self.micro_batch_size
-        return slice(start, start + self.micro_batch_size)
+        updates, size = self.order.updates, self.micro_batch_size
+        iteration, rest = divmod(slot, len(self.rows) // size)
+        update, micro_batch = divmod(rest, len(self.rows) // size // updates)
+        if iteration:  # the first keeps the rollout's order
+            update = int(update_order(self.order.seed, iteration, updates)[update])
+        start = (update * (len(self.rows) // size // updates) + micro_batch) * size
+        return slice(start, start + size)
 
     def micro_batch(self, slot: int) -> MicroBatch:
         """Return the micro-batch of a slot."""
         return self.part(self.range_of(slot), is_on_policy=slot < self.order.sizes.accumulation)
-
-    def value_targets(self, slot: int) -> ValueTargets | None:
-        """Return the value model's targets for the samples of a slot; None without a value model."""
-        return None if self.advantages.targets is None else self.advantages.targets[self.range_of(slot)]
 
     def part(self, indices: slice, is_on_policy: bool = True) -> MicroBatch:
         """Return consecutive samples, by their indices, as a micro-batch."""

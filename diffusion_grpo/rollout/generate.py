@@ -19,7 +19,7 @@ from ..report.samples import SampleWriter
 from ..rewards.executor import GroupScoring
 from .buffer import RolloutBuffer, Samples
 from .estimator import AdvantageEstimator, Estimate
-from .order import RolloutOrder, invert
+from .order import RolloutOrder
 from .passes import Passes
 from .runtime import Runtime
 from .score import (
@@ -30,7 +30,7 @@ from .score import (
     measure_diversity,
     takes_only_latents,
 )
-from .steps import RolloutPlan, make_sampling_plan
+from .steps import RolloutPlan, SamplingPlan
 from .value_model import record_conditions, reduce_calls
 
 logger = logging.getLogger(__name__)
@@ -56,44 +56,49 @@ class RolloutGenerator:
         self._scorer, self._estimator, self._passes, self._writer = scorer, estimator, passes, writer
         self._backend, self._monitor = runtime.backend, runtime.monitor
         self._metrics, self._progress = runtime.metrics, runtime.progress
-        self._plan, self._recording, self._anchor = make_sampling_plan(args), passes.recording, args.anchor
+        self._plan, self._recording, self._anchor = SamplingPlan(args), passes.recording, args.anchor
         self._device = args.trajectory_device
         self._signal = SignalCheck(estimator.names, warns=args.process_index == 0)
 
     def __call__(
-        self, order: RolloutOrder, rows_at: Callable[[list[int]], Rows], step: int, last_step: int
+        self, order: RolloutOrder, read_rows: Callable[[list[int]], Rows], step: int, last_step: int
     ) -> RolloutBuffer:
         """Make and score one rollout, and return the buffer for its updates."""
-        positions = order.own()
-        with self._monitor.barrier_after("reads its rows"), self._metrics.time("time/rollout"):
+        positions, metrics = order.own(), self._metrics
+        indices = [order.row_indices[position] for position in positions.tolist()]
+        with self._monitor.barrier_after("reads its rows"), metrics.time("time/rollout"):
             # a process that fails here reaches no collective
-            rows = rows_at(positions.tolist())
+            rows = read_rows(indices)
             groups = (positions // order.sizes.num_generations).tolist()
             scoring = self._scorer.open(self._scorer.rewards, rows, groups)
         self._progress.begin("rollout", len(rows), copies=self._backend.groups.count)
         with self._monitor.barrier_after("rolls out"), scoring:
-            with self._metrics.time("time/rollout"), self._passes.show_sampler():
+            with metrics.time("time/rollout"), self._passes.show_sampler():
                 samples, trajectories, *observed = self._passes.run(self._roll_out, rows, order, step, scoring)
-            self._note_trajectories(trajectories)
+            if self._policy.draws_tokens:
+                metrics.add_all(TokenTrajectory.cat(trajectories).metrics())
             self._progress.begin("rewards", len(rows))
-            with self._metrics.time("time/reward"):
-                local, extra = scoring.finish(self._metrics.add, self._progress.advance)
-        with self._metrics.time("time/rollout"):
+            with metrics.time("time/reward"):
+                local, extra = scoring.finish(metrics.add, self._progress.advance)
+        with metrics.time("time/rollout"):
             divergences, states = (gather_by_position(self._backend, part, order) for part in observed)
             rewards = gather_by_position(self._backend, local, order)
-            self._metrics.samples += len(rewards)
-
-            found = self._estimator(rewards, positions, divergences, states)
+            metrics.samples += len(rewards)
+            estimate = self._estimator(rewards, positions, divergences, states)
+            measured = estimate.metrics
+            points = None if samples[0] is None else make_thumbnails(samples)  # None: rewards see only latents
+            if points is not None:
+                points = gather_by_position(self._backend, points, order)
+                diversity = measure_diversity(points, torch.arange(len(points)) // order.sizes.num_generations)
+                measured |= {} if diversity is None else {"diversity": diversity}
+            metrics.add_all(measured)
+            self._signal.add(rewards, measured)
             if logger.isEnabledFor(logging.DEBUG):
                 self._describe(step, trajectories[0], rewards)
-            metrics = found.metrics | self._measure_diversity(samples, order)
-            self._metrics.add_all(metrics)
-            self._signal.add(rewards, metrics)
             seeds = torch.cat([trajectory.seeds for trajectory in trajectories]).tolist()
-            indices = [order.row_indices[position] for position in positions.tolist()]
-            columns = found.columns | {"seed": seeds, "row": indices} | extra
+            columns = estimate.columns | {"seed": seeds, "row": indices} | extra
             self._writer.write(step, last_step, rows, samples, positions, local, columns)
-            return self._buffer(rows, trajectories, found, order)
+            return self._buffer(rows, trajectories, estimate, order)
 
     def learn(self, rows: Rows) -> None:
         """Find out in which form the pipeline takes these rows, if that is not known yet."""
@@ -130,17 +135,20 @@ class RolloutGenerator:
         takes_latents = any(map(takes_only_latents, rewards))
         is_decoded = self._writer.saves_all(step) or not all(map(takes_only_latents, rewards))
         trajectories: list = [None] * len(rows)
-        calls, prefix_of = self.inputs.calls(rows), None
-        if plan.prefix_lengths is not None and self._may_share_calls:
+        calls, prefixes = self.inputs.calls(rows), None
+        # where a group shares one latent, only if samples with equal inputs make equal calls of the network
+        differs = self._policy.draws_tokens or self.inputs.draws_globally
+        has_several = 1 < self._plan.samples_per_latent < self._plan.num_generations
+        if plan.prefix_lengths is not None and (has_several or not differs):
             calls = split_by_length(calls, plan.prefix_lengths)
-            prefix_of = compute_prefixes(self._policy, self.inputs, self._backend, rows, calls, plan, self._args)
+            prefixes = compute_prefixes(self._policy, self.inputs, self._backend, rows, calls, plan, self._args)
         for indices, is_own in self._backend.equalize(calls):
             latents = [] if takes_latents else None
             arguments = self.inputs([rows[index] for index in indices])
             request = RolloutRequest(
                 seeds=plan.seeds[indices],
                 initial_seeds=plan.initial_seeds[indices],
-                num_inference_steps=self._plan.num_inference_steps,
+                num_inference_steps=self._args.num_inference_steps,
                 steps=[plan.steps[index] for index in indices],
                 noise_steps=None if plan.noise_steps is None else [plan.noise_steps[index] for index in indices],
                 noise_in_last_step=self._args.noisy_steps == "all_and_last",
@@ -152,7 +160,7 @@ class RolloutGenerator:
                 weighted_steps=self._plan.trainable_steps,
                 keeps_means=self._recording.old == "mean" and self._anchor == "rollout",
                 keeps_clean=self._recording.keeps == "clean",
-                prefix=None if prefix_of is None else prefix_of(indices),
+                prefix=None if prefixes is None else Prefix.cat([prefixes[index] for index in indices]),
             )
             images, trajectory = self._policy.rollout(arguments, request)
             self.inputs.check_samples(latents if images is None else images, len(indices), arguments)
@@ -161,17 +169,7 @@ class RolloutGenerator:
                 self._progress.advance(len(indices))
             for number, index in enumerate(indices):
                 trajectories[index] = trajectory[[number]]
-        return type(trajectories[0]).align(trajectories)
-
-    @property
-    def _may_share_calls(self) -> bool:
-        """Whether samples with equal inputs make equal network calls; not asked if a prompt has several latents."""
-        differs = self._policy.draws_tokens or self.inputs.draws_globally
-        return 1 < self._plan.samples_per_latent < self._plan.num_generations or not differs
-
-    def _note_trajectories(self, trajectories: Samples) -> None:
-        if self._policy.draws_tokens:
-            self._metrics.add_all(type(trajectories[0]).cat(trajectories).metrics())
+        return TokenTrajectory.align(trajectories) if self._policy.draws_tokens else trajectories
 
     def _describe(self, step: int, trajectory: Trajectory | TokenTrajectory | CleanSamples, rewards: Tensor) -> None:
         """Write lines for debugging about a rollout: the shapes of what it recorded, its rewards and its schedule."""
@@ -181,29 +179,16 @@ class RolloutGenerator:
         timesteps = getattr(getattr(self._policy, "scheduler", None), "timesteps", ())  # there are none for tokens
         logger.debug("RL_METRIC: timesteps %s", [round(float(timestep), 3) for timestep in timesteps])
 
-    def _measure_diversity(self, samples: list, order: RolloutOrder) -> dict[str, float]:
-        """Measure how much the samples of each prompt differ, whichever process made them."""
-        points = None if samples[0] is None else make_thumbnails(samples)  # None: rewards see only latents
-        if points is None:
-            return {}
-        points = gather_by_position(self._backend, points, order)
-        diversity = measure_diversity(points, torch.arange(len(points)) // order.sizes.num_generations)
-        return {} if diversity is None else {"diversity": diversity}
-
-    def _buffer(self, rows: Rows, trajectories: Samples, found: Estimate, order: RolloutOrder) -> RolloutBuffer:
-        trained = order.trained(found.result.ranking)
+    def _buffer(self, rows: Rows, trajectories: Samples, estimate: Estimate, order: RolloutOrder) -> RolloutBuffer:
+        """Return the buffer of the samples that are trained on, with what updates need of the current policy."""
+        trained = order.trained(estimate.result.ranking)
         positions = order.own(trained)
-        kept = invert(order.own(), len(order.made))[positions].tolist()
-        advantages = self._estimator.weigh(found, trained)[positions]
+        places = {position: place for place, position in enumerate(order.own().tolist())}
+        kept = [places[position] for position in positions.tolist()]
+        advantages = self._estimator.weigh(estimate, trained)[positions]
         advantages.values = advantages.values.to(self._args.device)
-        buffer = RolloutBuffer(
-            [rows[index] for index in kept],
-            [trajectories[index] for index in kept],
-            advantages,
-            self.inputs,
-            order,
-            positions,
-        )
+        rows, trajectories = [rows[place] for place in kept], [trajectories[place] for place in kept]
+        buffer = RolloutBuffer(rows, trajectories, advantages, self.inputs, order, positions)
         self._passes.record_old(buffer)
         return buffer
 
@@ -216,11 +201,11 @@ def compute_prefixes(
     calls: Calls,
     plan: RolloutPlan,
     args: DiffusionGRPOConfig,
-) -> Callable[[list[int]], Prefix]:
+) -> list[Prefix]:
     """Take the steps from an initial latent to its samples' first noise once, and predict the step after them.
 
-    Latents that share a call in the rollout also share a call here. A micro-batch with the same latents makes the same
-    call in a replay, so that its prediction is the same bit for bit.
+    Return the prefix of each sample. Latents that share a call in the rollout also share a call here. A micro-batch
+    with the same latents makes the same call in a replay, so that its prediction is the same bit for bit.
     """
     seeds, first_of, shared = plan.initial_seeds.tolist(), {}, []
     for call in calls:
@@ -237,7 +222,7 @@ def compute_prefixes(
             device=args.trajectory_device,
         )
         prefixes |= {index: prefix[[number]] for number, index in enumerate(indices)}
-    return lambda indices: Prefix.cat([prefixes[first_of[seeds[index]]] for index in indices])
+    return [prefixes[first_of[seed]] for seed in seeds]
 
 
 def split_by_length(calls: Calls, lengths: list[int]) -> Calls:

@@ -49,23 +49,17 @@ class RolloutOrder:
             positions = torch.cat([part[torch.randperm(len(part), generator=generator)] for part in units]).flatten()
         self.made = positions
 
-    def of_process(self, positions: Tensor, process: int) -> Tensor:
-        """Return one process's share, (positions / processes,), of positions in the order of the updates."""
+    def own(self, positions: Tensor | None = None, process: int | None = None) -> Tensor:
+        """Return this process's share of positions in the order of the updates, by default of all samples made."""
+        positions = self.made if positions is None else positions
         if self.sizes.data_processes == 1:
             return positions
+        process = self.sizes.data_process if process is None else process
         return positions.view(self.updates, self.sizes.data_processes, -1)[:, process].flatten()
-
-    def own(self, positions: Tensor | None = None) -> Tensor:
-        """Return this process's share of positions, by default of all samples made."""
-        return self.of_process(self.made if positions is None else positions, self.sizes.data_process)
 
     def by_process(self) -> Tensor:
         """Return the positions of all processes, (samples,), one process after the other."""
-        return torch.cat([self.of_process(self.made, process) for process in range(self.sizes.data_processes)])
-
-    def rank_of_position(self) -> Tensor:
-        """Return the index of each position, (samples,), among values gathered from the processes."""
-        return invert(self.by_process())
+        return torch.cat([self.own(self.made, process) for process in range(self.sizes.data_processes)])
 
     def trained(self, ranking: Tensor) -> Tensor:
         """Return the positions that are trained on, in the order of the updates, chosen by (samples,) `ranking`."""
@@ -80,15 +74,6 @@ class RolloutOrder:
 
 
 def update_order(seed: int, iteration: int, updates: int) -> Tensor:
-    """Return the order, (updates,), of a rollout's updates in an iteration; the first keeps the rollout's order."""
-    if iteration == 0:
-        return torch.arange(updates)
+    """Return the order, (updates,), of a rollout's updates in an iteration after the first."""
     generator = torch.Generator().manual_seed(sample_seed(seed, "order", iteration))
     return torch.randperm(updates, generator=generator)
-
-
-def invert(numbers: Tensor, size: int | None = None) -> Tensor:
-    """Return, for each number below `size` (by default their count), its index in distinct `numbers`, or -1."""
-    indices = numbers.new_full((len(numbers) if size is None else size,), -1)
-    indices[numbers] = torch.arange(len(numbers))
-    return indices

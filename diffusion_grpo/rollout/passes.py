@@ -185,10 +185,10 @@ class Passes:
 
     def rollout_divergences(self, rows: Rows, samples: list[Trajectory]) -> Tensor:
         """Return (samples, steps) KL divergences from the reference, in the batches of the rollout."""
-        samples, size, found = type(samples[0]).align(samples), self._args.rollout_call_size, []
+        size, found = self._args.rollout_call_size, []
         for start in range(0, len(rows), size):
             own, part = rows[start : start + size], samples[start : start + size]
-            old = torch.cat([sample.anchor() for sample in part])
+            old = torch.cat([sample.log_probs for sample in part])
             batch = MicroBatch(own, part, self._inputs.parts(own), torch.zeros(len(own)), old, self._inputs)
             divergences, compared = self.compare(batch)
             found.append(divergences)

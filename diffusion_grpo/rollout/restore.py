@@ -57,7 +57,7 @@ def save_buffer(buffer: RolloutBuffer, path: Path) -> None:
 
 
 def restore_buffer(
-    folder: Path, order: RolloutOrder, inputs: PipelineInputs, rows_at: Callable[[list[int]], Rows], device: Any
+    folder: Path, order: RolloutOrder, inputs: PipelineInputs, read_rows: Callable[[list[int]], Rows], device: Any
 ) -> RolloutBuffer:
     """Restore this process's buffer, bit for bit; samples that other processes made are read from their files."""
     sizes = order.sizes
@@ -72,7 +72,7 @@ def restore_buffer(
         positions = shares[0].positions
     where = {position: (share, index) for share in shares for index, position in enumerate(share.positions.tolist())}
     found = [where[position] for position in positions.tolist()]
-    rows = rows_at(positions.tolist())
+    rows = read_rows([order.row_indices[position] for position in positions.tolist()])
     check_rows(folder, [share.rows[index] for share, index in found], rows, inputs)
 
     def column(name: str) -> Tensor | None:
@@ -89,6 +89,8 @@ def restore_buffer(
         column("advantages"), None if targets["states"] is None else ValueTargets(**targets), column("weights")
     )
     samples = [share.sample(index) for share, index in found]
+    if isinstance(samples[0], TokenTrajectory):  # as long as the longest in their files
+        samples = TokenTrajectory.align(samples)
     buffer = RolloutBuffer(rows, samples, advantages, inputs, order, positions)
     buffer.old_log_probs = column("old_log_probs")
     return buffer

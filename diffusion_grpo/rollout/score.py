@@ -98,8 +98,8 @@ def gather_by_position(backend: DistributedBackend, local: Tensor | None, order:
     """Return the values of all processes by position, on the CPU; a collective. None stays None."""
     if local is None:
         return None
-    every = backend.gather(local.to(backend.accelerator.device))
-    return every.cpu()[order.rank_of_position()]
+    every = backend.gather(local.to(backend.accelerator.device)).cpu()
+    return every[order.by_process().argsort()]
 
 
 def batch_groups(groups: list[int], batch_size: int) -> list[list[int]]:
@@ -134,19 +134,20 @@ def kind_of(samples: list[Any]) -> str | None:
 
 
 def make_thumbnails(samples: list[Any]) -> Tensor | None:
-    """Return thumbnails of images or videos, `(samples, numbers)` uint8; None for other samples."""
+    """Return thumbnails of images or videos, `(samples, numbers)` uint8; None for other samples.
+
+    They hold an image, or always `FRAMES` frames of a video, so that all samples have equally many numbers.
+    """
     if kind_of(samples) is None:
         return None
-    videos = [sample if isinstance(sample, list) else [sample] for sample in as_images(samples)]
-    return torch.from_numpy(np.stack([_thumbnail(video) for video in videos]))
-
-
-def _thumbnail(video: list[Image.Image]) -> np.ndarray:
-    """Shrink an image, or always `FRAMES` frames of a video, so that all samples have equally many numbers."""
-    places = frame_positions(FRAMES, len(video)) if len(video) > 1 else [0]
-    places += [places[-1]] * (FRAMES - len(places)) if len(video) > 1 else []
-    size, box = (SIDE, SIDE), Image.Resampling.BOX
-    return np.stack([np.asarray(video[place].convert("RGB").resize(size, box)) for place in places]).ravel()
+    thumbnails, size, box = [], (SIDE, SIDE), Image.Resampling.BOX
+    for sample in as_images(samples):
+        video = sample if isinstance(sample, list) else [sample]
+        places = frame_positions(FRAMES, len(video)) if len(video) > 1 else [0]
+        places += [places[-1]] * (FRAMES - len(places)) if len(video) > 1 else []
+        frames = [np.asarray(video[place].convert("RGB").resize(size, box)) for place in places]
+        thumbnails.append(np.stack(frames).ravel())
+    return torch.from_numpy(np.stack(thumbnails))
 
 
 def pixel_distance(points: Tensor) -> Tensor:

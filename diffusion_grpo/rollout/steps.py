@@ -21,23 +21,16 @@ class RolloutPlan:
     prefix_lengths: list[int] | None = None
 
 
-@dataclasses.dataclass(frozen=True)
 class SamplingPlan:
-    """Plan that draws seeds and steps for every rollout of a run; the settings of these names say more."""
+    """Plan that draws seeds and steps for every rollout of a run."""
 
-    seed: int
-    num_generations: int
-    num_inference_steps: int
-    trainable_steps: range
-    num_trained_steps: int
-    step_selection: str = "rollout"
-    step_interval: int = 25
-    updates_per_rollout: int = 1
-    samples_per_latent: int = 1
-    shares_calls: bool = False
-    is_noise_limited: bool = False
-    is_renoised: bool = False
-    shares_noise: bool = False
+    def __init__(self, args: DiffusionGRPOConfig):
+        self.seed, self.num_generations, self.samples_per_latent = args.seed, args.num_generations, args.latent_sharing
+        self.trainable_steps, self.num_trained_steps = args.trainable_steps, args.trained_count
+        self.step_selection, self.step_interval = args.step_selection, args.step_interval
+        self.updates_per_rollout, self.shares_calls = args.batch_sizes.updates_per_rollout, args.shares_calls
+        self.is_noise_limited, self.is_renoised = args.is_noise_limited, args.is_renoised
+        self.shares_noise = args.recording.shares_noise
 
     def draw_steps(self, generation: int, prompt: int = 0) -> range:
         """Draw the consecutive steps that hold the trained ones of a prompt's samples, in rollout `generation`."""
@@ -80,22 +73,3 @@ def choose_steps(steps: range, count: int, seed: int, is_stratified: bool = Fals
     width = len(steps) / count  # parts of fractional length share edges, so one number places the steps of all
     places = torch.rand(count if width.is_integer() else 1, generator=generator).expand(count).tolist()
     return [steps[int((number + place) * width)] for number, place in enumerate(places)]
-
-
-def make_sampling_plan(args: DiffusionGRPOConfig) -> SamplingPlan:
-    """Make the plan of seeds and steps for rollouts."""
-    return SamplingPlan(
-        seed=args.seed,
-        num_generations=args.num_generations,
-        num_inference_steps=args.num_inference_steps,
-        trainable_steps=args.trainable_steps,
-        num_trained_steps=args.trained_count,
-        step_selection=args.step_selection,
-        step_interval=args.step_interval,
-        updates_per_rollout=args.batch_sizes.updates_per_rollout,
-        samples_per_latent=args.latent_sharing,
-        shares_calls=args.shares_calls,
-        is_noise_limited=args.is_noise_limited,
-        is_renoised=args.is_renoised,
-        shares_noise=args.recording.shares_noise,
-    )

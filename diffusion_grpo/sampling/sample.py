@@ -31,7 +31,7 @@ from ..report.run_folder import measure_mean
 from ..report.samples import write_files, write_table
 from ..rewards import Reward, reward_weights, score
 from ..rewards.contract import is_marked
-from ..rollout.steps import make_sampling_plan
+from ..rollout.steps import SamplingPlan
 from ..training.model import choose_device, load_pipeline, load_plain_pipeline, make_block_swap, plan_quantization
 from ..training.model_checks import check_packages, pipeline_class
 from ..training.offload import place_frozen_parts
@@ -263,7 +263,7 @@ class Sampler:
         train = self.settings.train
         if train is None or not train.is_noise_limited:
             return None
-        plan, prompts = make_sampling_plan(train), train.batch_sizes.prompts_per_rollout
+        plan, prompts = SamplingPlan(train), train.batch_sizes.prompts_per_rollout
         rollouts = [divmod(position // self.settings.num_generations, prompts) for position in positions]
         return [plan.draw_steps(*rollout) for rollout in rollouts]
 

@@ -40,7 +40,6 @@ def numbers_of(batch):
 @pytest.mark.parametrize("updates", [1, 3, 6])
 def test_each_slot_has_its_samples_and_each_iteration_its_order(updates):
     buffer = buffer_of(12, updates=updates)
-    assert buffer.micro_batches == 6
     first = [numbers_of(buffer.micro_batch(slot)) for slot in range(6)]
     assert first == [[2 * slot, 2 * slot + 1] for slot in range(6)]
     per_update = 6 // updates
@@ -53,7 +52,7 @@ def test_each_slot_has_its_samples_and_each_iteration_its_order(updates):
         orders.append(order)
     assert updates == 1 or len(set(map(tuple, orders))) > 1
     for slot in (0, 7, 23):
-        batch, targets = buffer.micro_batch(slot), buffer.value_targets(slot)
+        batch, targets = buffer.micro_batch(slot), buffer.advantages.targets[buffer.range_of(slot)]
         numbers = numbers_of(batch)
         batch.log_ratio = torch.tensor(numbers, dtype=torch.float32)
         (part,) = batch.parts

@@ -18,9 +18,6 @@ class Buffer:
     def micro_batch(self, slot):
         return self.generation, slot
 
-    def value_targets(self, slot):
-        return None
-
 
 class Generator:
     """Makes a rollout's buffer; keeps what it was asked for."""
@@ -28,8 +25,8 @@ class Generator:
     def __init__(self):
         self.calls = []
 
-    def __call__(self, order, rows_at, step, last_step):
-        self.calls.append((rows_at([0, 1]), step, last_step))
+    def __call__(self, order, read_rows, step, last_step):
+        self.calls.append((read_rows(order.row_indices), step, last_step))
         return Buffer(len(self.calls) - 1)
 
 
@@ -67,7 +64,7 @@ def test_the_order_of_three_updates(sizes, expected):
     following = [*found[1:], feed.next([7, 8], 3, last_step=9)]
     assert used_up == [rollout != after for (rollout, _), (after, _) in zip(found, following, strict=True)]
     assert found == expected and firsts == [True, False] * 3
-    assert generator.calls[0] == (["row 7", "row 8"], 0, 9) and feed.value_targets is None
+    assert generator.calls[0] == (["row 7", "row 8"], 0, 9)
 
 
 def test_after_a_reset_a_new_rollout_begins():
@@ -93,8 +90,8 @@ def test_a_resume_within_a_rollout_reads_the_rest_of_it(tmp_path, monkeypatch):
     feed, generator = make()
     seen = []
 
-    def restore(folder, order, inputs, rows_at, device):
-        seen.append((folder, rows_at([1])))
+    def restore(folder, order, inputs, read_rows, device):
+        seen.append((folder, read_rows([2])))
         return Buffer("restored")
 
     generator.inputs, generator.learn = None, lambda rows: seen.append(("learned", rows))

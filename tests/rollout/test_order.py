@@ -9,7 +9,7 @@ from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.config.defaults import BatchSizes
 from diffusion_grpo.distributed.backend import DistributedBackend
 from diffusion_grpo.distributed.context_parallel import ContextGroups
-from diffusion_grpo.rollout.order import RolloutOrder, invert, update_order
+from diffusion_grpo.rollout.order import RolloutOrder, update_order
 from diffusion_grpo.rollout.score import gather_by_position
 
 
@@ -35,7 +35,7 @@ def sizes_of(processes, process=0, best_of_n=None, generations=4, batch=2, accum
 def updates(order, positions):
     """The set of positions that each update trains on, all processes together."""
     processes = order.sizes.data_processes
-    shares = [order.of_process(positions, process).view(order.updates, -1) for process in range(processes)]
+    shares = [order.own(positions, process).view(order.updates, -1) for process in range(processes)]
     return [sorted(torch.cat([share[update] for share in shares]).tolist()) for update in range(order.updates)]
 
 
@@ -62,8 +62,7 @@ def test_updates_do_not_depend_on_the_number_of_processes(processes, case):
         assert torch.equal(trained, many.trained(ranking))
         assert updates(one, trained) == updates(many, trained)
         for process in range(processes):  # each trains on what it made
-            made = many.of_process(many.made, process)
-            assert (invert(made, len(one.made))[many.of_process(trained, process)] >= 0).all()
+            assert set(many.own(trained, process).tolist()) <= set(many.own(many.made, process).tolist())
 
 
 def test_rollouts_of_several_updates_are_mixed_by_seed_and_generation():
@@ -97,7 +96,6 @@ def test_best_of_n_of_groups_that_straddle_updates_mixes_all_of_them():
 
 
 def test_iterations_after_the_first_make_the_same_updates_in_another_order():
-    assert update_order(3, 0, 6).tolist() == list(range(6))
     later = {tuple(update_order(3, iteration, 6).tolist()) for iteration in range(1, 9)}
     assert len(later) > 4 and all(sorted(order) == list(range(6)) for order in later)
 

@@ -1,6 +1,7 @@
 """Settings of a rollout do what they say: seen in the recorded steps, their noise, and the steps that draw none."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from transformers import TrainerCallback
 
 from diffusion_grpo.policy.rollout import replay
 from diffusion_grpo.policy.stochastic_steps import FlowSteps
-from diffusion_grpo.rollout.steps import SamplingPlan, choose_steps, make_sampling_plan
+from diffusion_grpo.rollout.steps import SamplingPlan, choose_steps
 
 
 class KeepRollouts(TrainerCallback):
@@ -116,9 +117,13 @@ def test_by_default_one_early_step_is_noisy_and_trained_and_its_call_shared(tmp_
 
 
 def plan(**settings):
-    """A plan of 10 steps, of which 2 to 7 may be trained, two at once, by groups of four."""
-    settings = {"trainable_steps": range(2, 8), "num_trained_steps": 2, "is_noise_limited": True} | settings
-    return SamplingPlan(seed=0, num_generations=4, num_inference_steps=10, **settings)
+    """A plan of steps of which 2 to 7 may be trained, two at once, by groups of four."""
+    one = {"updates_per_rollout": settings.pop("updates_per_rollout", 1)}
+    settings = {"trainable_steps": range(2, 8), "is_noise_limited": True, "step_selection": "rollout"} | settings
+    settings = {"latent_sharing": 1, "shares_calls": False, "step_interval": 25, "is_renoised": False} | settings
+    recording = SimpleNamespace(shares_noise=False)
+    common = {"seed": 0, "num_generations": 4, "trained_count": 2, "recording": recording}
+    return SamplingPlan(SimpleNamespace(batch_sizes=SimpleNamespace(**one), **common, **settings))
 
 
 def test_a_window_of_each_rollout_is_as_it_always_was():
@@ -150,12 +155,12 @@ def test_a_window_slides_from_the_start_to_the_end_and_again(updates_per_rollout
 
 
 def test_samples_of_one_latent_share_it_and_the_steps():
-    drawn = plan(samples_per_latent=2, shares_calls=True, step_selection="prompt").draw(0, torch.arange(16))
+    drawn = plan(latent_sharing=2, shares_calls=True, step_selection="prompt").draw(0, torch.arange(16))
     assert drawn.initial_seeds[::2].equal(drawn.initial_seeds[1::2])
     assert len(drawn.initial_seeds.unique()) == 8 and len(drawn.seeds.unique()) == 16
     assert drawn.prefix_lengths == [steps.start for steps in drawn.noise_steps]
     assert plan().draw(0, torch.arange(16)).prefix_lengths is None
-    noisy = plan(samples_per_latent=2, shares_calls=True, is_noise_limited=False).draw(0, torch.arange(16))
+    noisy = plan(latent_sharing=2, shares_calls=True, is_noise_limited=False).draw(0, torch.arange(16))
     assert noisy.prefix_lengths == [0] * 16  # the first step draws noise: they share its prediction alone
 
 
@@ -219,7 +224,7 @@ def test_prompts_of_one_call_have_steps_of_their_own(tmp_path):
         WINDOW | ORDERS["branches, per_prompt"] | {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
     )
     trainer, found = rollouts(tmp_path, 4, **settings)
-    plans = [make_sampling_plan(trainer.args).draw(generation, torch.arange(8)) for generation in range(4)]
+    plans = [SamplingPlan(trainer.args).draw(generation, torch.arange(8)) for generation in range(4)]
     assert [trajectory.steps.tolist() for _, trajectory in found] == [each.steps for each in plans]
     assert any(each.steps[0] != each.steps[4] for each in plans)
     assert max(logged(trainer, "ratio/max_error")) < 1e-5

@@ -20,7 +20,7 @@ from tiny_runs import trainer_for
 from diffusion_grpo import cli
 from diffusion_grpo.data.inputs import PipelineInputs
 from diffusion_grpo.media.files import read_video
-from diffusion_grpo.rollout.steps import make_sampling_plan
+from diffusion_grpo.rollout.steps import SamplingPlan
 from diffusion_grpo.sampling import sample
 from diffusion_grpo.sampling.settings import SampleSettings, read_settings
 from diffusion_grpo.training.block_swap import find_hook
@@ -234,7 +234,7 @@ def test_a_window_that_moves_with_the_rollouts_does_so_here(training):
     settings = settings_of(training, "--num_inference_steps", 6, "--num_trained_steps", 2)
     sampler = sample.Sampler(tiny_pipelines.build("wan")[0], settings)
     rollout = settings.train.batch_sizes.prompts_per_rollout * settings.num_generations
-    expected = [make_sampling_plan(settings.train).draw_steps(generation) for generation in range(8)]
+    expected = [SamplingPlan(settings.train).draw_steps(generation) for generation in range(8)]
     assert sampler.choose_noise_steps([generation * rollout for generation in range(8)]) == expected
     assert len(set(expected)) > 1 and all(len(steps) == 2 for steps in expected)
 
@@ -248,7 +248,7 @@ def test_samples_have_the_latents_and_windows_of_the_trainings_branches(training
     sampler([{"prompt": "a fox"}] * 12, list(range(12)))
     seeds = asked["initial_seeds"]
     assert seeds[::2] == seeds[1::2] and len(set(seeds)) == 6 and len(set(asked["seeds"])) == 12
-    plan = make_sampling_plan(settings.train)
+    plan = SamplingPlan(settings.train)
     expected = [plan.draw_steps(0, prompt) for prompt in (0, 1, 2) for _ in range(4)]
     assert asked["noise_steps"] == expected and len(set(expected)) > 1
 
