@@ -10,6 +10,7 @@ import hashlib
 import inspect
 import json
 import logging
+import operator
 import os
 import re
 import uuid
@@ -66,72 +67,73 @@ class PromptCache:
             call = EncoderCall(encode, args, kwargs)
         except TypeError:  # arguments that cannot be compared
             return encode(*args, **kwargs)
-        result = self._call_by_sample(call) if call.names else None
-        return self._remember(call.key(), call.run) if result is None else result
+        parts = [self._encode(call, row) for row in range(call.count)] if call.names else []
+        layout = self._find_layout(call) if len(parts) > 1 else None
+        if len(parts) == 1:
+            result = parts[0]
+        elif layout is None:
+            result = self._remember(call.key, call.run)
+        else:
+            try:
+                result = _join(parts, layout)
+            except CannotJoin:  # a call pads to its longest prompt, so its prompts are encoded together
+                rows = {key: row for row, key in enumerate(call.keys)}
+                order = sorted(rows)
+                together = self._remember(" ".join(order), lambda: call.run([rows[key] for key in order]))
+                result = _take(together, layout, [order.index(key) for key in call.keys])
+        return pytree.tree_map(lambda leaf: leaf, result)  # copies lists, since a pipeline may change them
 
     def keep(self, encode: Callable, *args: Any, **kwargs: Any) -> list[str]:
         """Encode and keep what is missing for a call, and return the keys in `kept` of its results."""
         call = EncoderCall(encode, args, kwargs)
         if self.kept is None or not call.names:
             return []
-        keys = [call.key(row) for row in range(call.count)]
-        for row, key in enumerate(keys):
+        for row, key in enumerate(call.keys):
             if key not in self.kept:
-                self._read_or_encode(call, row)
+                self._encode(call, row)
         self._find_layout(call)
-        return [*keys, f"layout-{call.kind}"]
-
-    def _call_by_sample(self, call: "EncoderCall") -> Any:
-        """Return the joined results of single prompts; None if they cannot be joined."""
-        keys = [call.key(row) for row in range(call.count)]
-        parts = [self._remember(key, lambda row=row: self._read_or_encode(call, row)) for row, key in enumerate(keys)]
-        if call.count == 1:
-            return parts[0]
-        layout = self._find_layout(call)
-        if layout is None:
-            return None
-        try:
-            return _join(parts, layout)
-        except CannotJoin:  # a call pads to its longest prompt, so its prompts are encoded together
-            rows = {key: row for row, key in enumerate(keys)}
-            order = sorted(rows)
-            together = self._remember(" ".join(order), lambda: call.run([rows[key] for key in order]))
-            return _take(together, layout, [order.index(key) for key in keys])
+        return [*call.keys, f"layout-{call.kind}"]
 
     def _remember(self, key: str, make: Callable[[], Any]) -> Any:
         if key not in self._results:
             self._results[key] = make()
-        return pytree.tree_map(lambda leaf: leaf, self._results[key])  # copies lists, since a pipeline may change them
+        return self._results[key]
 
-    def _read_or_encode(self, call: "EncoderCall", row: int) -> Any:
-        if self.kept is None:
-            return call.run([row])
-        key = call.key(row)
-        result = self.kept.get(key)
+    def _encode(self, call: "EncoderCall", row: int) -> Any:
+        """Return the result for one sample: a known one, one from `kept`, or a new one."""
+        key = call.keys[row]
+        if key in self._results:
+            return self._results[key]
+        result = None if self.kept is None else self.kept.get(key)
         if result is None:
             result = call.run([row])
-            self.kept.put(key, result, call.texts(row))
-            self.encoded += 1
-        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(call.device), result)
+            if self.kept is not None:
+                self.kept.put(key, result, call.texts[row])
+                self.encoded += 1
+        else:
+            result = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(call.device), result)
+        self._results[key] = result
+        return result
 
     def _find_layout(self, call: "EncoderCall") -> Layout | None:
         """Find the layout of results for several prompts, once per kind of call, by encoding one prompt twice."""
-        if call.kind not in self._layouts:
-            key = f"layout-{call.kind}"
-            kept = None if self.kept is None else self.kept.get(key)
-            layout = kept["layout"] if kept else self._measure_layout(call)
-            if self.kept is not None and not kept:
+        if call.kind in self._layouts:
+            return self._layouts[call.kind]
+        key = f"layout-{call.kind}"
+        kept = None if self.kept is None else self.kept.get(key)
+        if kept:
+            layout = kept["layout"]
+        else:
+            try:
+                layout = find_layout(self._encode(call, 0), call.run([0, 0]))
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # of an encoder that takes one prompt per call, or of results that cannot be joined
+                layout = None
+            if self.kept is not None:
                 self.kept.put(key, {"layout": layout}, {})
-            self._layouts[call.kind] = layout
-        return self._layouts[call.kind]
-
-    def _measure_layout(self, call: "EncoderCall") -> Layout | None:
-        try:
-            return find_layout(self._remember(call.key(0), lambda: self._read_or_encode(call, 0)), call.run([0, 0]))
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # of an encoder that takes one prompt per call, or of results that cannot be joined
-            return None
+        self._layouts[call.kind] = layout
+        return layout
 
 
 class EncoderCall:
@@ -140,25 +142,36 @@ class EncoderCall:
     Texts belong to one sample each, and numbers and strings are settings of the call. If there is anything else, or
     if nothing says how many samples there are, `names` is empty, and the call can only be made as a whole.
 
+    Attributes:
+        names: arguments that hold a text per sample, or a single one for all; `texts` are those of each sample.
+        keys: of the samples' parts of the call; `key` is that of the whole call.
+        kind: results of calls of one kind have the same layout.
+
     Raises:
         TypeError: an argument cannot be compared with others.
     """
 
     def __init__(self, encode: Callable, args: tuple, kwargs: dict[str, Any]):
         self._encode, self._bound = encode, inspect.signature(encode).bind(*args, **kwargs)
-        self.arguments = self._bound.arguments
-        counts = {len(v) for k, v in self.arguments.items() if "prompt" in k and _is_texts(v)} or {1}
+        self.arguments = arguments = self._bound.arguments
+        given = {name for name, value in arguments.items() if "prompt" in name and _is_texts(value)}
+        counts = {len(arguments[name]) for name in given} or {1}
         self.count = min(counts)
-        self.names = tuple(name for name, value in self.arguments.items() if self._is_per_sample(name, value))
-        settings = {k: v for k, v in self.arguments.items() if k not in self.names and v is not None and k != "device"}
+        given |= {name for name, value in arguments.items() if isinstance(value, str) and TEXT.fullmatch(name)}
+        self.names = tuple(name for name in arguments if name in given)
+        settings = {k: v for k, v in arguments.items() if k not in given and v is not None and k != "device"}
         copies = [value for name, value in settings.items() if COPIES.fullmatch(name) and value != 1]
         lists = {name: value for name, value in settings.items() if isinstance(value, list)}
         others = [k for k, v in lists.items() if "prompt" in k or _is_texts(v) and len(v) == self.count > 1]
         if copies or others or len(counts) > 1 or not all(map(_is_setting, settings.values())):
-            self.names, settings = (), {k: v for k, v in self.arguments.items() if k != "device"}
+            self.names, settings = (), {k: v for k, v in arguments.items() if k != "device"}
         elif settings.get("batch_size") == self.count:
             settings["batch_size"] = 1
-        self._settings = json.dumps([getattr(encode, "__name__", ""), settings], default=_describe, sort_keys=True)
+        about = json.dumps([getattr(encode, "__name__", ""), settings], default=_describe, sort_keys=True)
+        texts = [(name, arguments[name]) for name in self.names]
+        self.texts = [{name: v if isinstance(v, str) else v[row] for name, v in texts} for row in range(self.count)]
+        self.keys = [_hash(json.dumps([about, each])) for each in self.texts]
+        self.key, self.kind = _hash(about), _hash(json.dumps([about, self.names]))
 
     @property
     def device(self) -> torch.device | str:
@@ -166,40 +179,19 @@ class EncoderCall:
         pipe = getattr(self._encode, "__self__", None)
         return self.arguments.get("device") or getattr(pipe, "_execution_device", "cpu")
 
-    @property
-    def kind(self) -> str:
-        """Key of the kind of call: results of one kind have the same layout."""
-        return _hash(json.dumps([self._settings, self.names]))
-
-    def key(self, row: int | None = None) -> str:
-        """Return the key of one sample's part of the call, or of the call as a whole."""
-        return _hash(self._settings if row is None else json.dumps([self._settings, self.texts(row)]))
-
-    def texts(self, row: int) -> dict[str, str]:
-        """Return the texts of one sample."""
-        values = {name: self.arguments[name] for name in self.names}
-        return {name: value if isinstance(value, str) else value[row] for name, value in values.items()}
-
     def run(self, rows: Sequence[int] | None = None) -> Any:
         """Call the encoder for some of the samples, by default for all."""
         # with copies of lists, since Z-Image writes its chat template into the given one
         chosen = {name: list(value) if isinstance(value, list) else value for name, value in self.arguments.items()}
         if rows is not None:
             for name in self.names:
-                value = self.arguments[name]
-                is_one = isinstance(value, str) and len(rows) == 1
-                chosen[name] = value if is_one else [self.texts(row)[name] for row in rows]
+                if len(rows) > 1 or not isinstance(chosen[name], str):
+                    chosen[name] = [self.texts[row][name] for row in rows]
             if chosen.get("batch_size") is not None:
                 chosen["batch_size"] = len(rows)
         bound = inspect.BoundArguments(self._bound.signature, chosen)
         with torch.no_grad():
             return self._encode(*bound.args, **bound.kwargs)
-
-    def _is_per_sample(self, name: str, value: Any) -> bool:
-        """Return whether an argument has one text per sample; a single text counts for every sample."""
-        if isinstance(value, str):
-            return TEXT.fullmatch(name) is not None
-        return "prompt" in name and _is_texts(value)
 
 
 def check_encode_prompt(pipeline: type[DiffusionPipeline]) -> None:
@@ -325,7 +317,8 @@ def _join(results: list[Any], layout: Layout) -> Any:
     """Join results for single samples into the result of one call."""
     first = results[0]
     if layout == SHARED:
-        if not all(_is_equal(first, other) for other in results):
+        equal = torch.equal if torch.is_tensor(first) else operator.eq
+        if not all(equal(first, other) for other in results):
             raise CannotJoin
         return first
     if layout == ROWS:
@@ -350,10 +343,6 @@ def _take(result: Any, layout: Layout, rows: list[int]) -> Any:
     if isinstance(layout, list):
         return type(result)(_take(item, part, rows) for item, part in zip(result, layout, strict=True))
     return result.index_select(layout, torch.tensor(rows, device=result.device))
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    return one.shape == other.shape and torch.equal(one, other) if torch.is_tensor(one) else one == other
 
 
 def _is_texts(value: Any) -> bool:

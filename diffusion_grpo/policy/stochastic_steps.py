@@ -211,11 +211,6 @@ class FlowSteps(StochasticScheduler):
         sigmas = self.sigmas.to(device=device, dtype=torch.float32)
         return sigmas[self.position], sigmas[self.position + 1]
 
-    def _ends(self, device: torch.device) -> dict[str, Tensor]:
-        """Return the keywords that are offered to SDEs: the schedule's second and last sigma."""
-        sigmas = self.sigmas.to(device=device, dtype=torch.float32)
-        return {"sigma_max": sigmas[1], "sigma_min": sigmas[-1]}
-
     def _token_sigmas(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return this and the next sigma of each token, (batch, tokens, 1), if each token has a timestep."""
         schedule = self.sigmas.to(device=device, dtype=torch.float32)
@@ -232,8 +227,10 @@ class FlowSteps(StochasticScheduler):
         return (sample.to(torch.float32) + (sigma_next - sigma) * prediction).to(prediction.dtype)
 
     def distribution(self, prediction: Tensor, timestep: Any, sample: Tensor, noise_level: float) -> MeanStd:
-        (sigma, sigma_next), ends = self._sigmas(sample.device), self._ends(sample.device)
+        sigma, sigma_next = self._sigmas(sample.device)
         prediction, sample = prediction.float(), sample.float()
+        schedule = self.sigmas.to(sigma)
+        ends = {"sigma_max": schedule[1], "sigma_min": schedule[-1]}  # keywords that are offered to SDEs
         if self.config.get("invert_sigmas"):  # Mochi's sigmas run from data to noise
             sigma, sigma_next, prediction = 1 - sigma, 1 - sigma_next, -prediction
             ends = {name: 1 - value for name, value in ends.items()}

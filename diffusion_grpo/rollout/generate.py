@@ -58,6 +58,8 @@ class RolloutGenerator:
         self._metrics, self._progress = runtime.metrics, runtime.progress
         self._plan, self._recording, self._anchor = SamplingPlan(args), passes.recording, args.anchor
         self._device = args.trajectory_device
+        takes_latents = list(map(takes_only_latents, scorer.rewards))
+        self._takes_latents, self._needs_pixels = any(takes_latents), not all(takes_latents)
         self._signal = SignalCheck(estimator.names, warns=args.process_index == 0)
 
     def __call__(
@@ -131,9 +133,7 @@ class RolloutGenerator:
         """Sample `rows` call by call, hand the samples to the scoring, and return their trajectories."""
         self._policy.prompts.clear()
         plan = self._plan.draw(order.generation, order.own())
-        rewards = self._scorer.rewards
-        takes_latents = any(map(takes_only_latents, rewards))
-        is_decoded = self._writer.saves_all(step) or not all(map(takes_only_latents, rewards))
+        is_decoded = self._writer.saves_all(step) or self._needs_pixels
         trajectories: list = [None] * len(rows)
         calls, prefixes = self.inputs.calls(rows), None
         # where a group shares one latent, only if samples with equal inputs make equal calls of the network
@@ -143,7 +143,7 @@ class RolloutGenerator:
             calls = split_by_length(calls, plan.prefix_lengths)
             prefixes = compute_prefixes(self._policy, self.inputs, self._backend, rows, calls, plan, self._args)
         for indices, is_own in self._backend.equalize(calls):
-            latents = [] if takes_latents else None
+            latents = [] if self._takes_latents else None
             arguments = self.inputs([rows[index] for index in indices])
             request = RolloutRequest(
                 seeds=plan.seeds[indices],

@@ -33,7 +33,7 @@ def test_each_initial_latent_is_computed_once_and_each_sample_finds_its_own(repe
 
     # another process may have more calls: this one repeats its last
     backend = SimpleNamespace(equalize=lambda calls: [(call, True) for call in calls] + [(calls[-1], False)] * repeats)
-    find = compute_prefixes(
+    prefixes = compute_prefixes(
         SimpleNamespace(run_prefix=run),
         lambda rows: {"rows": rows},
         backend,
@@ -43,7 +43,7 @@ def test_each_initial_latent_is_computed_once_and_each_sample_finds_its_own(repe
         SimpleNamespace(num_inference_steps=4, trajectory_device="cpu"),
     )
     assert asked == expected + expected[-1:] * repeats
-    assert find([1, 0, 4]).latents.flatten().tolist() == [7.0, 7.0, 9.0]
+    assert [float(prefixes[sample].latents) for sample in (1, 0, 4)] == [7.0, 7.0, 9.0]
 
 
 # In training
