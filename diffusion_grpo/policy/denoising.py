@@ -90,7 +90,7 @@ class DenoisingPolicy(Policy):
         """Call the pipeline with noise in its steps and record the trained ones, or keep the finished latents."""
         if request.keeps_clean:
             return self._roll_out_clean(inputs, request)
-        noise_level = self.default_noise_level if request.noise_level is None else request.noise_level
+        noise_level = self.scheduler.sde.noise_level if request.noise_level is None else request.noise_level
         recorder = Recorder(request, noise_level)
         samples = self._sample(inputs, request, recorder)
         return samples, recorder.trajectory() if recorder.records_steps else None
