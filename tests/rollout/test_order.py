@@ -14,8 +14,8 @@ from diffusion_grpo.rollout.score import gather_by_position
 
 
 def order_of(processes, generation, seed=0, process=0, **sizes):
-    """The order of one rollout; `accumulation` and `steps` are given for one process."""
-    return RolloutOrder(sizes_of(processes, process, **sizes), seed, generation)
+    """The order of one rollout, a row per position; `accumulation` and `steps` are given for one process."""
+    return RolloutOrder(sizes_of(processes, process, **sizes), seed, generation, range(64))
 
 
 def sizes_of(processes, process=0, best_of_n=None, generations=4, batch=2, accumulation=4, steps=8, batches=1):

@@ -53,10 +53,10 @@ def buffer_of(order, ranking):
 
 
 def restore(folder, order, shift=0, **settings):
-    def rows_at(positions):
-        return [{"prompt": str(position + shift)} for position in positions]
+    def read_rows(indices):
+        return [{"prompt": str(index + shift)} for index in indices]
 
-    return restore_buffer(folder, order, inputs_of(**settings), rows_at, "cpu")
+    return restore_buffer(folder, order, inputs_of(**settings), read_rows, "cpu")
 
 
 @pytest.mark.parametrize("best_of_n", [None, 2])
