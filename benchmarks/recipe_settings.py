@@ -77,10 +77,10 @@ TWO_UPDATES = {"steps_per_generation": 8}  # a rollout of two updates, each samp
 MOVING = {"step_selection": "sliding", "step_interval": 4}
 FIRST_STEP = {"num_inference_steps": 6, "trained_steps": [0, 1]}
 FIRST_OF_4 = {"num_inference_steps": 4, "trained_steps": [0, 1]}
-# The first of six steps, and three longer ones after it
-# Three even steps from noise to data, in place of the schedule's
+# `sigmas: even` but for rounding: the first three of the schedule's four, which ends in a step from 0.001 to 0
 FIRST_OF_3 = {"num_inference_steps": 3, "sigmas": [1.0, 0.6677, 0.3353], "trained_steps": [0, 1], "num_iterations": 2}
 REGULATED = {"target_change": 0.25}
+# The first of six steps, and three longer ones after it
 COARSE = {"num_inference_steps": 4, "sigmas": [1.0, 0.8, 0.53, 0.27], "trained_steps": [0, 1], "num_iterations": 2}
 
 # Algorithms on re-noised samples roll out without noise, and train at levels of the rollout's steps after the first

@@ -100,7 +100,7 @@ def small(values, inputs):
     if values.get("train_component") == "vision_language_encoder":
         changed["learning_rate"] = 0.02  # smaller steps change no token
     if "sigmas" in values:
-        changed["sigmas"] = values["sigmas"][:STEPS]
+        changed["sigmas"] = "even"
     if "trained_steps" in values:
         changed["trained_steps"] = [0, 2]
     if "ema_decay" in values:

@@ -26,11 +26,11 @@ class SamplingSettings:
         "Arguments of the pipeline's call in evaluations and for validation_prompts, in place of those of training "
         "and of dataset columns: another height, width or guidance_scale, for example; on the command line, as JSON.",
     )
-    sigmas: list[float] | None = setting(
+    sigmas: list[float] | str | None = setting(
         None,
         "Noise levels of the denoising steps in a training rollout, before the scheduler's shift: "
-        "num_inference_steps numbers that start at 1.0 and decrease (docs/algorithms/noise.md). For flow matching, "
-        "and pipelines whose call accepts sigmas.",
+        "num_inference_steps numbers that start at 1.0 and decrease, or even: equal steps down to 0 "
+        "(docs/algorithms/noise.md). For flow matching, and pipelines whose call accepts sigmas.",
     )
     guidance_scale: float | None = setting(None, "Guidance scale; by default the pipeline's own.")
     height: Count | None = setting(None, "Height in pixels; by default the pipeline's own.")

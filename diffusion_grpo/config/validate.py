@@ -146,7 +146,9 @@ def _find_steps(args: Sizes) -> Iterator[str]:
             f"num_trained_steps={args.num_trained_steps} is more than the {len(args.trainable_steps)} steps that may "
             "be trained; lower it, or widen trained_steps."
         )
-    if sigmas is None:
+    if sigmas is not None and args.eval_num_inference_steps is None:
+        yield "sigmas are for rollouts, and evaluations keep the pipeline's spacing; set eval_num_inference_steps."
+    if sigmas in (None, "even"):
         return
     if len(sigmas) != args.num_inference_steps:
         yield (
@@ -154,9 +156,7 @@ def _find_steps(args: Sizes) -> Iterator[str]:
             f"{args.num_inference_steps}; set num_inference_steps: {len(sigmas)}, or leave sigmas out."
         )
     if sigmas[0] != 1 or any(high <= low for high, low in zip(sigmas, [*sigmas[1:], 0.0], strict=True)):
-        yield f"sigmas={sigmas} must begin with 1.0, which is pure noise, and fall with every step, to above 0."
-    if args.eval_num_inference_steps is None:
-        yield "sigmas are for rollouts, and evaluations keep the pipeline's spacing; set eval_num_inference_steps."
+        yield f"sigmas={sigmas} must be even, or begin with 1.0 (pure noise) and fall with every step, to above 0."
 
 
 def _find_recorded(args: Sizes) -> Iterator[str]:

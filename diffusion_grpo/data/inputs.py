@@ -58,7 +58,9 @@ class PipelineInputs:
         self.check_arguments(args.pipeline_kwargs or {})
         self._columns: dict[int, tuple[Dataset, Columns]] = {}
         self.fit_images(None if isinstance(pipe, type) else pipe)
-        self.spacing = {} if args.sigmas is None else {"sigmas": list(args.sigmas)}
+        steps = args.num_inference_steps
+        sigmas = [1 - step / steps for step in range(steps)] if args.sigmas == "even" else args.sigmas
+        self.spacing = {} if sigmas is None else {"sigmas": list(sigmas)}
         if self.spacing and "sigmas" not in parameters:
             raise ValueError(
                 f"sigmas: {self.pipeline.__name__} spaces its steps itself and takes no sigmas; leave them out."

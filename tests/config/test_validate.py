@@ -40,10 +40,12 @@ REFUSED = [
     ("trained_steps", {"trained_steps": [2, 10]}),
     ("trained_steps", {"trained_steps": 3}),
     ("num_trained_steps", {"trained_steps": [0, 4], "num_trained_steps": 5}),
-    ("num_inference_steps: 2", {"sigmas": [1.0, 0.5]}),
+    ("num_inference_steps: 2", {"sigmas": [1.0, 0.5], "eval_num_inference_steps": 4}),
     ("sigmas", {"sigmas": [0.9, 0.6, 0.3], **SIGMAS}),
     ("sigmas", {"sigmas": [1.0, 0.3, 0.6], **SIGMAS}),
+    ("sigmas=odd must be even", {"sigmas": "odd", **SIGMAS}),
     ("eval_num_inference_steps", {"sigmas": [1.0, 0.6, 0.3], "num_inference_steps": 3}),
+    ("eval_num_inference_steps", {"sigmas": "even"}),
     # losses and advantages
     ("importance_sampling_level", {"loss_type": "dppo", "importance_sampling_level": "sequence"}),
     ("step_weight", {"loss_type": "grpo_guard", "step_weight": "noise"}),

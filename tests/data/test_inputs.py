@@ -486,7 +486,8 @@ def test_sizes_mix_with_a_value_model_and_with_kl_in_the_reward(tmp_path, settin
     assert logged(trainer, "ratio/max_error") == [0.0] * 2 and all(np.isfinite(logged(trainer, "loss")))
 
 
-def test_sigmas_space_the_steps_of_training_and_not_of_evaluation(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("sigmas", "levels"), [([1.0, 0.8, 0.3], (1.0, 0.8, 0.3)), ("even", (1.0, 2 / 3, 1 / 3))])
+def test_sigmas_space_the_steps_of_training_and_not_of_evaluation(tmp_path, monkeypatch, sigmas, levels):
     real, found = FlowMatchEulerDiscreteScheduler.set_timesteps, []
 
     @functools.wraps(real)
@@ -495,12 +496,12 @@ def test_sigmas_space_the_steps_of_training_and_not_of_evaluation(tmp_path, monk
         found.append(scheduler.sigmas.tolist())
 
     monkeypatch.setattr(FlowMatchEulerDiscreteScheduler, "set_timesteps", noting)
-    steps = {"num_inference_steps": 3, "sigmas": [1.0, 0.8, 0.3], "eval_num_inference_steps": 4}
+    steps = {"num_inference_steps": 3, "sigmas": sigmas, "eval_num_inference_steps": 4}
     trainer = trainer_for(tmp_path, max_steps=1, **steps)  # SD3 with a shift of 3
     trainer.train()
     assert logged(trainer, "ratio/max_error") == [0.0]
-    shifted = [3 * sigma / (1 + 2 * sigma) for sigma in (1.0, 0.8, 0.3)]
-    assert found and all(sigmas == pytest.approx([*shifted, 0.0], abs=1e-6) for sigmas in found)
+    shifted = [3 * sigma / (1 + 2 * sigma) for sigma in levels]
+    assert found and all(each == pytest.approx([*shifted, 0.0], abs=1e-6) for each in found)
 
     found.clear()
     trainer.evaluate()
