@@ -117,47 +117,38 @@ def measure(
     with CountedMasks(), _draw_without_weights(policy, mode):
         if policy.draws_tokens:
             return _measure_tokens(policy, mode, make_inputs(sizes.micro_batch), sizes.micro_batch, args)
-        return _measure_steps(policy, mode, make_inputs, sizes, args)
-
-
-def _measure_steps(
-    policy: Policy,
-    mode: FakeTensorMode,
-    make_inputs: Callable[[int], dict[str, Any]],
-    sizes: CallSizes,
-    args: DiffusionGRPOConfig,
-) -> Measurement:
-    samples, count, watch = sizes.rollout, args.num_inference_steps, PhaseWatch(policy)
-    settings = {"seeds": range(samples), "steps": [[0]] * samples, "num_inference_steps": count}
-    inputs = make_inputs(samples)
-    with watch.watching():
-        try:
-            _, trajectory = rollout(policy, inputs, **settings)
-        except Exception:  # not every pipeline decodes tensors without values
-            watch.reset()
-            _, trajectory = rollout(policy, inputs, **settings, is_complete=False)
-    step_bytes, sample_bytes = count_trajectory_bytes(trajectory)
-    shares_prediction = False
-    if args.shares_calls:
-        prefix = run_prefix(policy, make_inputs(1), 0, num_inference_steps=count, initial_seeds=[0])
-        shares_prediction = prefix.prediction is not None
-    rows = sizes.update if shares_prediction else sizes.micro_batch
-    if rows != samples or args.is_renoised:
-        inputs = make_inputs(rows)
-        if args.is_renoised:
-            inputs = switch_guidance_off(policy.pipe, policy.networks, inputs)
-        settings |= {"seeds": range(rows), "steps": [[0]] * rows}
-        _, trajectory = rollout(policy, inputs, **settings, is_complete=False)  # which encodes the prompts, too
-    evaluations = sum(watch.rows) / samples
-    return Measurement(
-        peaks={**watch.live.peaks, UPDATE: measure_update(policy, mode, inputs, trajectory)},
-        sample_bytes=sample_bytes + shares_prediction * trajectory.steps.element_size(),  # `Trajectory.shared_steps`
-        step_bytes=step_bytes,
-        prompt_bytes=watch.encoded // samples,
-        evaluations=evaluations,
-        update_evaluations=1.0 if args.is_renoised else evaluations,
-        shares_prediction=shares_prediction,
-    )
+        samples, count, watch = sizes.rollout, args.num_inference_steps, PhaseWatch(policy)
+        settings = {"seeds": range(samples), "steps": [[0]] * samples, "num_inference_steps": count}
+        inputs = make_inputs(samples)
+        with watch.watching():
+            try:
+                _, trajectory = rollout(policy, inputs, **settings)
+            except Exception:  # not every pipeline decodes tensors without values
+                watch.reset()
+                _, trajectory = rollout(policy, inputs, **settings, is_complete=False)
+        step_bytes, sample_bytes = count_trajectory_bytes(trajectory)
+        shares_prediction = False
+        if args.shares_calls:
+            prefix = run_prefix(policy, make_inputs(1), 0, num_inference_steps=count, initial_seeds=[0])
+            shares_prediction = prefix.prediction is not None
+        rows = sizes.update if shares_prediction else sizes.micro_batch
+        if rows != samples or args.is_renoised:
+            inputs = make_inputs(rows)
+            if args.is_renoised:
+                inputs = switch_guidance_off(policy.pipe, policy.networks, inputs)
+            settings |= {"seeds": range(rows), "steps": [[0]] * rows}
+            _, trajectory = rollout(policy, inputs, **settings, is_complete=False)  # which encodes the prompts, too
+        evaluations = sum(watch.rows) / samples
+        return Measurement(
+            peaks={**watch.live.peaks, UPDATE: measure_update(policy, mode, inputs, trajectory)},
+            sample_bytes=sample_bytes
+            + shares_prediction * trajectory.steps.element_size(),  # `Trajectory.shared_steps`
+            step_bytes=step_bytes,
+            prompt_bytes=watch.encoded // samples,
+            evaluations=evaluations,
+            update_evaluations=1.0 if args.is_renoised else evaluations,
+            shares_prediction=shares_prediction,
+        )
 
 
 class PhaseWatch:

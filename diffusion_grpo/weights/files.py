@@ -50,20 +50,17 @@ def save_policy(
 ) -> None:
     """Write the trained weights to `folder`, under the public name of the base model."""
     folder = Path(folder)
-    # the LoRA of a second network: load_lora_weights(folder / "transformer_2", load_into_transformer_2=True)
-    for part, name, place in _others(model, component, folder):
-        save_policy(part, pipe, (name,), place)
-    model, name = _first(model, component)
-    folder.mkdir(parents=True, exist_ok=True)
-    if isinstance(model, PeftModel):
-        _save_lora(model, pipe, name, folder)
-    elif whole_pipeline:
+    for part, name, place in _list_parts(model, component, folder):
+        place.mkdir(parents=True, exist_ok=True)
+        if isinstance(part, PeftModel):
+            _save_lora(part, pipe, name, place)
+        elif not whole_pipeline:
+            part.save_pretrained(folder / name)
+            _publish_sources(folder, (name,), pipe)
+    if whole_pipeline and not isinstance(part, PeftModel):
         pipe.save_pretrained(folder)
         _publish_sources(folder, pipe.components, pipe)
         name_repository(folder, str(folder), folder.resolve().name)
-    else:
-        model.save_pretrained(folder / name)
-        _publish_sources(folder, (name,), pipe)
 
 
 def _publish_sources(folder: Path, names: Iterable[str], pipe: DiffusionPipeline) -> None:
@@ -93,14 +90,12 @@ def name_repository(folder: Path, former: str, name: str) -> None:
         index.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _first(model: nn.Module, component: tuple[str, ...]) -> tuple[nn.Module, str]:
-    return (model[component[0]] if isinstance(model, nn.ModuleDict) else model), component[0]
-
-
-def _others(model: nn.Module, component: tuple[str, ...], folder: Path) -> Iterator[tuple[nn.Module, str, Path]]:
-    """Yield the models after the first, with their names and the folders of their weights."""
-    for name in component[1:]:
-        yield model[name], name, folder / name if isinstance(model[name], PeftModel) else folder
+def _list_parts(model: nn.Module, component: tuple[str, ...], folder: Path) -> Iterator[tuple[nn.Module, str, Path]]:
+    """Yield each trained network, with its name and the folder of its weights."""
+    for name in component:
+        part = model[name] if isinstance(model, nn.ModuleDict) else model
+        # the LoRA of a second network: load_lora_weights(folder / "transformer_2", load_into_transformer_2=True)
+        yield part, name, folder / name if name != component[0] and isinstance(part, PeftModel) else folder
 
 
 def _save_lora(model: PeftModel, pipe: DiffusionPipeline, name: str, folder: Path) -> None:
@@ -274,23 +269,20 @@ def drop_adapter(network: Any, name: str) -> None:
 
 def load_policy(model: nn.Module, component: tuple[str, ...], folder: str | Path) -> None:
     """Load weights that `save_policy` wrote back into the model, in place and bit for bit."""
-    folder = Path(folder)
-    for part, name, place in _others(model, component, folder):
-        load_policy(part, (name,), place)
-    model, name = _first(model, component)
-    if isinstance(model, PeftModel):
-        weights = load_file(folder / ADAPTER_WEIGHTS)
-        result = set_peft_model_state_dict(model, weights, adapter_name=model.active_adapter)
-        if result.unexpected_keys:
-            raise ValueError(
-                f"The adapter in {folder} has layers that this model lacks, such as {result.unexpected_keys[0]}; use "
-                "the peft_config it was trained with."
-            )
-        return
-    if not (folder / name).is_dir():  # diffusers would look for it on the Hub
-        raise ValueError(f"{folder} has no folder {name!r}; it was not written by full training of that network.")
-    saved = type(model).from_pretrained(folder / name, dtype=model.dtype, use_safetensors=True)
-    load_held(model, saved.state_dict())
+    for part, name, place in _list_parts(model, component, Path(folder)):
+        if isinstance(part, PeftModel):
+            weights = load_file(place / ADAPTER_WEIGHTS)
+            result = set_peft_model_state_dict(part, weights, adapter_name=part.active_adapter)
+            if result.unexpected_keys:
+                raise ValueError(
+                    f"The adapter in {place} has layers that this model lacks, such as {result.unexpected_keys[0]}; "
+                    "use the peft_config it was trained with."
+                )
+            continue
+        if not (place / name).is_dir():  # diffusers would look for it on the Hub
+            raise ValueError(f"{place} has no folder {name!r}; it was not written by full training of that network.")
+        saved = type(part).from_pretrained(place / name, dtype=part.dtype, use_safetensors=True)
+        load_held(part, saved.state_dict())
 
 
 def copy_weights(checkpoint: str | Path, folder: str | Path, component: tuple[str, ...]) -> None:
