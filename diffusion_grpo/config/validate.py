@@ -4,18 +4,11 @@ import logging
 from collections.abc import Iterator
 
 from .defaults import Sizes
-from .fields import check_fields
 from .files import check_folder
 from .quantization import check_quantization
 
 logger = logging.getLogger(__name__)
 WATCHING_SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # which follow the evaluations
-
-
-def check_settings(args: Sizes) -> None:
-    """Refuse settings that are out of range, unknown, or contradict each other."""
-    check_fields(args)
-    check_conflicts(args)
 
 
 def check_conflicts(args: Sizes) -> None:

@@ -12,11 +12,12 @@ from datasets import Dataset
 from diffusers import DiffusionPipeline
 from peft import PeftConfig
 
+from ..config.fields import check_fields
 from ..config.files import check_hub_access, check_model_name, check_resume_folder
 from ..config.sampling import SamplingSettings
 from ..config.settings import DiffusionGRPOConfig, describe
 from ..config.update import UpdateSettings
-from ..config.validate import check_settings
+from ..config.validate import check_conflicts
 from ..data.columns import list_given, list_types
 from ..data.inputs import PipelineInputs, prepare_inputs
 from ..data.prompts import check_dataset, name_datasets
@@ -168,7 +169,8 @@ def prepare_args(model: str | DiffusionPipeline, args: DiffusionGRPOConfig | Non
         args.prompt_embeds_dir = os.path.abspath(os.path.expanduser(args.prompt_embeds_dir))
     if model == "tiny":
         args.fill(default_settings({name: getattr(args, name) for name in args.given}))
-    check_settings(args)  # they may have been changed since they were created
+    check_fields(args)  # settings may have been changed since they were created
+    check_conflicts(args)
     return args
 
 

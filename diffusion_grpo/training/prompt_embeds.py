@@ -82,25 +82,22 @@ class PromptEmbeds:
     def encode(self, datasets: list[Dataset], prompts: list[str], **overrides: Any) -> None:
         """Encode this process's share, and wait until all processes have encoded theirs."""
         with self._monitor.barrier_after("encodes prompts"):
-            self._encode_share(datasets, prompts, overrides)
-
-    def _encode_share(self, datasets: list[Dataset], prompts: list[str], overrides: dict[str, Any]) -> None:
-        self._done |= {(id(dataset), repr(overrides)): dataset for dataset in datasets}
-        args, rows = self._inputs.args, self._list_rows(datasets, prompts)
-        shares: dict[Key, int] = {}  # rows with the same texts go to the same process
-        self._keys, self._policy.prompts.encoded = [], 0
-        is_shown = args.process_index == 0 and not args.disable_tqdm
-        for key, read in tqdm(rows, "Encoding prompts", unit="prompt", delay=SILENT, disable=not is_shown):
-            texts = tuple((name, value) for name, value in key if isinstance(value, str))
-            if shares.setdefault(texts, len(shares) % args.world_size) == args.process_index:
-                kind = tuple((name, type(value) if isinstance(value, str) else value) for name, value in key)
-                self._encode_row((kind, repr(overrides)), read(), overrides)
-        logger.info(
-            "cache_prompt_embeds: %d distinct prompts, %d of them encoded by this process now; not in memory: %s.",
-            len(rows),
-            self._policy.prompts.encoded,
-            ", ".join(free_encoders(self._policy.pipe)) or "nothing",
-        )
+            self._done |= {(id(dataset), repr(overrides)): dataset for dataset in datasets}
+            args, rows = self._inputs.args, self._list_rows(datasets, prompts)
+            shares: dict[Key, int] = {}  # rows with the same texts go to the same process
+            self._keys, self._policy.prompts.encoded = [], 0
+            is_shown = args.process_index == 0 and not args.disable_tqdm
+            for key, read in tqdm(rows, "Encoding prompts", unit="prompt", delay=SILENT, disable=not is_shown):
+                texts = tuple((name, value) for name, value in key if isinstance(value, str))
+                if shares.setdefault(texts, len(shares) % args.world_size) == args.process_index:
+                    kind = tuple((name, type(value) if isinstance(value, str) else value) for name, value in key)
+                    self._encode_row((kind, repr(overrides)), read(), overrides)
+            logger.info(
+                "cache_prompt_embeds: %d distinct prompts, %d of them encoded by this process now; not in memory: %s.",
+                len(rows),
+                self._policy.prompts.encoded,
+                ", ".join(free_encoders(self._policy.pipe)) or "nothing",
+            )
 
     def share(self, accelerator: Accelerator) -> None:
         """Receive from the other processes the results that this one lacks. A collective."""
