@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Place:
+    """Position of a micro-batch in its update."""
+
     update: int
     count: int
     is_first: bool
