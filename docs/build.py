@@ -90,8 +90,8 @@ def format_config_page() -> str:
 
 def format_cli_page() -> str:
     """Return the text of docs/cli.md."""
-    commands = find_commands(build_parser(), "diffusion-grpo")
-    return CLI_HEAD + "".join(format_command(name, command) for name, command in commands)
+    commands, shown = find_commands(build_parser(), "diffusion-grpo"), {}
+    return CLI_HEAD + "".join(format_command(name, command, shown) for name, command in commands)
 
 
 def find_commands(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, argparse.ArgumentParser]]:
@@ -104,8 +104,8 @@ def find_commands(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[
         yield name, parser
 
 
-def format_command(name: str, command: argparse.ArgumentParser) -> str:
-    """Return a heading, the purpose of a command, and a table of its options."""
+def format_command(name: str, command: argparse.ArgumentParser, shown: dict[str, str]) -> str:
+    """Return a heading, the purpose of a command, and a table of its options; `shown` has those of earlier ones."""
     options = [action for action in command._actions if not isinstance(action, argparse._HelpAction)]
     lines = [
         "",
@@ -114,10 +114,18 @@ def format_command(name: str, command: argparse.ArgumentParser) -> str:
         command.description,
         *(["", "| option | what it does |", "|---|---|"] if options else []),
     ]
+    again: dict[str, list[str]] = {}
     for action in options:
         option = " ".join(filter(None, [", ".join(action.option_strings), name_value(action)]))
         text = " ".join(((action.help or "") % vars(action)).split()).replace("|", "\\|")
-        lines.append(f"| `{option}` | {link_pages(text)} |")
+        line = f"| `{option}` | {link_pages(text)} |"
+        if action.option_strings and shown.setdefault(line, name) != name:
+            again.setdefault(shown[line], []).append(f"`{action.option_strings[0]}`")
+        else:
+            lines.append(line)
+    lines += [
+        f"| {', '.join(names)} | as for [{first}](#{first.replace(' ', '-')}) |" for first, names in again.items()
+    ]
     return "\n".join(lines) + "\n" + (TRAIN_KEYS if name.endswith(" train") else "")
 
 

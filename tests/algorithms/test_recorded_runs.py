@@ -4,13 +4,11 @@ import math
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from tiny_runs import (
     brightness,
     first_frame_brightness,
     joined_trajectory,
     logged,
-    policy_weights,
     trained_weights,
     trainer_for,
 )
@@ -114,32 +112,3 @@ def test_losses_weights_and_processes_on_every_kind(tmp_path, kind, name):
 def test_processes_of_flow_matching_are_refused_elsewhere(tmp_path, kind, process):
     with pytest.raises(ValueError, match=f"sde_type='{process}'"):
         trainer_for(tmp_path, **KINDS[kind], sde_type=process)
-
-
-# Resuming: two micro-batches an update, two updates on each rollout, so that checkpoints lie within rollouts too
-RESUMED = {
-    "noise, wan_sde": {"step_weight": "noise", "sde_type": "wan_sde"},
-    "guard's weight, precise": {"step_weight": "guard", "sde_type": "precise"},
-    "dppo, velocity": EVERY_STEP["dppo, velocity"],
-    "grpo_guard, recorded means": EVERY_STEP["grpo_guard"] | {"old_log_prob": "rollout"},
-}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "dppo, velocity" else pytest.mark.slow) for name in RESUMED]
-)
-def test_resume_bit_for_bit(tmp_path, name):
-    """Within the second rollout: its samples, weights and old means come from the checkpoint."""
-    settings = SHORT | RESUMED[name] | {"num_iterations": 2, "max_steps": 5}
-    settings |= {"num_inference_steps": 4, "save_strategy": "steps", "save_steps": 3}
-    whole, again = (trainer_for(tmp_path / run, **settings) for run in ("whole", "again"))
-    whole.train()
-    kept = load_file(tmp_path / "whole" / "checkpoint-3" / "rollout-rank0.safetensors")
-    assert ("step_weights.0" in kept) == ("step_weight" in settings)
-    assert ("means.0" in kept) == (settings.get("loss_type") in ("dppo", "grpo_guard"))
-    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
-    assert again.state.global_step == 5
-    expected = policy_weights(whole)
-    assert all(torch.equal(value, expected[key]) for key, value in policy_weights(again).items())
-    for key in ("reward", "loss", "ratio/mean", "kl/old", "grad_norm"):
-        assert logged(again, key)[3:] == logged(whole, key)[3:], key

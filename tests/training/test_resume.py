@@ -115,7 +115,7 @@ def test_two_experts_trained_in_full_resume_exactly(tmp_path):
     [
         WITHIN,
         pytest.param(FULL, marks=pytest.mark.slow),
-        pytest.param(DPPO, marks=pytest.mark.slow),
+        DPPO,
         pytest.param(GUARD, marks=pytest.mark.slow),
     ],
     ids=["within a rollout, EMA", "full, reference, best of n", "dppo, weighted steps", "guard, recorded means"],
