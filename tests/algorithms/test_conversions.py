@@ -140,7 +140,8 @@ def steps_of_a_loop(begin, noise_steps, noise_in_last_step):
     scheduler.set_timesteps(6)
     scheduler.set_begin_index(begin)
     seeds = torch.tensor(SEEDS)
-    settings = {"steps": [[0], [0]], "noise_steps": noise_steps, "noise_in_last_step": noise_in_last_step}
+    noisy = None if noise_steps is None else [noise_steps] * 2
+    settings = {"steps": [[0], [0]], "noise_steps": noisy, "noise_in_last_step": noise_in_last_step}
     scheduler.driver = Recorder(RolloutRequest(seeds, seeds, 6, **settings), 0.7)
     x, prediction, drawn = torch.ones(2, 1, 2, 2), torch.zeros(2, 1, 2, 2), set()
     for index, timestep in enumerate(scheduler.timesteps[begin:]):

@@ -83,6 +83,7 @@ def test_the_prediction_is_what_the_scheduler_got_in_the_rollout(name, monkeypat
         note = lambda self, prediction, *args: seen.append(prediction) or distribution(self, prediction, *args)  # noqa: E731
         patch.setattr(type(policy.scheduler), "distribution", note)
         _, trajectory = rollout(policy, inputs, seeds=[1, 2], num_inference_steps=4)
+    assert len(seen) >= 3
     for step, prediction in enumerate(seen):
         now = replay(policy, inputs, trajectory, step)
         assert torch.equal(now.prediction, prediction) and now.log_prob.requires_grad

@@ -161,6 +161,7 @@ def test_unscored_samples_are_in_no_pair_of_dpo(tmp_path, monkeypatch):
     monkeypatch.setattr(DPO, "sample_losses", lambda self, *args: seen.append(args[3]) or real(self, *args))
     leave_out = lambda images, **columns: [None, *brightness(images[1:])]  # noqa: E731
     trained(tmp_path, **SHORT, loss_type="dpo", max_steps=1, rewards=leave_out, advantage_fn=f"{__name__}.as_they_are")
+    assert seen
     for part in seen:
         assert part.weights.tolist() == [0.0, 1.0, 1.0, 1.0] and part.advantages[0] == 0.0 < part.advantages[1:].min()
 
