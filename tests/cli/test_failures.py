@@ -62,7 +62,7 @@ def test_memory_that_runs_out_is_one_line(config_file, model, capsys, monkeypatc
     def fail(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr("diffusion_grpo.training.learner.place_pipeline", fail)
+    monkeypatch.setattr("diffusion_grpo.training.learner.make_algorithm", fail)
     settings = {"model": model, "reward_funcs": ["brightness"], "max_steps": 1, "disable_tqdm": True} | SIZE
     assert cli.main(["train", config_file(**settings)]) == 1
     printed = capsys.readouterr().err

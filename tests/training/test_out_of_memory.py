@@ -117,7 +117,7 @@ def test_a_model_that_does_not_fit_says_what_to_change(tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise torch.OutOfMemoryError(MESSAGE + "\nGPU 0 has a total capacity")
 
-    monkeypatch.setattr("diffusion_grpo.training.learner.place_pipeline", fail)
+    monkeypatch.setattr("diffusion_grpo.training.learner.make_algorithm", fail)
     with pytest.raises(NotEnoughMemoryError, match="while the model was loaded: .*cache_prompt_embeds: memory"):
         trainer_for(tmp_path, **RUN)
 
