@@ -25,14 +25,12 @@ HEAD = """# Settings
 
 <!-- Written by `make docs` from the help texts in the code; changes belong there. -->
 
-The fields of `DiffusionGRPOConfig` describe a run. The command `diffusion-grpo train` reads them, together with the
-settings of the command line and of LoRA, from one YAML file and from flags (`--key value`). Flags win over the file.
-To set a value to `None`, write `null`. Settings that TRL has too have the same names. Settings that contradict each
-other are refused before a model is loaded.
+For a first run set `model`, `reward_funcs`, `dataset`, `eval_dataset`, `output_dir`, `use_peft` and `max_steps`; the rest
+has defaults that work.
 
-A first run sets `model`, `reward_funcs`, `dataset`, `eval_dataset`, `output_dir`, `use_peft`, `learning_rate`,
-`max_steps`, `num_generations`, `per_device_train_batch_size`, `gradient_accumulation_steps`, `num_inference_steps`,
-`guidance_scale`, `loss_type` and `beta`; the rest has defaults that work.
+The fields of `DiffusionGRPOConfig` describe a run. `diffusion-grpo train` reads them, and the settings of the command
+line and of LoRA, from one YAML file and from flags (`--key value`), which win. Write `null` for `None`. Settings that TRL
+has too have the same names.
 """
 
 CLI_HEAD = """# Command line
