@@ -25,12 +25,12 @@ HEAD = """# Settings
 
 <!-- Written by `make docs` from the help texts in the code; changes belong there. -->
 
-For a first run set `model`, `reward_funcs`, `dataset`, `eval_dataset`, `output_dir`, `use_peft` and `max_steps`; the rest
-has defaults that work.
+For a first run set `model`, `reward_funcs`, `dataset`, `eval_dataset`, `output_dir`, `use_peft` and `max_steps`; the
+rest has defaults that work.
 
 The fields of `DiffusionGRPOConfig` describe a run. `diffusion-grpo train` reads them, and the settings of the command
-line and of LoRA, from one YAML file and from flags (`--key value`), which win. Write `null` for `None`. Settings that TRL
-has too have the same names.
+line and of LoRA, from one YAML file and from flags (`--key value`), which win. Write `null` for `None`. Settings that
+TRL has too have the same names.
 """
 
 CLI_HEAD = """# Command line
