@@ -138,6 +138,16 @@ RECIPES = {
             passes_per_update=1.24,
         ),
         Recipe(
+            "first_of_3_fdfo",
+            "the same with loss fdfo, a direction in place of a log-probability",
+            FIRST_OF_3 | {"loss_type": "fdfo"},
+        ),
+        Recipe(
+            "first_of_4_even",
+            "the first of 4 even steps trained, one latent per prompt, each rollout used twice",
+            FIRST_OF_3 | {"num_inference_steps": 4, "sigmas": [1.0, 0.75, 0.5, 0.25]},
+        ),
+        Recipe(
             "first_of_6_coarse",
             "the first of 6 steps trained, 3 longer ones after it, one latent per prompt, each rollout used twice",
             COARSE,

@@ -7,6 +7,7 @@ that differs from GRPO only in the loss of a step is a function in `losses.py`.
 from .awm import AWM
 from .base import Algorithm
 from .dgpo import DGPO, DPO
+from .fdfo import FDFO
 from .grpo import GRPO
 from .losses import Loss, dppo, grpo_guard
 from .nft import NFT
@@ -16,6 +17,7 @@ ALGORITHMS: dict[str, type[Algorithm] | Loss] = {
     "grpo": GRPO,
     "grpo_guard": grpo_guard,
     "dppo": dppo,
+    "fdfo": FDFO,
     "nft": NFT,
     "awm": AWM,
     "dgpo": DGPO,

@@ -154,6 +154,7 @@ class Recording:
         shares_noise: whether re-noised samples of a prompt share noise and times.
         ranks: whether samples are chosen by their advantages. These are then not clipped, and samples that no reward
             scored have weight 0, to tell them from samples whose advantage is 0.
+        finished: whether `loss` needs the finished latents beside recorded steps, in `Trajectory.finished`.
 
     Examples:
         >>> NFT.recording.sampler
@@ -167,6 +168,7 @@ class Recording:
     whole_groups: bool = False
     shares_noise: bool = False
     ranks: bool = False
+    finished: bool = False
 
 
 class Algorithm(Protocol):

@@ -91,11 +91,15 @@ class GRPO(Algorithm):
             jacobian = now.scale.jacobian.view(-1, *[1] * (now.mean.ndim - 1))
             metrics |= measure_gradient(output.loss, now.mean, jacobian, step)
         metrics |= {} if distant is None else summarise_samples(now.compare(distant), part.weights)[0]
+        return PassOutput(output.loss, metrics, self._measure_drift(part, step, now))
+
+    def _measure_drift(self, part: Part, step: int, now: StepDistribution | TokenDistribution) -> float:
+        """Return how far the largest ratio to the rollout is from 1."""
         recorded = part.recorded_log_prob(step).to(now.log_prob)
         drift = (now.log_prob.detach() - recorded).double().expm1().abs()
         if self.is_half_precision:
             self._explained = max(self._explained, float((drift / now.rounding()).max()))
-        return PassOutput(output.loss, metrics, float(drift.max()))
+        return float(drift.max())
 
     def _anchor(self, part: Part, step: int, now: StepDistribution | TokenDistribution) -> dict[str, Tensor]:
         """Return the inputs of the loss that come from the policy that made the rollout."""

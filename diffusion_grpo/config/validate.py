@@ -155,8 +155,13 @@ def _find_steps(args: Sizes) -> Iterator[str]:
 def _find_recorded(args: Sizes) -> Iterator[str]:
     """Settings that contradict each other for losses on recorded steps."""
     loss, uses_gae = args.loss_type, args.advantage_estimator == "gae"
-    if loss in ("grpo_guard", "dppo") and args.importance_sampling_level != "token":
+    if loss in ("grpo_guard", "dppo", "fdfo") and args.importance_sampling_level != "token":
         yield f"loss_type={loss!r} judges each step by its own ratio; leave importance_sampling_level='token'."
+    if args.recording.finished and (args.latent_sharing < 2 or args.multi_objective_aggregation == "loss_per_reward"):
+        yield (
+            f"loss_type={loss!r} compares samples of one initial latent by one advantage; leave samples_per_latent "
+            "and multi_objective_aggregation='loss_per_reward' out."
+        )
     if loss == "grpo_guard" and args.step_weight != "none":
         yield f"loss_type='grpo_guard' weights the steps by itself; leave step_weight={args.step_weight!r} out."
     if args.log_prob_type != "gaussian" and (loss == "grpo_guard" or args.step_weight != "none"):

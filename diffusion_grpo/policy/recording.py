@@ -133,6 +133,7 @@ class Recorder(Driver):
             tokens=None if self.tokens is None else self.tokens.to(request.device),
             step_weights=weights,
             means=means[0] if means else None,
+            finished=self.join_left().to(request.device) if request.keeps_finished else None,
             shared_steps=shared_steps,
             seeds=request.seeds,
             initial_seeds=self.initial_seeds,

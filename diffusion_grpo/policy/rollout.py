@@ -42,6 +42,7 @@ def rollout(
     step_weight: str = "none",
     weighted_steps: Sequence[int] | None = None,
     keeps_means: bool = False,
+    keeps_finished: bool = False,
     keeps_clean: bool = False,
     prefix: Prefix | None = None,
 ) -> tuple[Any, Trajectory | TokenTrajectory | CleanSamples | None]:
@@ -72,6 +73,7 @@ def rollout(
             [`~diffusion_grpo.policy.trajectory.STEP_WEIGHTS`].
         weighted_steps: the steps that may be trained, over which weights are normalised; by default all but the last.
         keeps_means: whether the means of the trained steps are recorded too.
+        keeps_finished: whether the output of the last step is recorded too.
         keeps_clean: whether to sample without noise in the steps and keep the finished latents for [`denoise`]. The
             pipeline's own solver is used, or a deterministic one if that draws noise. `steps` are the steps at which
             the samples will be trained, 1 or later; by default all from 1. `noise_steps` and `noise_level` have no
@@ -134,6 +136,7 @@ def rollout(
         step_weight=step_weight,
         weighted_steps=weighted_steps,
         keeps_means=keeps_means,
+        keeps_finished=keeps_finished,
         keeps_clean=keeps_clean,
         prefix=prefix,
     )

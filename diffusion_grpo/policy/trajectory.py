@@ -88,6 +88,7 @@ class Trajectory(SampleTensors):
             the loss does not need it.
         shared_steps: (batch,) int64, the step whose network call a sample shared with all samples of its initial
             latent; None if each sample made its own call.
+        finished: (batch, ...) float32, output of the last step; None if the algorithm does not need it.
 
     Examples:
         >>> _, trajectory = rollout(pipe, inputs, seeds=[0, 1], num_inference_steps=4)
@@ -107,6 +108,7 @@ class Trajectory(SampleTensors):
     step_weights: Tensor | None = None
     means: Tensor | None = None
     shared_steps: Tensor | None = None
+    finished: Tensor | None = None
 
 
 @dataclasses.dataclass
@@ -356,6 +358,7 @@ class RolloutRequest:
     step_weight: str = "none"
     weighted_steps: Sequence[int] | None = None
     keeps_means: bool = False
+    keeps_finished: bool = False
     prefix: "Prefix | None" = None
 
 

@@ -20,6 +20,7 @@ from ..data.prompts import UNNAMED
 METHODS = {
     "grpo_guard": ("GRPO-Guard", "2510.22319"),
     "dppo": ("Flow-DPPO", "2606.11025"),
+    "fdfo": ("finite-difference flow optimisation", "2603.12893"),
     "nft": ("DiffusionNFT", "2509.16117"),
     "awm": ("AWM", "2509.25050"),
     "dgpo": ("DGPO", "2510.08425"),

@@ -159,6 +159,7 @@ class RolloutGenerator:
                 step_weight=self._args.step_weight,
                 weighted_steps=self._plan.trainable_steps,
                 keeps_means=self._recording.old == "mean" and self._anchor == "rollout",
+                keeps_finished=self._recording.finished,
                 keeps_clean=self._recording.keeps == "clean",
                 prefix=None if prefixes is None else Prefix.cat([prefixes[index] for index in indices]),
             )
