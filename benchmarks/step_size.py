@@ -1,7 +1,7 @@
 """Compare `target_change` with fixed learning rates on tiny random networks: `python benchmarks/step_size.py`.
 
 Each case trains another network, or other weights of it. The table shows what the held-out reward gains, as a share of
-what the best of four fixed rates gains. It takes about MINUTES minutes on a core.
+what the best of four fixed rates gains. It takes about ten minutes on a core.
 """
 
 import argparse
