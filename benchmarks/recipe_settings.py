@@ -277,6 +277,13 @@ RECIPES = {
             LONG,
         ),
         Recipe(
+            "nft_regulated",
+            "the same as nft, with a learning rate that regulates itself (target_change 0.25)",
+            CLEAN | {"loss_type": "nft", "beta": 1e-4, "loss_kwargs": {"strength": 1.0, "decay_max": 0.5}} | REGULATED,
+            LONG,
+            passes_per_update=64,
+        ),
+        Recipe(
             "nft_tuned",
             "DiffusionNFT in 6 steps, trained at 3 levels, without old policy and reference",
             SHORT_CLEAN | {"loss_type": "nft", "loss_kwargs": {"decay_max": 0.0}},
