@@ -66,7 +66,9 @@ def draw(
 ) -> Drawn:
     """Draw tokens with the model's own `generate`; those of a sample depend on its seed, not on its batch."""
     prompt, own = select_prompt(call), model.generation_config
-    uniform = torch.stack([torch.rand(count, generator=generator) for generator in _make_generators(seeds)])
+    # generators that differ from those of the latents, even if the seeds are the same
+    generators = make_generators(torch.tensor([sample_seed(seed, "tokens") for seed in seeds.tolist()]))
+    uniform = torch.stack([torch.rand(count, generator=generator) for generator in generators])
     drawing = _Drawing(sampling, vocabulary, uniform)
     ends = {name: getattr(own, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     output = type(model).generate(
@@ -79,11 +81,6 @@ def draw(
     ids = output[:, prompt["input_ids"].shape[1] :]
     kept = torch.stack(drawing.kept, dim=1) if drawing.kept else None
     return Drawn(ids, _mask_until_end(ids, own.eos_token_id), kept, torch.stack(drawing.log_probs, dim=1))
-
-
-def _make_generators(seeds: Tensor) -> list[torch.Generator]:
-    """Return generators that differ from those of the latents, even if the seeds are the same."""
-    return make_generators(torch.tensor([sample_seed(seed, "tokens") for seed in seeds.tolist()]))
 
 
 def _mask_until_end(ids: Tensor, end: int | list[int] | None) -> Tensor:

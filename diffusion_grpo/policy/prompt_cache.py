@@ -217,7 +217,9 @@ class KeptResults:
         self._forms: dict[str, Any] | _Files = {}
         self._tensors: dict[str, Any] | _Files = {}
         if folder is not None:
-            self._forms = _Files(folder / "prompts", "json", _read_json, _write_json)
+            read = lambda path: json.loads(path.read_text(encoding="utf-8"))  # noqa: E731
+            write = lambda value, path: path.write_text(json.dumps(value, indent=1, ensure_ascii=False), "utf-8")  # noqa: E731
+            self._forms = _Files(folder / "prompts", "json", read, write)
             self._tensors = _Files(folder / "tensors", "safetensors", load_file, save_file)
 
     def __contains__(self, key: str) -> bool:
@@ -279,14 +281,6 @@ class _Files:
             os.replace(aside, path)
         finally:
             aside.unlink(missing_ok=True)
-
-
-def _read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def _write_json(value: Any, path: Path) -> None:
-    path.write_text(json.dumps(value, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
 class CannotJoin(ValueError):

@@ -78,12 +78,6 @@ _REFUSED = {  # part of a scheduler's name -> why it cannot be scored
 }
 
 
-def _is_flow(scheduler: SchedulerMixin) -> bool:
-    if isinstance(scheduler, _FLOW_SCHEDULERS):
-        return True
-    return isinstance(scheduler, _FLOW_CAPABLE) and scheduler.config.prediction_type == "flow_prediction"
-
-
 def _kind(scheduler: SchedulerMixin) -> tuple[type[StochasticScheduler], type] | None:
     """Return the mixin and the diffusers class for a scheduler; None if there are none."""
     for base, kind in CONSISTENCY_STEPS.items():
@@ -93,7 +87,8 @@ def _kind(scheduler: SchedulerMixin) -> tuple[type[StochasticScheduler], type] |
         return SigmaSteps, type(scheduler)  # Cosmos 2 converts its network's output to that of EDM
     if isinstance(scheduler, MiniMaxH3Scheduler):
         return PackedFlowSteps, type(scheduler)
-    if _is_flow(scheduler):
+    is_flow = isinstance(scheduler, _FLOW_CAPABLE) and scheduler.config.prediction_type == "flow_prediction"
+    if is_flow or isinstance(scheduler, _FLOW_SCHEDULERS):
         is_heun = isinstance(scheduler, FlowMatchHeunDiscreteScheduler)
         base = FlowMatchEulerDiscreteScheduler if is_heun else type(scheduler)
         return FlowSteps, base
