@@ -72,6 +72,7 @@ CASES = {  # by the name of the model in `real_sizes.py`
     "FLUX.2-klein-4B": Case("few_steps", "flux2_klein", "1024 px", {}),
     "SDXL-Turbo": Case("few_steps", "sdxl_turbo", "512 px", {}),
     "FLUX.3-klein": Case("flux3", "flux3", "512 px", {"model_init_kwargs": {}}),
+    "MiniMax-H3": Case("minimax_h3", "minimax_h3", "480p, 124 frames", {}),
     "Stable Audio Open 1.0": Case("stable_audio", "stable_audio", "10 s", {}),
 }
 

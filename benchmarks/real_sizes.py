@@ -393,6 +393,46 @@ MODELS: dict[str, dict[str, Any]] = {
         },
         "small": {"num_layers": 1, "num_single_layers": 1},
     },
+    # as in diffusers' conversion script; the text encoder, of 62 GiB there too, is Qwen3-VL-32B
+    "MiniMax-H3": {
+        "pipeline": "MiniMaxH3ModularPipeline",
+        "blocks": "MiniMaxH3Blocks",
+        "scheduler": ("MiniMaxH3Scheduler", {"shift": 12.0}),
+        "audio_scheduler": ("MiniMaxH3Scheduler", {"shift": 3.0}),
+        "tokenizers": {"tokenizer": lambda: make_tokenizer(8192, CHAT), "processor": lambda: make_processor(8192)},
+        "parts": {
+            "transformer": (
+                "MiniMaxH3Transformer3DModel",
+                {"num_layers": 50, "hidden_size": 5376, "num_attention_heads": 56, "ffn_dim": 14336, "text_dim": 5120},
+            ),
+            "vae": ("AutoencoderKLMiniMaxH3", {}),
+            "audio_vae": ("AutoencoderKLMiniMaxH3Audio", {}),
+            "text_encoder": (
+                "Qwen3VLForConditionalGeneration",
+                {
+                    "text_config": QWEN3_4B
+                    | {
+                        "hidden_size": 5120,
+                        "intermediate_size": 25600,
+                        "num_hidden_layers": 64,
+                        "num_attention_heads": 64,
+                        "rope_parameters": {
+                            "rope_type": "default",
+                            "mrope_section": [24, 20, 20],
+                            "rope_theta": 5_000_000.0,
+                        },
+                    },
+                    "vision_config": {
+                        "depth": 27,
+                        "hidden_size": 1152,
+                        "intermediate_size": 4304,
+                        "out_hidden_size": 5120,
+                    },
+                },
+            ),
+        },
+        "small": {"num_layers": 1, "num_refiner_layers": 1},
+    },
     "FLUX.3-klein": {
         "pipeline": "Flux3ModularPipeline",
         "blocks": "Flux3AutoBlocks",
@@ -619,9 +659,12 @@ def write_model(name: str, folder: Path, is_tiny: bool = False) -> Path:
         the folder.
     """
     model = MODELS[name]
-    index = {"_class_name": model["pipeline"], "scheduler": ["diffusers", model["scheduler"][0]]}
-    index |= model.get("arguments", {})
-    getattr(diffusers, model["scheduler"][0])(**model["scheduler"][1]).save_pretrained(folder / "scheduler")
+    index = {"_class_name": model["pipeline"]} | model.get("arguments", {})
+    for part in ("scheduler", "audio_scheduler"):
+        if part in model:
+            cls, config = model[part]
+            getattr(diffusers, cls)(**config).save_pretrained(folder / part)
+            index[part] = ["diffusers", cls]
     for part, made in model["tokenizers"].items():
         is_length = isinstance(made, int)
         tokenizer = make_tokenizer(made) if is_length else made()
