@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from diffusers import DiffusionPipeline, ModelMixin, ModularPipeline, SchedulerMixin
 from torch import Tensor, nn
@@ -124,6 +125,11 @@ class DenoisingPolicy(Policy):
         samples = None
         with self.acting(recorder, scheduler=scheduler), contextlib.suppress(StepScored):
             samples = extract_samples(self.pipe, self.pipe(**arguments))
+            if not isinstance(samples, (list, tuple, Tensor, np.ndarray)):
+                raise UnsupportedPipeline(
+                    f"{type(self.pipe).__name__} returned a {type(samples).__name__} in place of samples, which are a "
+                    "list, a tensor or an array."
+                )
         if request.latents is None:
             return samples
         found = samples if not request.is_decoded else self._call_for_latents(inputs, request, recorder)
@@ -320,7 +326,7 @@ def _make_scheduler(pipe: DiffusionPipeline, sde_type: str, log_prob_type: str) 
     original = getattr(pipe, "scheduler", None)
     if original is None:
         raise UnsupportedPipeline(
-            f"{type(pipe).__name__} has no scheduler, so it takes no denoising steps that could be trained."
+            f"{type(pipe).__name__} has no scheduler (a component of that name), whose steps are what is trained."
         )
     parameters = inspect.signature(inspect.unwrap(type(pipe).__call__)).parameters
     takes_latents = {"latents", "image_latents"} & set(parameters)

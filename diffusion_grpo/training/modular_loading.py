@@ -37,7 +37,11 @@ def _is_modular_id(source: str, **hub: Any) -> bool:
 def read_modular(source: str | Path, kwargs: Mapping[str, Any]) -> Any:
     """Return a modular pipeline without its components; see [`~diffusion_grpo.policy.modular.as_pipeline`]."""
     names = (*HUB_KWARGS, "trust_remote_code", "workflow")
-    return as_pipeline(ModularPipeline.from_pretrained(source, **{k: kwargs[k] for k in names if k in kwargs}))
+    pipe = ModularPipeline.from_pretrained(source, **{k: kwargs[k] for k in names if k in kwargs})
+    for name, spec in pipe._component_specs.items():
+        if kwargs.get(name, spec) is None:
+            setattr(pipe, name, None)  # a guider would be made from its configuration
+    return as_pipeline(pipe)
 
 
 def list_parts(pipe: ModularPipeline) -> dict[str, list[str]]:

@@ -10,6 +10,8 @@ import torch
 from diffusers import ModularPipeline
 from tiny_runs import logged, trained_weights, trainer_for
 
+from diffusion_grpo.policy.drivers import UnsupportedPipeline
+
 SD3 = {"pipeline_kwargs": {"max_sequence_length": 32, "negative_prompt": ""}, "max_steps": 3}
 
 
@@ -87,11 +89,27 @@ def test_prompts_are_encoded_once(tmp_path):
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
+def test_a_quantised_base_trains_the_same_with_its_frozen_parts_offloaded(folders, tmp_path):
+    weights = []
+    for place in (None, "cpu"):
+        own = {"quantization": {"transformer": "torchao", "text_encoder_3": "torchao"}, "offload_frozen": place}
+        trainer = trainer_for(tmp_path / str(place), model=folders("modular_sd3"), **SD3 | own | {"max_steps": 1})
+        trainer.train()
+        assert trainer.pipe.transformer.hf_quantizer and trainer.pipe.text_encoder_3.hf_quantizer
+        assert bool(trainer.learner.offload) == (place == "cpu") and logged(trainer, "ratio/max_error") == [0.0]
+        weights.append(trained_weights(trainer))
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    assert max(value.abs().max() for name, value in weights[0].items() if "lora_B" in name) > 1e-4  # from 0
+
+
 def test_what_cannot_be_loaded_is_refused(folders, tmp_path):
     pipe, _ = tiny_pipelines.build("modular_sd3")
     bare = ModularPipeline.from_pretrained(folders("modular_sd3"))
     with pytest.raises(ValueError, match="load_components"):
         trainer_for(tmp_path / "run", model=bare, **SD3)
+
+    with pytest.raises(UnsupportedPipeline, match="guider"):
+        trainer_for(tmp_path / "run", model=folders("modular_sd3"), model_init_kwargs={"guider": None}, **SD3)
 
     pipe.update_components(transformer=None)
     with pytest.raises(ValueError, match="transformer"):
