@@ -16,6 +16,7 @@ import transformers
 from diffusers import UNet2DModel
 from diffusers.models.controlnets import controlnet_cosmos
 from diffusers.models.transformers import transformer_cosmos
+from diffusers.modular_pipelines.qwenimage import encoders as qwenimage_encoders
 from diffusers.pipelines.kolors import ChatGLMModel, ChatGLMTokenizer
 from diffusers.pipelines.kolors.text_encoder import ChatGLMConfig
 from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
@@ -63,6 +64,7 @@ MEGAPIXEL_EDITORS = (
     pipeline_qwenimage_edit_inpaint,
     pipeline_qwenimage_edit_plus,
     pipeline_qwenimage_layered,
+    qwenimage_encoders,
 )
 PLAIN_CHAT = (
     "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"

@@ -1,6 +1,7 @@
 """A modular pipeline is the same policy as a classic one with its components, and guiders act as they do there."""
 
 import copy
+import functools
 import inspect
 
 import pytest
@@ -18,9 +19,26 @@ from diffusers.modular_pipelines import (
     InputParam,
     LoopSequentialPipelineBlocks,
     ModularPipelineBlocks,
+    OutputParam,
     SequentialPipelineBlocks,
 )
 from peft import LoraConfig, get_peft_model
+from stand_ins import offline
+from sweep_builders import (
+    around,
+    as_modular,
+    cosmos3,
+    ernie_image,
+    fill_blanks,
+    flux2,
+    hunyuan15,
+    ideogram4,
+    krea2,
+    layered,
+    qwen_image21,
+    wider,
+)
+from tiny_pipelines import basic, large, more, physical
 from tiny_runs import LORA
 
 from diffusion_grpo import check_pipeline
@@ -31,7 +49,47 @@ from diffusion_grpo.policy.rollout import DenoisingPolicy, denoise, replay, roll
 BOTH = [name for name in tiny_pipelines.MODULAR if name.startswith("modular_")]
 
 # guidance by two passes, where the classic pipeline makes one of twice the size, rounds differently
-ROUNDED = {"modular_sd3": 5e-6, "modular_sdxl": 3e-5}
+ROUNDED = {"modular_sd3": 5e-6, "modular_sdxl": 3e-5, "LTX2": 5e-6}
+
+
+def with_expert(make):
+    """Wan with a second network for the later steps, guided at a scale of its own."""
+    pipe, inputs = make()
+    parts = {**pipe.components, "transformer_2": wider("transformer")(pipe)}
+    return type(pipe)(**parts, boundary_ratio=0.875), inputs | {"guidance_scale_2": 3.0}
+
+
+def wan21_image():
+    """Wan 2.1 from an image, which CLIP reads too."""
+    clip = {"image_encoder": more.clip_vision(), "image_processor": more.clip_image_processor()}
+    network = wider("transformer", image_dim=basic.WIDTH, added_kv_proj_dim=24)
+    return around("WanImageToVideoPipeline", more.wan_image, transformer=network, **clip)
+
+
+def qwen_edit(name="QwenImageEditPipeline"):
+    """One image for one prompt; the modular pipelines take all images of a list for each prompt."""
+    _, given = large.qwen_image_edit()
+    own = {"image": given["image"][0], "prompt": "a cat", "negative_prompt": " "}
+    return around(name, large.qwen_image_edit, own)
+
+
+# families whose tiny pipelines the sweep has: what makes the classic one, and what the modular call takes instead
+FAMILIES = {
+    "Cosmos3Omni": (cosmos3, {}),
+    "ErnieImage": (ernie_image, {}),
+    "Flux2": (flux2, {}),
+    "HunyuanVideo15": (hunyuan15, {}),
+    "Ideogram4": (ideogram4, {"guidance_scale": None, "guidance_schedule": [7.0] * 3}),
+    "Krea2": (krea2, {}),
+    "LTX2": (physical.ltx2, {}),
+    "QwenImage21": (qwen_image21, {}),
+    "QwenImageEdit": (qwen_edit, {}),
+    "QwenImageEditPlus": (functools.partial(qwen_edit, "QwenImageEditPlusPipeline"), {}),
+    "QwenImageLayered": (layered, {}),
+    "Wan22Image2Video": (functools.partial(with_expert, more.wan_image), {}),
+    "Wan22Vace": (functools.partial(with_expert, more.wan_vace), {}),
+    "WanImage2Video": (wan21_image, {}),
+}
 
 
 def measure(pipe, inputs):
@@ -46,18 +104,49 @@ def measure(pipe, inputs):
     scored = replay(policy, inputs | {"output_type": "pt"}, trajectory, 1)
     scored.log_prob.sum().backward()
     gradients = [p.grad for lora in loras for p in lora.parameters() if p.grad is not None]
-    return torch.as_tensor(samples), trajectory.log_probs, torch.cat([g.flatten() for g in gradients])
+    return as_tensor(samples), trajectory.log_probs, torch.cat([g.flatten() for g in gradients])
+
+
+def as_tensor(samples):
+    """One tensor, also of samples that are several images each."""
+    return (
+        torch.stack([as_tensor(each) for each in samples]) if isinstance(samples, list) else torch.as_tensor(samples)
+    )
 
 
 @pytest.mark.parametrize("name", BOTH)
 def test_the_modular_form_gives_the_same_samples_log_probabilities_and_gradient(name):
     pipe, inputs = tiny_pipelines.build(name)
     classic, given = build_classic(name)
-    found, expected = measure(pipe, inputs), measure(classic, given)
+    assert_same(measure(pipe, inputs), measure(classic, given), name)
+
+
+def assert_same(found, expected, name):
     for one, other in zip(found, expected, strict=True):
-        assert one.shape == other.shape
         torch.testing.assert_close(one, other, rtol=1e-6, atol=ROUNDED.get(name, 1e-6))
     assert found[2].abs().max() > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_both_forms_of_more_families_give_the_same(name):
+    make, instead = FAMILIES[name]
+    with offline():
+        classic, given = build_filled(make)
+        pipe, inputs = as_modular(f"{name}ModularPipeline", functools.partial(build_filled, make), instead)
+        assert_same(measure(pipe, inputs), measure(classic, given), name)
+
+
+def build_filled(make):
+    """A pipeline with the weights that any other one of the same parts gets, none of them zero."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        pipe, inputs = make()
+        for part in pipe.components.values():
+            if isinstance(part, torch.nn.Module):
+                fill_blanks(part.eval())
+    pipe.set_progress_bar_config(disable=True)
+    return pipe, {"prompt": "a cat", **inputs}
 
 
 def build_classic(name):
@@ -184,6 +273,33 @@ def test_blocks_without_a_sample_are_refused():
     blocks.sub_blocks.popitem()
     with pytest.raises(UnsupportedPipeline, match="sample"):
         as_pipeline(SequentialPipelineBlocks.from_blocks_dict(blocks.sub_blocks).init_pipeline())
+
+
+class Wrong(ModularPipelineBlocks):
+    """A last block that replaces the images."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+    @property
+    def intermediate_outputs(self):
+        return [OutputParam("images")]
+
+    def __call__(self, components, state):
+        state.set("images", self.value)
+        return components, state
+
+
+@pytest.mark.parametrize("value", [None, "a text"])
+def test_an_output_that_is_no_sample_is_refused(value):
+    plain, inputs = tiny_pipelines.build("modular_sd3")
+    blocks = own_blocks().sub_blocks
+    blocks.insert("wrong", Wrong(value), len(blocks))
+    pipe = SequentialPipelineBlocks.from_blocks_dict(blocks).init_pipeline()
+    pipe.update_components(**{name: part for name, part in plain.components.items() if name != "guider"})
+    report = check_pipeline(pipe, inputs, num_inference_steps=3)
+    assert not report.trains and type(value).__name__ in report.reason and "samples" in report.reason
 
 
 def test_a_missing_guider_is_refused():
