@@ -1,16 +1,12 @@
 """Finite-difference flow optimisation on recorded steps (https://huggingface.co/papers/2603.12893)."""
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from .base import Anchor, PassOutput, Recording, Reference, measure_gradient, summarise_samples
+from ..policy.trajectory import StepDistribution
+from .base import Recording, summarise_samples
 from .batch import Part
 from .grpo import GRPO
 from .renoised import refuse_torn_groups
-
-if TYPE_CHECKING:
-    from ..policy.base import Policy
 
 
 class FDFO(GRPO):
@@ -22,9 +18,7 @@ class FDFO(GRPO):
     the prediction. So the prediction moves along the covariance of advantages and finished latents. Noise that the
     later steps remove has no part in it, as it has in the gradient of a log-probability. There is no ratio to clip.
 
-    Args:
-        beta: weight of the KL divergence to the reference; 0 needs no reference.
-        anchor, max_ratio_error, is_half_precision, take_turns, warns: as in [`~diffusion_grpo.algorithms.grpo.GRPO`].
+    Its arguments are those of [`~diffusion_grpo.algorithms.grpo.GRPO`]; `epsilon` has no effect.
 
     Examples:
         >>> FDFO().recording.finished
@@ -33,32 +27,10 @@ class FDFO(GRPO):
 
     recording = Recording(finished=True, whole_groups=True)
 
-    def __init__(
-        self,
-        *,
-        beta: float = 0.0,
-        anchor: Anchor = "rollout",
-        max_ratio_error: float | None = 1e-4,
-        is_half_precision: bool = False,
-        take_turns: bool = False,
-        warns: bool = True,
-    ):
-        super().__init__(
-            beta=beta,
-            anchor=anchor,
-            max_ratio_error=max_ratio_error,
-            is_half_precision=is_half_precision,
-            take_turns=take_turns,
-            warns=warns,
-        )
-        self.recording = type(self).recording
-
-    def loss(self, policy: "Policy", reference: Reference | None, part: Part, step: int) -> PassOutput:
-        """Replay one step; `drift` is how far its ratio to the rollout is from 1."""
+    def _score(
+        self, part: Part, step: int, now: StepDistribution, distant: StepDistribution | None
+    ) -> tuple[torch.Tensor, dict[str, float]]:
         refuse_torn_groups(part, "fdfo")
-        arguments = part.replay_arguments(step)
-        distant = reference.replay(**arguments) if self.beta > 0 else None
-        now = policy.replay(**arguments)
         moved = now.mean.flatten(1).double() / now.scale.jacobian.double()[:, None]
         direction, spread = (each.to(moved) for each in find_directions(part))
         losses = -part.advantage(step).to(moved) * (direction * moved).mean(1)
@@ -68,12 +40,7 @@ class FDFO(GRPO):
             divergence = now.divergence(distant.mean).double()
             losses = losses + self.beta * divergence
             measured |= {"loss/kl": self.beta * (weights * divergence).mean(), "kl": divergence}
-            measured |= now.compare(distant)
-        metrics, counts = summarise_samples(measured, part.weights)
-        total = (weights * losses).sum()
-        jacobian = now.scale.jacobian.view(-1, *[1] * (now.mean.ndim - 1))
-        metrics |= measure_gradient(total, now.mean, jacobian, step)
-        return PassOutput(total.to(now.mean.dtype), metrics, self._measure_drift(part, step, now), counts)
+        return (weights * losses).sum().to(now.mean), summarise_samples(measured, part.weights)[0]
 
 
 def find_directions(part: Part) -> tuple[torch.Tensor, torch.Tensor]:

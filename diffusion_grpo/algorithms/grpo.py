@@ -1,5 +1,6 @@
 """GRPO on recorded steps (https://huggingface.co/papers/2402.03300, for flows 2505.05470), with any step loss."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -60,7 +61,8 @@ class GRPO(Algorithm):
         self.step_loss = loss if reward_weights is None else loss_per_reward(loss, reward_weights)
         self.epsilon, self.epsilon_high, self.beta = epsilon, epsilon if epsilon_high is None else epsilon_high, beta
         self.is_half_precision, self.take_turns, self.anchor = is_half_precision, take_turns, anchor
-        self.recording = record_for_loss(getattr(loss, "func", loss))  # may be a partial
+        old = record_for_loss(getattr(loss, "func", loss)).old  # loss may be a partial
+        self.recording = dataclasses.replace(self.recording, old=old)
         self._limit = DriftLimit(max_ratio_error, warns)
         self._explained = 0.0  # largest drift since the last check, as a share of what half precision explains
 
@@ -73,25 +75,32 @@ class GRPO(Algorithm):
         arguments = part.replay_arguments(step)
         distant = reference.replay(**arguments) if self.beta > 0 else None
         now = policy.replay(**arguments)
-        output = sum_loss(
-            self.step_loss,
-            LossInputs(
-                log_prob=now.log_prob,
-                advantages=part.advantage(step).to(now.log_prob),
-                **now.loss_inputs(distant),
-                **self._anchor(part, step, now),
-                epsilon=self.epsilon,
-                epsilon_high=self.epsilon_high,
-                beta=self.beta,
-            ),
-            part.weights,
-        )
-        metrics = {name: float(value) for name, value in output.metrics.items()}
+        loss, metrics = self._score(part, step, now, distant)
         if isinstance(now, StepDistribution) and now.scale is not None:
             jacobian = now.scale.jacobian.view(-1, *[1] * (now.mean.ndim - 1))
-            metrics |= measure_gradient(output.loss, now.mean, jacobian, step)
+            metrics |= measure_gradient(loss, now.mean, jacobian, step)
         metrics |= {} if distant is None else summarise_samples(now.compare(distant), part.weights)[0]
-        return PassOutput(output.loss, metrics, self._measure_drift(part, step, now))
+        return PassOutput(loss, metrics, self._measure_drift(part, step, now))
+
+    def _score(
+        self,
+        part: Part,
+        step: int,
+        now: StepDistribution | TokenDistribution,
+        distant: StepDistribution | TokenDistribution | None,
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Return the loss of a replayed step, summed over samples, and metrics."""
+        inputs = LossInputs(
+            log_prob=now.log_prob,
+            advantages=part.advantage(step).to(now.log_prob),
+            **now.loss_inputs(distant),
+            **self._anchor(part, step, now),
+            epsilon=self.epsilon,
+            epsilon_high=self.epsilon_high,
+            beta=self.beta,
+        )
+        output = sum_loss(self.step_loss, inputs, part.weights)
+        return output.loss, {name: float(value) for name, value in output.metrics.items()}
 
     def _measure_drift(self, part: Part, step: int, now: StepDistribution | TokenDistribution) -> float:
         """Return how far the largest ratio to the rollout is from 1."""

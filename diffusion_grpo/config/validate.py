@@ -15,7 +15,8 @@ def check_conflicts(args: Sizes) -> None:
     """Refuse settings that contradict each other, with the first sentence that says so."""
     if args.output_dir is not None:
         check_folder("output_dir", args.output_dir)
-    for find in (_find_unusable, _find_batches, _find_steps, _find_renoised if args.is_renoised else _find_recorded):
+    of_loss = _find_renoised if args.is_renoised else _find_recorded
+    for find in (_find_unusable, _find_limits, _find_batches, _find_steps, of_loss):
         for message in find(args):
             raise ValueError(message)
     check_quantization(args)
@@ -38,13 +39,6 @@ def _find_unusable(args: Sizes) -> Iterator[str]:
         )
     if args.warmup_steps and schedule in WATCHING_SCHEDULES:
         yield f"warmup_steps has no effect with lr_scheduler_type={schedule!r}, which follows evaluations."
-    for name, limit in (args.stop_when or {}).items():
-        if name != "diversity" and not name.startswith("eval_"):
-            yield f"stop_when: {name!r} is neither diversity nor a metric of evaluations (eval_..., docs/metrics.md)."
-        if name.startswith("eval_") and evaluating == "no":
-            yield f"stop_when: {name} is measured in evaluations; set eval_dataset, eval_strategy and eval_steps."
-        if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
-            yield f"stop_when: the limit of {name} must be a number above 0, got {limit!r}."
     if args.auto_find_batch_size and args.world_size > 1:
         yield (
             "auto_find_batch_size=True works with one process; set per_device_train_batch_size (`diffusion-grpo plan "
@@ -73,6 +67,18 @@ def _find_unusable(args: Sizes) -> Iterator[str]:
         )
     if args.lora_path is not None and args.lora_adapter is not None:
         yield "lora_path and lora_adapter both name a LoRA to train further; leave one of them out."
+
+
+def _find_limits(args: Sizes) -> Iterator[str]:
+    """Limits that no metric could pass."""
+    evaluates = str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no"
+    for name, limit in (args.stop_when or {}).items():
+        if name != "diversity" and not name.startswith("eval_"):
+            yield f"stop_when: {name!r} is neither diversity nor a metric of evaluations (eval_..., docs/metrics.md)."
+        if name.startswith("eval_") and not evaluates:
+            yield f"stop_when: {name} is measured in evaluations; set eval_dataset, eval_strategy and eval_steps."
+        if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
+            yield f"stop_when: the limit of {name} must be a number above 0, got {limit!r}."
 
 
 def _find_batches(args: Sizes) -> Iterator[str]:

@@ -119,12 +119,12 @@ class NetworkGates:
         with access.shapes_only() if number is None else contextlib.nullcontext():
             output = call()
         if access.casts_outputs:  # to the dtype of the latents, since autocast returns half precision
-            cast = lambda x: x.to(dtype) if x.is_floating_point() else x  # noqa: E731
-            output = pytree.tree_map_only(Tensor, cast, output)
+            output = pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, output)
         # an output that carries state is not kept (key-value caches); expanded zeros take no memory
         if all(leaf is None or isinstance(leaf, (Tensor, int, float, str)) for leaf in pytree.tree_leaves(output)):
-            blank = lambda x: torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape)  # noqa: E731
-            self._blank_outputs[key] = pytree.tree_map_only(Tensor, blank, output)
+            self._blank_outputs[key] = pytree.tree_map_only(
+                Tensor, lambda x: torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape), output
+            )
         return output
 
 
