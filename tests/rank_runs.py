@@ -120,6 +120,19 @@ def regulate(folder, settings):
     torch.distributed.destroy_process_group()
 
 
+def guard(folder, settings):
+    """Train until a limit ends the run: what is only evaluated falls after update 2. Each process notes where."""
+
+    def watched(images, trainer_state, **columns):
+        return [value - (trainer_state.global_step > 2) for value in brightness(images)]
+
+    trainer = trainer_for(folder, eval_reward_funcs=watched, rewards=brightness, **settings)
+    trainer.train()
+    noted = {"step": trainer.state.global_step, "stopped": trainer.run["stopped"]}
+    (folder / f"stopped-{rank()}.json").write_text(json.dumps(noted))
+    torch.distributed.destroy_process_group()
+
+
 def train_apart(folder, settings, resume=None):
     """`train` on machines of one process each that share no disk, neither for the run nor for its prompts."""
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}

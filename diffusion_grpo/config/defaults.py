@@ -66,8 +66,9 @@ class Sizes:
             if batch % group and "gradient_accumulation_steps" not in self.given:
                 self.gradient_accumulation_steps = max(1, self.gradient_accumulation_steps * batch // group)
             self.per_device_train_batch_size = batch if batch % group == 0 else group
-        evaluating = str(getattr(self.eval_strategy, "value", self.eval_strategy))
-        if self.stop_when and evaluating != "no" and "load_best_model_at_end" not in self.given:
+        evaluating, saving = (str(getattr(e, "value", e)) for e in (self.eval_strategy, self.save_strategy))
+        saves = "save_strategy" not in self.given or saving == evaluating
+        if self.stop_when and evaluating != "no" and saves and "load_best_model_at_end" not in self.given:
             own = {"load_best_model_at_end": True, "save_strategy": evaluating, "save_steps": self.eval_steps}
             self.fill({name: value for name, value in own.items() if value is not None})
 

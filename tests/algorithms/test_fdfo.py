@@ -11,7 +11,7 @@ from diffusion_grpo.algorithms.batch import Part
 from diffusion_grpo.algorithms.fdfo import FDFO
 from diffusion_grpo.policy.trajectory import StepDistribution, StepScale, Trajectory
 
-LATENTS = torch.tensor([7, 8, 7, 8, 7, 7])  # of two prompts, interleaved, of different sizes
+LATENTS = torch.tensor([7, 8, 7, 8, 7, 7])  # two of one prompt, interleaved, with four samples and with two
 JACOBIAN, STD = 0.25, 0.5
 
 
@@ -30,19 +30,13 @@ def problem(removed=0):
     )
     advantages = torch.tensor([1.0, -2.0, 0.5, 0.7, -0.5, 0.0], dtype=torch.float64)
     part = Part([{}] * 6, trajectory, advantages, trajectory.log_probs, lambda rows: {})
-    part.groups, part.group_size = LATENTS, None
+    part.groups, part.group_size = torch.zeros_like(LATENTS), 6
 
     def replay(shift=0.0, **arguments):
         scale = StepScale(torch.full((6,), STD), torch.full((6,), JACOBIAN), torch.full((6,), 12.0))
         return StepDistribution(start - JACOBIAN * velocity + shift, torch.tensor(STD), torch.zeros(6), scale)
 
     return part, velocity, finished, SimpleNamespace(replay=replay)
-
-
-@pytest.fixture(autouse=True)
-def untorn(monkeypatch):
-    """The groups of the problem are as large as they are."""
-    monkeypatch.setattr("diffusion_grpo.algorithms.fdfo.refuse_torn_groups", lambda part, name: None)
 
 
 @pytest.mark.parametrize("weights", [None, torch.tensor([1.5, 0.0, 1.5, 1.5, 0.0, 1.5])])
@@ -66,6 +60,13 @@ def test_noise_that_later_steps_remove_has_no_part_in_the_direction():
     part, velocity, _, policy = problem(removed=2)
     (found,) = torch.autograd.grad(FDFO().loss(policy, None, part, 0).loss, velocity)
     assert (found[..., :2] == 0).all() and (found[:5, :, 2:] != 0).all()
+
+
+def test_a_part_of_a_group_is_refused():
+    part, _, _, policy = problem()
+    part.group_size = 8
+    with pytest.raises(ValueError, match="fdfo"):
+        FDFO().loss(policy, None, part, 0)
 
 
 def test_the_divergence_from_the_reference_is_weighted_by_beta():

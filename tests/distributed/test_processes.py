@@ -135,6 +135,15 @@ def test_samples_rewards_and_weights_of_any_number_of_processes(tmp_path, settin
 
 
 @pytest.mark.distributed
+def test_processes_stop_together_where_a_limit_is_passed(tmp_path):
+    settings = SETTINGS | {"max_steps": 6, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps"}
+    settings |= {"stop_when": {"eval_rewards/watched/mean": 2}}
+    ranks_server.succeed(tmp_path, 2, rank_runs.guard, tmp_path / "run", settings)
+    one, other = (json.loads((tmp_path / "run" / f"stopped-{rank}.json").read_text()) for rank in range(2))
+    assert one == other and one["step"] == 3 and "watched" in one["stopped"]
+
+
+@pytest.mark.distributed
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2", "zero2", "zero3", "zero3-layered"])
 def test_processes_agree_on_the_step_size(tmp_path, mode):
     """Each measures samples of its own; with rates of their own, they would train weights of their own."""

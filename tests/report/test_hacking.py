@@ -65,6 +65,29 @@ def test_the_warning_comes_once_and_stands_in_the_report(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "is_kept"), [({}, True), ({"save_strategy": "no"}, False), ({"load_best_model_at_end": False}, False)]
+)
+def test_the_best_evaluation_is_kept_unless_the_user_saves_otherwise(given, is_kept) -> None:
+    own = {"eval_strategy": "steps", "eval_steps": 5, "stop_when": {"eval_reward": 2}}
+    args = DiffusionGRPOConfig("run", use_cpu=True, **own | given)
+    assert args.load_best_model_at_end == is_kept and (args.save_steps == 5) == (not given)
+
+
+def test_limits_act_in_training_alone(tmp_path) -> None:
+    state, run = TrainerState(global_step=9, log_history=[{"eval_kl": 2.0}]), {}
+    args, control = DiffusionGRPOConfig(str(tmp_path), use_cpu=True), TrainerControl()
+    callback = GuardCallback({"eval_kl": 1.0}, run)
+    callback.on_log(args, state, control)  # an evaluation before it
+    callback.on_train_begin()
+    callback.on_train_end()
+    callback.on_log(args, state, control)  # and one after it
+    assert not run and not control.should_training_stop
+    callback.on_train_begin()
+    callback.on_log(args, state, control)
+    assert "eval_kl rose to 2" in run["stopped"] and control.should_training_stop
+
+
+@pytest.mark.parametrize(
     ("limits", "message"),
     [
         ({"divresity": 0.4}, "divresity"),
