@@ -18,7 +18,10 @@ class FDFO(GRPO):
     the prediction. So the prediction moves along the covariance of advantages and finished latents. Noise that the
     later steps remove has no part in it, as it has in the gradient of a log-probability. There is no ratio to clip.
 
-    Its arguments are those of [`~diffusion_grpo.algorithms.grpo.GRPO`]; `epsilon` has no effect.
+    Args:
+        beta, anchor, max_ratio_error, is_half_precision, take_turns, warns: as in
+            [`~diffusion_grpo.algorithms.grpo.GRPO`].
+        loss, epsilon, epsilon_high, reward_weights: have no effect.
 
     Examples:
         >>> FDFO().recording.finished
