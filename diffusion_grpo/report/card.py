@@ -8,9 +8,11 @@ import re
 import shlex
 import shutil
 from collections.abc import Collection, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import yaml
 from huggingface_hub import ModelCard, ModelCardData, metadata_load
 from PIL import Image
@@ -104,10 +106,7 @@ def write_model_card(
     method, papers = name_method(run)
     is_whole = any((folder / name).is_file() for name in INDEXES)  # a checkpoint of full training holds networks only
     datasets = details.texts("dataset_name", "dataset_tags")
-    environment = load_templates()
-    environment.filters |= {"md": escape, "code": code, "after": format_updates, "number": _format_number}
-    environment.filters["shell"] = shlex.join
-    text = environment.get_template("card.md.jinja").render(
+    text = _load_template().render(
         run=run,
         metadata=_make_metadata(run, pairs, details, datasets).to_yaml(),
         title=details.model_name or source.split("/")[-1],
@@ -131,6 +130,15 @@ def write_model_card(
         settings=json.dumps(run["settings"], indent=2),
     )
     ModelCard(text).save(folder / "README.md")
+
+
+@cache
+def _load_template() -> jinja2.Template:
+    """Return the card's template, which writes texts of users by the filters of this module."""
+    environment = load_templates()
+    environment.filters |= {"md": escape, "code": code, "after": format_updates, "number": _format_number}
+    environment.filters["shell"] = shlex.join
+    return environment.get_template("card.md.jinja")
 
 
 def _format_number(value: Any) -> str:

@@ -16,7 +16,7 @@ import yaml
 from ..config.arguments import read_experiment
 from ..data.held_out import describe_prompts, name_prompts
 from .gallery import make_gallery, show_rollouts
-from .run_folder import LOOK, Run, count_updates, find_hacking, format_updates, name_method, read_run, summarise
+from .run_folder import LOOK, Run, count_updates, find_passed_limit, format_updates, name_method, read_run, summarise
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -130,8 +130,13 @@ def make_results_table(run: Run) -> list[dict[str, Any]]:
     for line in run.baseline_cells("reward"):  # measured on all datasets
         cells = [run.baseline_cells(name)[line] for name in names]
         rows.append({"name": f"before training, {line}", "cells": cells})
-    if len(run.evaluations) > 1:
-        rows.append({"name": run.times[-1], "cells": [run.held_out(name, -1) for name in names], "trained": True})
+    steps, best = [entry["step"] for entry in run.evaluations], run.published_after
+    is_last = best not in steps[1:-1]
+    if not is_last:
+        cells = [run.held_out(name, steps.index(best)) for name in names]
+        rows.append({"name": f"{format_updates(best)}, the weights that were kept", "cells": cells, "trained": True})
+    if len(steps) > 1:
+        rows.append({"name": run.times[-1], "cells": [run.held_out(name, -1) for name in names], "trained": is_last})
     for dataset in run.datasets:
         for at, when in zip((0, -1)[-len(run.times) :], run.times, strict=True):
             cells = [run.held_out(name, at, dataset) for name in names]
@@ -167,8 +172,8 @@ def list_findings(run: Run) -> list[str]:
             "In the last rollouts more than half of the groups had equal rewards and taught nothing. If the samples "
             "look alike, raise noise_level or num_trained_steps."
         )
-    hacked = run.info.get("stopped") or find_hacking(run.train)
-    found += [f"{hacked} {LOOK}"] if hacked else []
+    passed = run.info.get("stopped") or find_passed_limit(run.train)
+    found += [f"{passed} {LOOK}"] if passed else []
     if run.prompts["eval_in_train"]:
         found.append(
             f"The evaluations are on {describe_prompts(run.prompts)}: they do not say how well the model does on new "

@@ -280,12 +280,12 @@ def summarise_rollouts(log: list[dict[str, float]]) -> dict[str, float]:
     return {f"rollouts/{key}": sum(values) / len(values) for key, values in logged.items() if values}
 
 
-def find_hacking(log: list[dict[str, float]], limits: dict[str, float] = LIMITS) -> str | None:
+def find_passed_limit(log: list[dict[str, float]], limits: dict[str, float] = LIMITS) -> str | None:
     """Say of the first metric of a log that has passed its limit how it did so; see the setting `stop_when`."""
     for name, limit in limits.items():
         entries = [entry for entry in log if entry.get(name) is not None]
         size = 1 if name.startswith("eval_") else WINDOW  # one rollout says little
-        if len(entries) < size:
+        if not entries:
             continue
         start, now = (np.mean([entry[name] for entry in part]) for part in (entries[:size], entries[-size:]))
         best, error = max(entries, key=lambda entry: entry[name]), name_error(name)
@@ -323,7 +323,11 @@ def format_measured(mean: float, error: float | None) -> str:
 
 
 def describe_change(run: Run, name: str) -> str | None:
-    """Describe evaluation results, such as `0.400 ± 0.020 before training, 0.900 ± 0.020 after 20 updates`."""
+    """Describe evaluation results, such as `0.400 ± 0.020 before training, 0.900 ± 0.020 after 20 updates`.
+
+    The second are those of the weights that the run left, which may not be those of its last evaluation.
+    """
+    run = run if run.published_after is None else run.cut(run.published_after)
     values = [run.held_out(name, at) for at in (0, -1)[-len(run.times) :]]
     if not run.times or any(mean is None for mean, _ in values):
         return None

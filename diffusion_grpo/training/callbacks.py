@@ -21,7 +21,7 @@ from ..distributed.trained_weights import TrainedWeights
 from ..media.files import write_whole
 from ..report.gallery import EVALUATIONS, choose_evenly
 from ..report.record import write_json
-from ..report.run_folder import LOG_OF_EVALUATIONS, LOOK, find_hacking, format_updates
+from ..report.run_folder import LOG_OF_EVALUATIONS, LOOK, find_passed_limit, format_updates
 from .checkpoints import set_later_aside
 from .trackers import draw_grid, log_files, log_image
 
@@ -224,7 +224,7 @@ class LastLogCallback(TrainerCallback):
 class GuardCallback(TrainerCallback):
     """Callback that ends a run once a metric passes its limit in `stop_when`.
 
-    It warns, once per run, of metrics that pass the default limits: samples of a prompt that have become alike.
+    It warns, once per run, if the samples of a prompt have become alike, whether the reward rose by it or not.
 
     Args:
         limits: the setting `stop_when`.
@@ -255,7 +255,7 @@ class GuardCallback(TrainerCallback):
     def on_log(self, args, state, control, **kwargs):
         if not self.is_training or "stopped" in self.run:
             return
-        if (passed := find_hacking(state.log_history, self.limits)) is not None:
+        if (passed := find_passed_limit(state.log_history, self.limits)) is not None:
             control.should_training_stop = True
             self.run["stopped"] = f"Update {state.global_step} ended the run (stop_when): {passed}"
             best = state.best_global_step if args.load_best_model_at_end else None
@@ -263,7 +263,7 @@ class GuardCallback(TrainerCallback):
             if args.should_save:
                 write_json(Path(args.output_dir, "run.json"), self.run)
                 logger.warning("%s The weights are those of the %s. %s", self.run["stopped"], which, LOOK)
-        elif not self.has_warned and args.should_save and (passed := find_hacking(state.log_history)) is not None:
+        elif not self.has_warned and args.should_save and (passed := find_passed_limit(state.log_history)):
             self.has_warned = True
             warnings.warn(f"Update {state.global_step}: {passed} {LOOK}", stacklevel=2)
 
@@ -299,7 +299,8 @@ class ReportCallback(TrainerCallback):
         if (change := describe_change(run, "reward")) is not None:
             _print(f"Reward {change}, on {describe_prompts(run.prompts)}.")
         if run.published_after not in (None, run.updates):
-            _print(f"The weights are those of the best evaluation, {format_updates(run.published_after)}.")
+            best = format_updates(run.published_after)
+            _print(f"The weights are those of the best evaluation, {best}; the run went on to {run.updates}.")
         if missing:
             _print(
                 f"No report: {' and '.join(missing)} not installed. After pip install 'diffusion-grpo[report]': "

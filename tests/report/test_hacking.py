@@ -7,24 +7,23 @@ from transformers import TrainerControl, TrainerState
 
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.report.page import list_findings
-from diffusion_grpo.report.run_folder import WINDOW, find_hacking, name_error, read_run, summarise_rollouts
+from diffusion_grpo.report.run_folder import find_passed_limit, name_error, read_run, summarise_rollouts
 from diffusion_grpo.training.callbacks import GuardCallback
 
 
-def run_log(rewards, diversities) -> list[dict[str, float]]:
-    pairs = zip(rewards, diversities, strict=True)
-    return [{"step": step, "reward": reward, "diversity": spread} for step, (reward, spread) in enumerate(pairs, 1)]
+def run_log(diversities) -> list[dict[str, float]]:
+    return [{"step": step, "diversity": spread} for step, spread in enumerate(diversities, 1)]
 
 
 def test_a_passed_limit_is_named_and_a_healthy_run_is_not() -> None:
     rng, share = np.random.default_rng(1), np.linspace(0, 1, 40)
     jitter = 0.03 * rng.standard_normal(40)
-    rising, falling = 0.4 + 0.4 * share + jitter, 0.2 * (1 - 0.9 * share) + jitter / 10
-    assert find_hacking(run_log(rising, falling)).startswith("diversity fell from 0.1")
+    falling = 0.2 * (1 - 0.9 * share) + jitter / 10  # with whatever reward
+    assert find_passed_limit(run_log(falling)).startswith("diversity fell from 0.1")
     demo = 0.126 - 0.056 * share  # the most alike of three runs by `make demo`: 0.126 before, 0.070 after
-    assert find_hacking(run_log(0.65 + 0.24 * share + jitter, demo)) is None
-    assert find_hacking(run_log(rising[: WINDOW - 1], falling[::-1][: WINDOW - 1])) is None  # too early to say
-    assert find_hacking(run_log(rising, demo), {"diversity": 0.9}) is not None
+    assert find_passed_limit(run_log(demo)) is None
+    assert find_passed_limit(run_log(falling[:1])) is find_passed_limit([{"loss": 1.0}]) is None  # too early to say
+    assert find_passed_limit(run_log(demo), {"diversity": 0.9}) is not None
 
 
 @pytest.mark.parametrize(
@@ -45,11 +44,11 @@ def test_a_passed_limit_is_named_and_a_healthy_run_is_not() -> None:
 def test_what_a_limit_means_depends_on_the_metric(name, values, limit, is_passed) -> None:
     errors = {name_error(name): 0.1} if name_error(name) else {}
     log = [{"loss": 1.0}, *({name: value, **errors} for value in values), {"loss": 1.0}]
-    assert (find_hacking(log, {name: limit}) is not None) == is_passed
+    assert (find_passed_limit(log, {name: limit}) is not None) == is_passed
 
 
 def test_the_warning_comes_once_and_stands_in_the_report(tmp_path) -> None:
-    log = run_log(np.linspace(0, 1, 20), np.linspace(0.3, 0.01, 20))
+    log = run_log(np.linspace(0.3, 0.01, 20))
     state, control = TrainerState(global_step=20, log_history=log), TrainerControl()
     callback = GuardCallback(None, {})
     callback.on_train_begin()

@@ -13,7 +13,7 @@ import pytest
 from run_folders import change_log, make_run
 
 from diffusion_grpo.data.held_out import describe_prompts
-from diffusion_grpo.report.page import list_findings, write_report, write_summary
+from diffusion_grpo.report.page import list_findings, make_results_table, write_report, write_summary
 from diffusion_grpo.report.run_folder import describe_change, read_run
 
 pytestmark = pytest.mark.plots
@@ -109,6 +109,17 @@ def test_what_was_measured_after_updates_is_not_called_before(tmp_path, steps, m
     page = write_report(run).read_text()
     assert "Before and after" not in page and ("→" in page) == (len(steps) > 1)
     assert ("got a higher reward than after 10 updates" in page) == (len(steps) > 1)
+
+
+def test_the_change_that_is_told_is_that_of_the_weights_that_were_kept(tmp_path):
+    run = read_run(make_run(tmp_path / "run", baselines=False))
+    for best in (10, 20):
+        run.info["published_after"] = best
+        assert describe_change(run, "reward").endswith(f" after {best} updates")
+        rows = make_results_table(run)
+        assert [row["cells"][0][0] for row in rows] == pytest.approx([0.4, 0.65, 0.9] if best == 10 else [0.4, 0.9])
+        [kept] = [row for row in rows if row.get("trained")]
+        assert kept["name"].startswith(f"after {best} updates")
 
 
 def test_the_report_claims_no_more_than_was_compared(tmp_path):
