@@ -134,7 +134,8 @@ def examine(module: str, name: str, is_modular: bool, verbose: bool, updates: in
                 pipe(**inputs, num_inference_steps=4)
         except Exception:
             row["is_broken"] = True  # without us as well
-    return row | vars(report) | {"pipeline": row["pipeline"], "seconds": time.perf_counter() - start}
+    row |= vars(report) | {"pipeline": row["pipeline"], "seconds": time.perf_counter() - start}
+    return row | ({"updates": updates} if report.trains else {})
 
 
 def work(connection, verbose: bool, updates: int) -> None:
@@ -260,6 +261,8 @@ def page(rows: Iterable[dict[str, Any]]) -> str:
         tables += [table("trained with", trained), table("not trained, because", refused)]
     inexact = {name: row["max_ratio_error"] for name, row in by_name.items() if row.get("max_ratio_error")}
     errors = " and ".join(f"{error:.0e} ({name})" for name, error in inexact.items() if by_name[name].get("trains"))
+    modular = [row for name, row in by_name.items() if "ModularPipeline" in name and row.get("trains")]
+    updates = min((row.get("updates", 0) for row in modular), default=0)
     parts = [
         "# Supported pipelines",
         "Run `diffusion-grpo check MODEL` to examine a model of yours. This page says what it finds for each pipeline "
@@ -268,6 +271,7 @@ def page(rows: Iterable[dict[str, Any]]) -> str:
         f"ratio is exactly 1{f', but for {errors}' if errors else ''}. Written by `make sweep`; do not edit.",
         *tables[:2],
         "## Modular pipelines",
+        *([f"Each class that trains made {updates} updates with a LoRA."] if updates else []),
         *tables[2:],
         "## Not counted",
         table("why", left_out),
