@@ -10,11 +10,13 @@ def is_explained(error: Exception) -> bool:
     from ..algorithms.base import RatioError
     from ..data.columns import RowError
     from ..distributed.failure import RankError
+    from ..policy.drivers import UnsupportedPipeline
     from ..rewards.call import RewardError
     from ..training.finite import NonFiniteError
     from ..training.out_of_memory import NotEnoughMemoryError
 
-    return isinstance(error, (NonFiniteError, NotEnoughMemoryError, RankError, RatioError, RewardError, RowError))
+    kinds = (NonFiniteError, NotEnoughMemoryError, RankError, RatioError, RewardError, RowError, UnsupportedPipeline)
+    return isinstance(error, kinds)
 
 
 def print_failure(error: Exception) -> None:

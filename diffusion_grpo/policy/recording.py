@@ -106,9 +106,8 @@ class Recorder(Driver):
         request, trained = self.request, [] if self.trained_steps is None else self.trained_steps.unique().tolist()
         missing = [step for step in trained if step not in self.records]
         if missing or not trained:
-            raise UnsupportedPipeline(
-                f"The pipeline took no step {missing or ''} through its scheduler; nothing can be recorded."
-            )
+            steps = f"step {missing}" if missing else "step"
+            raise UnsupportedPipeline(f"The pipeline took no {steps} through its scheduler; nothing can be recorded.")
         joined = {}  # a step may move several latents
         for step, parts in self.records.items():
             handed, next_latents, scores, *means = zip(*parts, strict=True)

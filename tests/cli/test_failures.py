@@ -7,6 +7,7 @@ from command_line import SIZE
 from diffusion_grpo import cli
 from diffusion_grpo.data.columns import RowError
 from diffusion_grpo.distributed.failure import RankError
+from diffusion_grpo.policy.drivers import UnsupportedPipeline
 from diffusion_grpo.rewards import RewardError
 
 REWARD = """
@@ -56,6 +57,15 @@ def test_a_row_that_cannot_be_read_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr("diffusion_grpo.cli.train.run", fail)
     assert cli.main(["train", "x.yaml"]) == 1
     assert capsys.readouterr().err == "error: Row 3 (the first is row 0), column 'image': cannot identify image file\n"
+
+
+def test_a_pipeline_that_turns_out_not_to_train_is_one_line(monkeypatch, capsys):
+    def fail(arguments) -> int:
+        raise UnsupportedPipeline("Own returned a str in place of samples.")
+
+    monkeypatch.setattr("diffusion_grpo.cli.train.run", fail)
+    assert cli.main(["train", "x.yaml"]) == 1
+    assert capsys.readouterr().err == "error: Own returned a str in place of samples.\n"
 
 
 def test_memory_that_runs_out_is_one_line(config_file, model, capsys, monkeypatch):

@@ -1,5 +1,7 @@
 """Steps of consistency samplers are those of diffusers, and can be trained."""
 
+import math
+
 import pytest
 import tiny_pipelines
 import torch
@@ -52,6 +54,47 @@ def test_a_step_with_its_noise_is_that_of_diffusers(name):
     last, shown = mine.step(prediction, timestep, sample, return_dict=False)
     mine.index = 3
     assert torch.equal(last, shown) and torch.equal(last, mine.step(prediction, timestep, sample).prev_sample)
+
+
+def step_in_float64(name, scheduler, prediction, sample, index, level):
+    """Mean and standard deviation of a step by the formulas of the papers."""
+    time, is_last = scheduler.timesteps[index], index == 3
+    if name == "scm":
+        angle, after = time.double(), scheduler.timesteps[index + 1].double()
+        clean = angle.cos() * sample - angle.sin() * prediction
+        return (clean, 0.0) if is_last else (after.cos() * clean, after.sin() * scheduler.config.sigma_data)
+    if name == "flow":
+        sigma, after = scheduler.sigmas.double()[index : index + 2]
+        return (1 - after) * (sample - sigma * prediction), after
+    alphas = scheduler.alphas_cumprod.double()
+    signal, noise = alphas[time].sqrt(), (1 - alphas[time]).sqrt()
+    is_velocity = name.endswith("v")
+    clean = signal * sample - noise * prediction if is_velocity else (sample - noise * prediction) / signal
+    drift = noise * sample + signal * prediction if is_velocity else prediction
+    if name.startswith("tcd"):
+        after = 0 if is_last else int(scheduler.timesteps[index + 1])
+        between = alphas[math.floor((1 - level) * after)]
+        part = between.sqrt() * clean + (1 - between).sqrt() * drift
+        left = alphas[after] / between
+        return (part, 0.0) if is_last else (left.sqrt() * part, (1 - left).sqrt())
+    clean = clean.clamp(-1, 1) if scheduler.config.clip_sample else clean
+    scaled = float(time) * scheduler.config.timestep_scaling
+    clean = 0.25 / (scaled**2 + 0.25) * sample + scaled / (scaled**2 + 0.25) ** 0.5 * clean
+    after = None if is_last else alphas[scheduler.timesteps[index + 1]]
+    return (clean, 0.0) if is_last else (after.sqrt() * clean, (1 - after).sqrt())
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULERS if name != "edm"])
+def test_mean_and_deviation_are_those_of_the_papers(name):
+    scheduler, level = prepared(stochastic_scheduler(SCHEDULERS[name][0])), SCHEDULERS[name][1]
+    for index, timestep in enumerate(scheduler.timesteps[:4]):
+        sample, prediction = (torch.randn(SHAPE, dtype=torch.float64) for _ in range(2))
+        scheduler.locate(timestep)
+        found = scheduler.distribution(prediction.float(), timestep, sample.float(), level)
+        expected = step_in_float64(name, scheduler, prediction, sample, index, level)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one.double(), torch.as_tensor(other).double(), rtol=2e-5, atol=2e-5)
+        scheduler.index += 1
 
 
 def test_steps_without_noise_of_their_own_have_the_noise_of_their_latent():
@@ -115,9 +158,10 @@ def test_the_shared_noise_is_another_in_each_step_and_the_same_for_both_halves_o
     assert not any(torch.allclose(noises[0], other, atol=0.1) for other in noises[1:])
 
 
+@pytest.mark.parametrize("name", ["sd15", "sdxl"])
 @pytest.mark.parametrize("scheduler", [LCMScheduler, TCDScheduler])
-def test_sd15_with_a_consistency_sampler_replays_exactly(scheduler):
-    pipe, inputs = tiny_pipelines.build("sd15")
+def test_a_usual_pipeline_with_a_consistency_sampler_replays_exactly(scheduler, name):
+    pipe, inputs = tiny_pipelines.build(name)
     pipe.scheduler = scheduler.from_config(pipe.scheduler.config)
     report = check_pipeline(pipe, inputs)
     assert report.trains and report.max_ratio_error == 0.0

@@ -11,7 +11,10 @@ from diffusers import (
     AdaptiveProjectedGuidance,
     ClassifierFreeGuidance,
     DiffusionPipeline,
+    LayerSkipConfig,
     ModularPipeline,
+    PerturbedAttentionGuidance,
+    SkipLayerGuidance,
     StableDiffusion3AutoBlocks,
     TangentialClassifierFreeGuidance,
 )
@@ -202,6 +205,14 @@ def test_losses_on_renoised_samples_make_one_pass():
     torch.testing.assert_close(found.clean, denoise(DenoisingPolicy(plain), given, clean, 1).clean, rtol=0, atol=1e-6)
 
 
+def test_a_network_that_predicts_jumps_has_no_clean_sample_to_train():
+    pipe, inputs = tiny_pipelines.build("flux3_distilled")
+    seeds = {"seeds": [3], "num_inference_steps": 3}
+    _, clean = rollout(pipe, inputs, steps=[[1]], keeps_clean=True, **seeds)
+    with pytest.raises(UnsupportedPipeline, match="flow map"):
+        denoise(pipe, inputs, clean, 1)
+
+
 @pytest.mark.parametrize("scale, is_on, call", [(4.0, False, {"guidance_scale": "off"}), (1.0, True, {})])
 def test_a_guider_of_one_pass_guides_calls_with_a_scale(scale, is_on, call):
     pipe, inputs = tiny_pipelines.build("modular_wan")
@@ -218,12 +229,30 @@ def test_a_guider_of_one_pass_guides_calls_with_a_scale(scale, is_on, call):
     assert not torch.equal(alone.next_latents, expected.next_latents)
 
 
-@pytest.mark.parametrize("guider", [TangentialClassifierFreeGuidance(4.0), AdaptiveProjectedGuidance(4.0)])
-def test_other_guiders_are_replayed(guider):
-    pipe, inputs = tiny_pipelines.build("modular_wan")
+FROM_START = {"start": 0.0, "stop": 1.0}  # their own third pass: in each step after the first
+WITHOUT_LAYER = {f"skip_layer_guidance_{name}": value for name, value in FROM_START.items()}
+PERTURBED = {f"perturbed_guidance_{name}": value for name, value in FROM_START.items()}
+SCORES = LayerSkipConfig([0], skip_attention=False, skip_attention_scores=True, skip_ff=False)
+
+
+@pytest.mark.parametrize(
+    "name, guider, passes",
+    [
+        ("modular_wan", TangentialClassifierFreeGuidance(4.0), 6),
+        ("modular_wan", AdaptiveProjectedGuidance(4.0), 6),
+        ("modular_wan", SkipLayerGuidance(4.0, skip_layer_config=LayerSkipConfig([0]), **WITHOUT_LAYER), 8),
+        ("modular_z_image", PerturbedAttentionGuidance(4.0, perturbed_guidance_config=SCORES, **PERTURBED), 8),
+    ],
+    ids=["tangential", "projected", "skipped layer", "perturbed attention"],
+)
+def test_other_guiders_are_replayed(name, guider, passes):
+    pipe, inputs = tiny_pipelines.build(name)
     pipe.update_components(guider=guider)
-    report = check_pipeline(pipe, {k: v for k, v in inputs.items() if k != "guidance_scale"}, num_inference_steps=3)
+    inputs = {key: value for key, value in inputs.items() if key != "guidance_scale"}
+    report = check_pipeline(pipe, inputs, num_inference_steps=3)
     assert report.trains and report.max_ratio_error == 0.0, report.reason
+    seeds = {"seeds": [3, 4], "num_inference_steps": 3}
+    assert count_passes(pipe, inputs, lambda policy, call: rollout(policy, call, **seeds))[1] == passes
 
 
 def test_a_guider_with_a_memory_is_refused():

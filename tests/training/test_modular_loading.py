@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from collections import Counter
 
 import pytest
 import tiny_pipelines
@@ -80,13 +81,17 @@ def test_full_training_of_flux3_saves_a_whole_pipeline(folders, tmp_path):
 
 
 def test_prompts_are_encoded_once(tmp_path):
-    weights = []
+    weights, texts = [], []
     for kind in ("off", "memory"):
         pipe, _ = tiny_pipelines.build("flux3")
+        texts.clear()
+        pipe.text_encoder.register_forward_hook(lambda _, words, given, output: texts.append(given), with_kwargs=True)
         trainer = trainer_for(tmp_path / kind, "flux3", model=pipe, max_steps=1, cache_prompt_embeds=kind)
         trainer.train()
         weights.append(trained_weights(trainer))
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    times = Counter(tuple(given["input_ids"].flatten().tolist()) for given in texts)
+    assert sorted(times.values()) == [1] * 6 + [6]  # the negative prompt is encoded beside each
 
 
 def test_a_quantised_base_trains_the_same_with_its_frozen_parts_offloaded(folders, tmp_path):

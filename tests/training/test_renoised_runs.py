@@ -68,6 +68,7 @@ def test_evaluations_compare_the_policy_with_its_reference(tmp_path):
 
 # DDIM, consistency and EDM schedulers, and videos
 KINDS = [("sd15", "nft"), ("lcm", "dgpo"), ("cosmos", "dpo"), ("wan", "awm"), ("sd15", "dpo"), ("cosmos", "nft")]
+KINDS += [("modular_wan", "nft")]
 
 
 @pytest.mark.parametrize(("name", "loss"), [*(("sd3", loss) for loss in RENOISED), *KINDS])
