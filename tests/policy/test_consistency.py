@@ -7,6 +7,8 @@ import tiny_pipelines
 import torch
 from diffusers import CMStochasticIterativeScheduler, FlowMatchLCMScheduler, LCMScheduler, TCDScheduler
 from diffusers.schedulers import SCMScheduler
+from peft import LoraConfig
+from tiny_runs import LORA, logged, trainer_for
 
 from diffusion_grpo.policy.check import check_pipeline
 from diffusion_grpo.policy.drivers import Driver
@@ -165,3 +167,16 @@ def test_a_usual_pipeline_with_a_consistency_sampler_replays_exactly(scheduler, 
     pipe.scheduler = scheduler.from_config(pipe.scheduler.config)
     report = check_pipeline(pipe, inputs)
     assert report.trains and report.max_ratio_error == 0.0
+
+
+def test_a_lora_is_trained_over_that_of_a_consistency_model(tmp_path):
+    pipe, _ = tiny_pipelines.build("sdxl")
+    pipe.scheduler = LCMScheduler.from_config(pipe.scheduler.config)
+    pipe.unet.add_adapter(LoraConfig(**LORA, init_lora_weights=False), adapter_name="lcm")
+    before = {name: weight.clone() for name, weight in pipe.unet.state_dict().items() if ".lcm." in name}
+    trainer = trainer_for(tmp_path, "sdxl", model=pipe, keep_adapters=True, guidance_scale=1.0)
+    trainer.train()
+    assert logged(trainer, "ratio/max_error") == [0.0] * 2 and min(logged(trainer, "grad_norm")) > 0
+    after = {name: weight for name, weight in trainer.model.state_dict().items() if ".lcm." in name}
+    assert len(after) == len(before) > 0
+    assert all(torch.equal(*pair) for pair in zip(after.values(), before.values(), strict=True))
