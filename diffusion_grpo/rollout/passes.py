@@ -6,6 +6,7 @@ samples.
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Protocol
 
@@ -21,6 +22,8 @@ from ..policy.token_process import TokenDistribution
 from ..policy.trajectory import CleanSamples, StepDistribution, Trajectory
 from .buffer import RolloutBuffer
 from .runtime import Runtime
+
+PASSES_MEASURED = 3  # of a micro-batch, at most, for the change of an update
 
 
 class OldPolicy(Protocol):
@@ -140,9 +143,9 @@ class Passes:
 
     @torch.no_grad()
     def predict_twice(self, batch: MicroBatch) -> list[tuple[Tensor, Tensor]]:
-        """Return the policy's predictions in each pass of a micro-batch, for its samples and for nearby latents."""
-        parts, predictions = batch.parts, []
-        for (number, step), is_own in self._passes(batch):
+        """Return the policy's predictions in a few passes of a micro-batch, for its samples and for nearby latents."""
+        parts, predictions, passes = batch.parts, [], self._passes(batch)
+        for (number, step), is_own in passes[:: math.ceil(len(passes) / PASSES_MEASURED)]:
             part = parts[number].at_step(step)
             nearby = dataclasses.replace(part, trajectory=part.trajectory.perturb())
             pair = (self._predict(part, step), self._predict(nearby, step))

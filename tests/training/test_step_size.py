@@ -50,9 +50,9 @@ def test_the_rate_follows_a_reference():
         if gains:  # by the last measurement, no update is larger than the target
             assert gains[-1] * rate * schedule[update] <= target * schedule[update] * 1.000001
         gains.append(changes[-1] / (rate * schedule[update]))
-        rate = min(4 * rate, target / max(gains[-1], np.median(gains[-5:])))
+        rate = min(16 * rate, target / max(gains[-1], np.median(gains[-5:])))
         expected = moved
-        np.testing.assert_allclose(weight.detach().numpy(), expected, rtol=1e-5)
+        np.testing.assert_allclose(weight.detach().numpy(), expected, rtol=1e-5, atol=1e-6)
         assert optimizer.param_groups[0]["lr"] == pytest.approx(100.0 * schedule[update + 1])  # as without it
     assert step_size.metrics.values["prediction/change"] == pytest.approx(changes, rel=1e-5)
     assert 0.2 * target < np.median(changes) < target
@@ -95,19 +95,22 @@ TOKENS |= {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])}
     "settings",
     [
         SMOOTH | {"num_iterations": 2},
-        SMOOTH | {"loss_type": "nft"},
+        SMOOTH | {"loss_type": "nft", "num_inference_steps": 10},
         SMOOTH | {"name": "sd15", "lora": False, "bf16": True, "max_ratio_error": None, "learning_rate": 0.1},
         TOKENS,
     ],
     ids=["grpo", "nft", "full, bf16", "tokens"],
 )
 def test_runs_reach_the_target(tmp_path, settings):
-    """From far below, in steps of 4; 10 updates of a tiny random network."""
+    """From far below, in steps of 16; 10 updates of a tiny random network."""
     usual = {"learning_rate": 1.0, "max_steps": 10, "gradient_accumulation_steps": 1, "num_inference_steps": 3}
     trainer = trainer_for(tmp_path, **usual | settings, target_change=0.1)
+    predict, pairs = trainer.step_size._predict, []
+    trainer.step_size._predict = lambda batch: pairs.append(predict(batch)) or pairs[-1]
     trainer.train()
+    assert {len(found) for found in pairs} <= {1, 2, 3}  # a few passes tell, however many steps are trained
     rates, changes = logged(trainer, "learning_rate"), logged(trainer, "prediction/change")
     target = 0.1 / 10**0.5
     assert rates[0] == pytest.approx(1e-4 * trainer.args.learning_rate) and changes[0] < target
-    assert max(now / last for last, now in zip(rates, rates[1:])) <= 4.001
+    assert max(now / last for last, now in zip(rates, rates[1:])) <= 16.01
     assert 0.25 * target < np.median(changes[-4:]) < 2 * target
