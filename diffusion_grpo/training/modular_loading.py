@@ -1,14 +1,16 @@
 """Load modular pipelines by name: first their index and blocks, then their components."""
 
+import contextlib
 import functools
-from collections.abc import Hashable, Mapping
+import logging
+from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from diffusers import DiffusionPipeline, ModularPipeline
 from torch import nn
 
-from ..policy.modular import as_pipeline
+from ..policy.modular import LOG, as_pipeline
 
 HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
 
@@ -70,13 +72,32 @@ def load_components(source: str | Path, **kwargs: Any) -> Any:
         is_own = {name: kind[0] == "diffusers" for name, kind in list_parts(pipe).items()}
         configs = {name: quantized._resolve_quant_config(is_own[name], name) for name in names if name in is_own}
         others["quantization_config"] = {name: config for name, config in configs.items() if config is not None}
-    pipe.load_components(names=names, **others)
+    with _take_failures() as reasons:
+        pipe.load_components(names=names, **others)
     if missing := [name for name in names if getattr(pipe, name) is None]:
         raise ValueError(
-            f"model: {', '.join(missing)} of {source} could not be loaded; diffusers gives the reason above. If no "
-            f"sample needs it, set model_init_kwargs: {{{missing[0]}: null}}."
+            f"model: {', '.join(missing)} of {source} could not be loaded: {' '.join(reasons[:1])} If no sample needs "
+            f"a component, leave it out, as in model_init_kwargs: {{{missing[0]}: null}}."
         )
     return pipe
+
+
+@contextlib.contextmanager
+def _take_failures() -> Iterator[list[str]]:
+    """Collect why components could not be loaded, in place of diffusers' tracebacks."""
+    reasons: list[str] = []
+
+    def take(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        if is_failure := message.startswith("Failed to"):
+            reasons.append(" ".join(message.rpartition("\nValueError: ")[2].split()))
+        return not is_failure
+
+    LOG.addFilter(take)
+    try:
+        yield reasons
+    finally:
+        LOG.removeFilter(take)
 
 
 def check_components(pipe: Any) -> None:

@@ -107,6 +107,17 @@ def test_a_quantised_base_trains_the_same_with_its_frozen_parts_offloaded(folder
     assert max(value.abs().max() for name, value in weights[0].items() if "lora_B" in name) > 1e-4  # from 0
 
 
+def test_a_component_that_is_not_there_is_one_sentence_with_the_reason(folders, tmp_path, caplog):
+    shutil.copytree(folders("modular_sd3"), tmp_path / "model", ignore=lambda *_: ["vae"])
+    path = tmp_path / "model" / "modular_model_index.json"
+    index = json.loads(path.read_text())
+    index["vae"][2]["pretrained_model_name_or_path"] = str(tmp_path / "gone")
+    path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="vae of .* could not be loaded: Unable to load vae .*gone"):
+        trainer_for(tmp_path / "run", model=str(tmp_path / "model"), **SD3)
+    assert "Traceback" not in caplog.text
+
+
 def test_what_cannot_be_loaded_is_refused(folders, tmp_path):
     pipe, _ = tiny_pipelines.build("modular_sd3")
     bare = ModularPipeline.from_pretrained(folders("modular_sd3"))
