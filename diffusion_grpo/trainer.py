@@ -154,7 +154,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         args, policy, inputs = self.args, self.policy, self.inputs
         runtime = Runtime(self.backend, self.monitor, self.metrics, self.progress)
         self.learner = make_learner(
-            args, policy, self.model, runtime, reward_weights=self.rewards.weights, is_full_training=is_full_training
+            args, policy, self.model, runtime, rewards=self.rewards, is_full_training=is_full_training
         )
         build.warn_of_guidance(args, policy, inputs, self.train_dataset)
         built = build.build(

@@ -7,20 +7,39 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
 from tiny_scorers import IMAGES, MEAN, PROMPTS, STD
 
-from diffusion_grpo.rewards import REWARDS, check_needs, load_rewards, score
-from diffusion_grpo.rewards.contract import OPTIONS
+from diffusion_grpo.rewards import REWARDS, check_needs, differentiate, load_rewards, score
+from diffusion_grpo.rewards.contract import OPTIONS, is_marked
+
+TOLERANCE = 1e-2
 
 
 def scored(name, options, images=IMAGES, prompts=PROMPTS, **columns):
     """What a run makes of it; three at a time, so that batches are cut."""
     rewards = load_rewards({name: {"device": "cpu", "batch_size": 3, **only_what_is_checked(name, options)}})
     check_needs(rewards)
-    return score(rewards, images=images, prompts=prompts, columns=columns)[:, 0].double()
+    values = score(rewards, images=images, prompts=prompts, columns=columns)[:, 0].double()
+    if is_marked(rewards[0].function, "has_gradient") and rewards[0].threshold is None:
+        assert_same_on_tensors(rewards, values, images, prompts, columns)
+    return values
+
+
+def assert_same_on_tensors(rewards, values, images, prompts, columns):
+    """A tensor of pixels has the value of the image, but for Pillow's 8 bits after a resize, and has a gradient."""
+    with torch.enable_grad():
+        for row, image in enumerate(images):
+            pixels = tensor64(image)[None].float().requires_grad_()
+            others = {name: [values[row]] for name, values in columns.items()}
+            total = differentiate(rewards, [1.0], pixels, [prompts[row]], others)
+            (gradient,) = torch.autograd.grad(total, pixels)
+            expected = torch.nan_to_num(values[row], 0.0)
+            assert total.item() == pytest.approx(expected.item(), rel=1e-2, abs=TOLERANCE), (row, image.size)
+            assert gradient.isfinite().all()
 
 
 def only_what_is_checked(name, options):

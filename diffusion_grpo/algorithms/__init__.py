@@ -7,6 +7,7 @@ that differs from GRPO only in the loss of a step is a function in `losses.py`.
 from .awm import AWM
 from .base import Algorithm
 from .dgpo import DGPO, DPO
+from .draft import DRaFT
 from .fdfo import FDFO
 from .grpo import GRPO
 from .losses import Loss, dppo, grpo_guard
@@ -22,4 +23,5 @@ ALGORITHMS: dict[str, type[Algorithm] | Loss] = {
     "awm": AWM,
     "dgpo": DGPO,
     "dpo": DPO,
+    "draft": DRaFT,
 }

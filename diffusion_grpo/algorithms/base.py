@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..policy.token_process import TokenDistribution, TokenTrajectory
-from ..policy.trajectory import CleanSamples, Denoised, StepDistribution, Trajectory
+from ..policy.trajectory import CleanSamples, Denoised, Finished, StepDistribution, Trajectory
 from .batch import MicroBatch, Part
 
 if TYPE_CHECKING:
@@ -59,6 +59,9 @@ class Reference(Protocol):
 
     def denoise(self, inputs: dict[str, Any], samples: CleanSamples, step: int) -> Denoised:
         """Return the clean samples that the reference predicts from re-noised ones, without gradient."""
+
+    def finish(self, inputs: dict[str, Any], samples: CleanSamples) -> Finished:
+        """Return what the reference's last steps make of the latents that entered them, without gradient."""
 
 
 class DriftLimit:
@@ -143,7 +146,8 @@ class Recording:
     Attributes:
         keeps: "steps" for recorded steps (GRPO and its relatives), "clean" for finished samples, which are noised
             again (DiffusionNFT and its relatives; [`~diffusion_grpo.algorithms.renoised.Renoised`] is a base for
-            them, [`~diffusion_grpo.algorithms.renoised.RenoisedWithOldPolicy`] for those with an old policy).
+            them, [`~diffusion_grpo.algorithms.renoised.RenoisedWithOldPolicy`] for those with an old policy),
+            "entered" for what enters the last steps, taken again with gradient ([`~diffusion_grpo.algorithms.draft`]).
         old: what `loss` needs of the policy that made the rollout, once updates have moved it, in addition to
             log-probabilities: "mean" for the means of the steps, kept in `Trajectory.means`; "error" for denoising
             errors, which `Part.old_log_probs` then holds with a minus sign. With None, the predictions of a single
@@ -161,7 +165,7 @@ class Recording:
         'old'
     """
 
-    keeps: Literal["steps", "clean"] = "steps"
+    keeps: Literal["steps", "clean", "entered"] = "steps"
     old: Literal["mean", "error"] | None = None
     sampler: Literal["policy", "old"] = "policy"
     reference: bool = False

@@ -29,6 +29,7 @@ RENAMED_LOSSES = {
     "flash_grpo": "is loss_type='grpo' with step_selection='prompt'",
     "tempflow_grpo": "is loss_type='grpo' with samples_per_latent and step_weight='noise'",
     "diffusion_nft": "is loss_type='nft'",
+    **dict.fromkeys(("alignprop", "align_prop", "refl"), "is loss_type='draft' (docs/algorithms/draft.md)"),
     "flow_dppo": "is loss_type='dppo'",
 }
 
@@ -121,12 +122,14 @@ def load_algorithm(
     if inspect.isclass(found):
         named = inspect.signature(found).parameters
         return found(**given, **{name: value for name, value in run.items() if name in named})
+    run.pop("score_pixels", None)
     return GRPO(functools.partial(found, **given) if given else found, **run)
 
 
 def _run_settings() -> set[str]:
     """Return the names of the arguments that any algorithm may ask for; their values follow from other settings."""
-    return {name for name, each in inspect.signature(GRPO).parameters.items() if each.kind is each.KEYWORD_ONLY}
+    run = {name for name, each in inspect.signature(GRPO).parameters.items() if each.kind is each.KEYWORD_ONLY}
+    return run | {"score_pixels"}
 
 
 def _own_parameters(found: Callable) -> dict[str, inspect.Parameter]:

@@ -61,6 +61,8 @@ class Sizes:
                     raise ValueError(f"{name}={text!r} must be a dictionary, written as JSON.") from None
 
     def fill_in(self) -> None:
+        if self.takes_gradients and "num_generations" not in self.given:  # there is no group to compare with
+            self.num_generations, self.given = 1, self.given | {"num_generations"}
         if self.recording.whole_groups and "per_device_train_batch_size" not in self.given:
             group, batch = max(1, self.best_of_n or self.num_generations), self.per_device_train_batch_size
             if batch % group and "gradient_accumulation_steps" not in self.given:
@@ -120,8 +122,23 @@ class Sizes:
         return self.recording.keeps == "clean"
 
     @property
+    def is_recorded(self) -> bool:
+        return self.recording.keeps == "steps"
+
+    @property
+    def takes_gradients(self) -> bool:
+        return self.recording.keeps == "entered"
+
+    @property
+    def compares_groups(self) -> bool:
+        is_usual = self.advantage_estimator == "group" and self.advantage_fn is None and not self.takes_gradients
+        return is_usual and self.reward_baseline == "group"
+
+    @property
     def anchor(self) -> Anchor:
         """Where the values of the policy that made a rollout come from: the ratio's denominator, means or errors."""
+        if self.takes_gradients:
+            return "own"
         if self.batch_sizes.updates_per_rollout == 1 and self.old_log_prob != "rollout":
             return "own"
         old = self.recording.old
@@ -135,12 +152,17 @@ class Sizes:
             return range(*self.trained_steps)
         if self.is_renoised:  # step 0 cannot be handed a sample; the last step can be trained
             return range(1, self.num_inference_steps)
+        if self.takes_gradients:
+            last = self.num_inference_steps
+            return range(last) if self.trained_steps == "all" else range(last)[-(self.num_trained_steps or 1) :][:1]
         is_half = self.trained_steps is None and self.advantage_estimator != "gae"
         return range(max(1, self.num_inference_steps // 2) if is_half else self.num_inference_steps - 1)
 
     @property
     def trained_count(self) -> int:
         """How many of `trainable_steps` a sample trains."""
+        if self.takes_gradients:  # one at which gradients end
+            return 1
         if self.num_trained_steps is not None:
             return self.num_trained_steps
         trains_all = self.trained_steps or self.advantage_estimator == "gae" or self.is_renoised
@@ -154,7 +176,7 @@ class Sizes:
     @property
     def is_noise_limited(self) -> bool:
         """Whether only the steps that hold the trained ones draw noise."""
-        return self.noisy_steps == "trained" and not self.is_renoised
+        return self.noisy_steps == "trained" and self.is_recorded
 
     @property
     def trains_own_steps(self) -> bool:
@@ -164,7 +186,7 @@ class Sizes:
     @property
     def latent_sharing(self) -> int:
         """How many samples start from the same initial latent."""
-        usual = 1 if self.advantage_estimator == "gae" or self.is_renoised else "group"
+        usual = 1 if self.advantage_estimator == "gae" or not self.is_recorded else "group"
         sharing = usual if self.samples_per_latent is None else self.samples_per_latent
         return self.num_generations if sharing == "group" else sharing
 
@@ -178,8 +200,7 @@ class Sizes:
     def shares_calls(self) -> bool:
         """Whether samples with the same initial latent share the network calls up to their first noise."""
         # a value model reads the conditions of each sample's calls; re-noised samples draw no noise in their steps
-        is_recorded = not self.is_renoised and self.advantage_estimator != "gae"
-        return self.latent_sharing > 1 and is_recorded
+        return self.latent_sharing > 1 and self.is_recorded and self.advantage_estimator != "gae"
 
     @property
     def trained_share(self) -> float:

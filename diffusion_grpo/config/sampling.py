@@ -95,12 +95,12 @@ class SamplingSettings:
         None,
         "The denoising steps that may be trained: a range [start, stop), or all (but the last, or but the first for "
         "losses on re-noised samples). By default the first half of the steps, but all with advantage_estimator gae "
-        "and for losses on re-noised samples.",
+        "and for losses on re-noised samples. For draft, the steps at one of which gradients end.",
     )
     num_trained_steps: Count | None = setting(
         None,
         "How many of trained_steps are trained; step_selection says which. By default all of them, but 1 of the "
-        "default first half.",
+        "default first half. For draft without trained_steps, the number of last steps with a gradient, by default 1.",
     )
     step_selection: Literal["rollout", "prompt", "sliding", "sample"] = setting(
         "rollout",

@@ -14,8 +14,8 @@ class UpdateSettings:
     loss_type: str = setting(
         "grpo",
         "Algorithm to train with: grpo, grpo_guard, dppo and fdfo on the recorded steps of a rollout; nft, awm, dgpo "
-        "and dpo on re-noised samples, that is, finished samples to which noise is added again; or the dotted path "
-        "of a loss function or of an algorithm's class.",
+        "and dpo on re-noised samples, that is, finished samples to which noise is added again; draft, which follows "
+        "the gradient of rewards; or the dotted path of a loss function or of an algorithm's class.",
     )
     loss_kwargs: dict[str, Any] | str | None = setting(
         None,

@@ -15,7 +15,7 @@ def check_conflicts(args: Sizes) -> None:
     """Refuse settings that contradict each other, with the first sentence that says so."""
     if args.output_dir is not None:
         check_folder("output_dir", args.output_dir)
-    of_loss = _find_renoised if args.is_renoised else _find_recorded
+    of_loss = _find_recorded if args.is_recorded else _find_silent
     for find in (_find_unusable, _find_limits, _find_batches, _find_steps, of_loss):
         for message in find(args):
             raise ValueError(message)
@@ -84,8 +84,7 @@ def _find_limits(args: Sizes) -> Iterator[str]:
 def _find_batches(args: Sizes) -> Iterator[str]:
     """Sizes of groups, rollouts and updates that do not divide each other."""
     sizes, generations, count = args.batch_sizes, args.num_generations, args.micro_batches_per_rollout
-    compares = args.reward_baseline == "group" and args.advantage_estimator == "group" and args.advantage_fn is None
-    if generations < 2 and compares:
+    if generations < 2 and args.compares_groups:
         yield f"num_generations must be at least 2, got {generations}: a single sample has no group to compare with."
     if args.best_of_n is not None and (args.best_of_n % 2 or not 2 <= args.best_of_n <= generations):
         yield f"best_of_n must be even, at least 2 and at most num_generations={generations}, got {args.best_of_n}."
@@ -110,7 +109,7 @@ def _find_batches(args: Sizes) -> Iterator[str]:
     prompts = sizes.prompts_per_rollout
     if prompts % args.num_batches_per_step:
         yield f"num_batches_per_step={args.num_batches_per_step} does not divide the {prompts} prompts of a rollout."
-    if prompts * generations // args.num_batches_per_step < 2:
+    if prompts * generations // args.num_batches_per_step < 2 and not args.takes_gradients:
         yield "A batch of one sample cannot be compared with anything; lower num_batches_per_step."
     sharing = args.samples_per_latent
     if sharing not in (None, "group") and (isinstance(sharing, str) or sharing < 1 or generations % sharing):
@@ -132,7 +131,7 @@ def _find_batches(args: Sizes) -> Iterator[str]:
 def _find_steps(args: Sizes) -> Iterator[str]:
     """Denoising steps and noise levels that a rollout cannot have."""
     steps, first = args.trained_steps, int(args.is_renoised)
-    last, sigmas = args.num_inference_steps - 1 + first, args.sigmas
+    last, sigmas = args.num_inference_steps - args.is_recorded, args.sigmas
     is_range = isinstance(steps, (list, tuple)) and len(steps) == 2
     if steps not in (None, "all") and not (is_range and first <= steps[0] < steps[1] <= last):
         why = "step 0 cannot be handed a noised sample" if first else "the last step has no noise"
@@ -184,8 +183,8 @@ def _find_recorded(args: Sizes) -> Iterator[str]:
         yield "advantage_estimator='gae' estimates advantages as advantage_fn does; leave one of them out."
 
 
-def _find_renoised(args: Sizes) -> Iterator[str]:
-    """Settings of recorded steps for an algorithm that noises finished samples again."""
+def _find_silent(args: Sizes) -> Iterator[str]:
+    """Settings of recorded steps for an algorithm whose rollouts draw no noise in the steps."""
     recorded = ["sde_type", "noise_level", "noisy_steps", "log_prob_type", "advantage_estimator", "epsilon"]
     recorded += ["old_log_prob", "step_weight", "importance_sampling_level", "kl_reward", "epsilon_high"]
     if name := _find_changed(args, recorded):
@@ -203,6 +202,8 @@ def _find_renoised(args: Sizes) -> Iterator[str]:
             f"multi_objective_aggregation='loss_per_reward' works on recorded steps only; with loss_type="
             f"{args.loss_type!r} use normalize_then_sum."
         )
+    if args.takes_gradients and (name := _find_changed(args, ["multi_objective_aggregation", "best_of_n"])):
+        yield f"{name} has no meaning for loss_type={args.loss_type!r}, which differentiates a sum; leave it out."
 
 
 def check_token_settings(args: Sizes) -> None:
@@ -215,7 +216,7 @@ def check_token_settings(args: Sizes) -> None:
             "or train the denoising network."
         )
     is_named = "." not in args.loss_type
-    if (is_named and args.loss_type != "grpo") or args.is_renoised or args.recording.old == "mean":
+    if (is_named and args.loss_type != "grpo") or not args.is_recorded or args.recording.old == "mean":
         raise ValueError(f"loss_type={args.loss_type!r} is for denoising steps; set loss_type='grpo' to train tokens.")
     if args.epsilon <= type(args).epsilon:
         logger.warning(

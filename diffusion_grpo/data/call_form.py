@@ -135,7 +135,7 @@ def _check_times(inputs: PipelineInputs, policy: Policy) -> None:
 def _check_window(inputs: PipelineInputs, policy: Policy, args: DiffusionGRPOConfig) -> None:
     """Refuse a window that reaches beyond the steps of the last call; a later rollout would draw such a step."""
     steps, length = args.trainable_steps, policy.loop_length
-    if length is not None and steps.stop > (length if args.is_renoised else length - 1):
+    if length is not None and steps.stop > length - args.is_recorded:
         raise UnsupportedPipeline(
             f"{inputs.pipeline.__name__} takes {length} of {args.num_inference_steps} steps with these inputs (as "
             f"with a strength below 1), but steps {steps.start} to {steps.stop - 1} may be trained, and the last "

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from ..media.files import extract_samples
 from .base import POLICY_COMPONENTS, Policy, call_arguments, without_filters
-from .drivers import Driver, ProbeDriver, StepScored, UnsupportedPipeline
+from .drivers import Driver, ProbeDriver, StepScored, UnsupportedPipeline, join_latents
 from .modular import as_pipeline, ask_for_latents
 from .networks import NetworkAccess, NetworkGates, replace_attribute
-from .recording import FinishDriver, PrefixDriver, Recorder, SolverRecorder
-from .replaying import RenoiseDriver, ReplayDriver
+from .recording import EntryRecorder, FinishDriver, PrefixDriver, Recorder, SolverRecorder
+from .replaying import LastStepsDriver, RenoiseDriver, ReplayDriver
 from .schedulers import StochasticScheduler, stochastic_scheduler, watch_solver
 from .sde import NOISE_UP_TO_1
-from .trajectory import CleanSamples, Denoised, Prefix, RolloutRequest, StepDistribution, Trajectory
+from .trajectory import CleanSamples, Denoised, Finished, Prefix, RolloutRequest, StepDistribution, Trajectory
 from .unguided import switch_guidance_off
 
 
@@ -89,7 +89,7 @@ class DenoisingPolicy(Policy):
 
     def rollout(self, inputs: dict[str, Any], request: RolloutRequest) -> tuple[Any, Trajectory | CleanSamples | None]:
         """Call the pipeline with noise in its steps and record the trained ones, or keep the finished latents."""
-        if request.keeps_clean:
+        if request.keeps_clean or request.keeps_entered:
             return self._roll_out_clean(inputs, request)
         noise_level = self.scheduler.sde.noise_level if request.noise_level is None else request.noise_level
         recorder = Recorder(request, noise_level)
@@ -97,11 +97,14 @@ class DenoisingPolicy(Policy):
         return samples, recorder.trajectory() if recorder.records_steps else None
 
     def _roll_out_clean(self, inputs: dict[str, Any], request: RolloutRequest) -> tuple[Any, CleanSamples]:
-        """Sample without noise, by the pipeline's own solver or, if that draws noise, by a deterministic one."""
+        """Sample without noise, by the pipeline's own solver or, if that draws noise, by a deterministic one.
+
+        The deterministic one also makes samples whose last steps are taken again: its steps need no memory of others.
+        """
         recorder: Recorder | SolverRecorder = SolverRecorder(request.initial_seeds)
-        scheduler = watch_solver(self.pipe.scheduler, recorder.leave)
+        scheduler = None if request.keeps_entered else watch_solver(self.pipe.scheduler, recorder.leave)
         if scheduler is None:
-            recorder = Recorder(request, noise_level=0.0)
+            recorder = (EntryRecorder if request.keeps_entered else Recorder)(request, noise_level=0.0)
         samples = self._sample(inputs, request, recorder, scheduler)
         return samples, CleanSamples(
             latents=recorder.join_left().to(request.device),
@@ -110,6 +113,7 @@ class DenoisingPolicy(Policy):
             initial_seeds=request.initial_seeds,
             num_inference_steps=request.num_inference_steps,
             tokens=None if recorder.tokens is None else recorder.tokens.to(request.device),
+            entered=getattr(recorder, "entered", None),
         )
 
     def _sample(
@@ -184,6 +188,29 @@ class DenoisingPolicy(Policy):
         if driver.denoised is None:
             raise RuntimeError(f"{type(self.pipe).__name__} ended before step {step}; nothing was predicted there.")
         return driver.denoised
+
+    def finish(
+        self,
+        inputs: dict[str, Any],
+        samples: CleanSamples,
+        forwards: Sequence[Callable] | None = None,
+        is_decoded: bool = True,
+    ) -> Finished:
+        """Take the last steps of recorded samples again and decode, with gradient where grad mode is on."""
+        driver, pixels = LastStepsDriver(samples), None
+        wanted = {"output_type": "pt"} if is_decoded else ask_for_latents(self.pipe)
+        arguments = call_arguments(self.pipe, inputs | wanted, samples.num_inference_steps, driver.initial_seeds)
+        with self.acting(driver, forwards):
+            found = extract_samples(self.pipe, self.undecorated(self.pipe, **arguments))
+        latents = driver.join_left()
+        if is_decoded:
+            pixels = found
+            if not torch.is_tensor(pixels) or pixels.requires_grad < latents.requires_grad:
+                raise UnsupportedPipeline(
+                    f"{type(self.pipe).__name__} gives no tensor of pixels through which a gradient could flow (for "
+                    'output_type="pt"), so rewards cannot be differentiated; use another loss_type.'
+                )
+        return Finished(pixels, latents, join_latents(driver.predictions))
 
     def _call_until_scored(
         self, driver: Driver, inputs: dict[str, Any], num_inference_steps: int, forwards: Sequence[Callable] | None

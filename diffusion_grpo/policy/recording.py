@@ -141,6 +141,22 @@ class Recorder(Driver):
         )
 
 
+class EntryRecorder(Recorder):
+    """Drives a rollout without noise, and keeps the latents that enter one step of each sample."""
+
+    def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        if any(index in steps for steps in self.request.steps):
+            handed = self.left.get(id(scheduler), sample)[: self.count].float()
+            self.records.setdefault(index, []).append([handed.clone().to(self.request.device)])
+        return super().step(scheduler, index, prediction, timestep, sample)
+
+    @property
+    def entered(self) -> Tensor:
+        """The latents, (batch, ...) float32."""
+        joined = {step: join_latents([part for (part,) in parts]) for step, parts in self.records.items()}
+        return torch.stack([joined[step][row] for row, (step,) in enumerate(self.request.steps)])
+
+
 class PrefixDriver(Driver):
     """Drives the first steps of a loop, without noise; keeps the resulting latent and the next prediction."""
 

@@ -1,10 +1,11 @@
 """Drivers of replays: they go to one step without the network, and give that step a latent.
 
-A `ReplayDriver` makes the `StepDistribution` of a recorded step, and a `RenoiseDriver` predicts finished samples that
-it has noised again.
+A `ReplayDriver` makes the `StepDistribution` of a recorded step, a `RenoiseDriver` predicts finished samples that it
+has noised again, and a `LastStepsDriver` takes the remaining steps.
 """
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -148,6 +149,26 @@ class RenoiseDriver(Driver):
         target = self.target.to(clean).reshape(clean.shape)
         sigma = sigmas if len(self.parts) > 1 else sigma
         return Denoised(clean, target, sigma, origin, None if moves.all() else moves, still)
+
+
+class LastStepsDriver(Driver):
+    """Drives the last steps of a loop with the network, from the latents that entered them in a rollout."""
+
+    def __init__(self, samples: CleanSamples):
+        super().__init__(samples.initial_seeds, samples.tokens)
+        self.index, self.latents = int(samples.steps[0, 0]), samples.entered
+        self.network_steps = range(self.index, sys.maxsize)
+        self.predictions: list[Tensor] = []
+
+    def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        self.enter(scheduler, index, sample)
+        if index < self.index:
+            return sample if index < self.index - 1 else self.hand_over(sample)
+        if index == self.index:
+            self.predictions.append(prediction[: self.count].detach())
+        latents = scheduler.deterministic(prediction, timestep, sample)
+        self.left[id(scheduler)] = latents.clone()  # with gradient
+        return latents
 
 
 class InputWatch:

@@ -55,11 +55,12 @@ class SampleTensors:
 
     def perturb(self, share: float = 0.01) -> "SampleTensors":
         """Return the samples with noise, equal for all, in their latents, if they have any."""
-        latents = self.tensors().get("latents")
+        name = "entered" if "entered" in self.tensors() else "latents"
+        latents = self.tensors().get(name)
         if latents is None:
             return self
         noise = torch.randn(latents.shape[1:], generator=torch.Generator().manual_seed(0))
-        return dataclasses.replace(self, latents=latents + share * latents.std() * noise.to(latents))
+        return dataclasses.replace(self, **{name: latents + share * latents.std() * noise.to(latents)})
 
     def over_steps(self, values: Tensor) -> Tensor:
         """Average (batch, steps) values over steps; return (batch,)."""
@@ -128,6 +129,8 @@ class CleanSamples(SampleTensors):
             none.
         old_clean: (batch, steps, ...) float32, the clean sample that the old policy predicts at each of `steps`; None
             without an old policy.
+        entered: (batch, ...) float32, input of the only one of `steps`, from which on a loss with gradients of rewards
+            takes the steps again; None for the others.
 
     Examples:
         >>> _, samples = rollout(pipe, inputs, seeds=[0, 1], num_inference_steps=4, keeps_clean=True)
@@ -145,6 +148,7 @@ class CleanSamples(SampleTensors):
     num_inference_steps: int
     tokens: Tensor | None = None
     old_clean: Tensor | None = None
+    entered: Tensor | None = None
 
     @property
     def log_probs(self) -> Tensor:
@@ -227,6 +231,19 @@ class Denoised:
         """Return a (batch,) lower bound of `difference` to a prediction of which only the `error` is known."""
         # the triangle inequality
         return (self.error().sqrt() - error.to(self.size()).sqrt()).abs() / self.size()
+
+
+@dataclasses.dataclass
+class Finished:
+    """Samples whose last steps were taken again."""
+
+    pixels: Tensor | None  # (batch, 3, height, width) or (batch, frames, 3, height, width) in [0, 1]
+    latents: Tensor  # (batch, ...) float32
+    prediction: Tensor  # (batch, ...) of the first of these steps, without gradient
+
+    def distance(self, other: "Finished") -> Tensor:
+        """Return the (batch,) mean squared distance of the latents."""
+        return (self.latents - other.latents).square().flatten(1).mean(1)
 
 
 @dataclasses.dataclass
@@ -355,6 +372,7 @@ class RolloutRequest:
     latents: list[Tensor] | None = None
     is_decoded: bool = True
     keeps_clean: bool = False
+    keeps_entered: bool = False
     step_weight: str = "none"
     weighted_steps: Sequence[int] | None = None
     keeps_means: bool = False

@@ -25,6 +25,7 @@ METHODS = {
     "awm": ("AWM", "2509.25050"),
     "dgpo": ("DGPO", "2510.08425"),
     "dpo": ("online Diffusion-DPO", "2311.12908"),
+    "draft": ("DRaFT", "2309.17400"),
 }
 # metrics of rollouts and updates that each evaluation repeats, as it has no groups and no updates itself
 ROLLOUTS = ("diversity", "frac_reward_zero_std", "clip_ratio/region_mean", "frac_advantage_clipped")

@@ -6,13 +6,14 @@ and has the built-in ones by name, `call.py` calls rewards and checks their answ
 the rollout. Nothing heavy is imported before a reward is called.
 """
 
-from .call import RewardError, score
+from .call import RewardError, check_gradients, differentiate, score
 from .contract import (
     Reward,
     batchwise,
     check_columns,
     check_eval_rewards,
     check_groups,
+    differentiable,
     groupwise,
     needs,
     reward_name,
@@ -68,10 +69,13 @@ __all__ = [
     "brightness",
     "check_columns",
     "check_eval_rewards",
+    "check_gradients",
     "check_groups",
     "check_needs",
     "color",
     "colorfulness",
+    "differentiable",
+    "differentiate",
     "flicker",
     "get_reward",
     "groupwise",

@@ -226,10 +226,12 @@ class Call:
             return "latents", batch.stacked_latents[self.rows]
         if is_marked(function, "takes_tensors"):  # images and videos have the same form
             return "videos" if "videos" in parameters else "images", batch.tensor[self.rows]
-        if self.frames is None:
-            return batch.kind, copy_value([batch.samples[row] for row in self.rows])
-        frames = zip(self.rows, self.frames, strict=True)
-        return "images", [copy_value(batch.samples[row][place]) for row, place in frames]
+        kind = batch.kind if self.frames is None else "images"
+        places = itertools.repeat(None) if self.frames is None else self.frames
+        chosen = [
+            batch.samples[row] if place is None else batch.samples[row][place] for row, place in zip(self.rows, places)
+        ]
+        return kind, as_tensor(chosen)[:, 0] if is_marked(function, "takes_pixels") else copy_value(chosen)
 
     async def wait(self) -> None:
         """Replace an awaitable by its result, or by its exception, which could end the event loop itself."""
@@ -414,3 +416,36 @@ def _read_values(calls: list[Call], count: int, folder: Path | None) -> list[flo
             if not math.isnan(value):
                 values[row].append(value)
     return [calls[0].reward.value(sum(own) / len(own)) if own else math.nan for own in values]
+
+
+def check_gradients(rewards: list[Reward], weights: list[float]) -> None:
+    """Refuse rewards that cannot be differentiated, unless they have no weight."""
+    for reward, weight in zip(rewards, weights, strict=True):
+        if weight and (not is_marked(reward.function, "has_gradient") or reward.threshold is not None):
+            raise ValueError(
+                f"loss_type='draft' follows the gradient of rewards, and {reward.name!r} has none; use color, "
+                "brightness, sharpness, aesthetic, clip_score, pickscore, hpsv2, imagereward, lpips or a function "
+                "marked @differentiable, all without a threshold, or use loss_type='grpo'."
+            )
+
+
+def differentiate(
+    rewards: list[Reward], weights: list[float], pixels: Tensor, prompts: list[str] | None, columns: dict[str, list]
+) -> Tensor:
+    """Return the (batch,) weighted sum of rewards of images or videos, with gradient; one without a value counts 0."""
+    total = 0 * pixels.float().flatten(1).sum(1)  # so that there is a gradient, of 0, even without a value
+    for reward, weight in zip(rewards, weights, strict=True):
+        if not weight:
+            continue
+        frames = frame_positions(reward.frames, pixels.shape[1]) if pixels.ndim == 5 else [0]
+        images = (pixels[:, frames].flatten(0, 1) if pixels.ndim == 5 else pixels).float()
+        lists = {"prompts": prompts} | {name: own for name, own in columns.items() if name not in reward.fixed}
+        known = {name: [value for value in own or () for _ in frames] for name, own in lists.items()}
+        known |= {"images": images, "completions": images}
+        takes_all = any(each.kind is each.VAR_KEYWORD for each in reward.parameters.values())
+        answer = reward(**{name: own for name, own in known.items() if takes_all or name in reward.parameters})
+        if not isinstance(answer, Tensor) or len(answer) != len(images):
+            raise RewardError(f"The reward {reward.name!r} must return a tensor with one number for each image.")
+        values = (answer.to(total).view(len(pixels), -1).mean(1) - reward.mean) / reward.std
+        total = total + weight * (values if reward.clip is None else values.clamp(*reward.clip)).nan_to_num(0.0)
+    return total

@@ -27,6 +27,7 @@ FAMILIES: tuple[str, ...] = ("rewards", "watch", "rollouts", "diversity", "sprea
 FAMILIES += ("ratio", "clip_ratio", "grad_size", "velocity", "ema", "old", "prediction", "dgpo", "dpo", "value")
 FAMILIES += ("sampling", "completions", "fdfo")
 Mark = Literal["is_groupwise", "is_batchwise", "takes_tensors", "takes_latents", "opens_images", "reads_text"]
+Mark |= Literal["takes_pixels", "has_gradient"]
 Function = TypeVar("Function", bound=Callable)
 VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
@@ -84,6 +85,31 @@ def takes_latents(function: Function) -> Function:
         [[-1.0], [-1.0]]
     """
     return _mark(function, "takes_latents")
+
+
+def differentiable(function: Function) -> Function:
+    """Mark a reward that `loss_type: draft` can differentiate: it gets a tensor of images.
+
+    The tensor, `images`, is `(batch, 3, height, width)` float32 in [0, 1], and the reward must return a tensor
+    `(batch,)`. In updates, `images` is on the device of the run and has a gradient. For scores of rollouts and
+    evaluations, it is on the CPU and has none. A video's frames are images, of which the value is the mean.
+
+    Args:
+        function: the reward, which is returned.
+
+    Examples:
+        >>> @differentiable
+        ... def blue(images, **columns):
+        ...     return images[:, 2].mean((1, 2)) - images.mean((1, 2, 3))
+        >>> score([blue], images=images, prompts=["a", "b"]).tolist()
+        [[0.0], [0.0]]
+    """
+    return _mark(_mark(function, "takes_pixels"), "has_gradient")
+
+
+def has_gradient(function: Function) -> Function:
+    """Mark a built-in reward that can be differentiated: it takes such a tensor in place of PIL images, too."""
+    return _mark(function, "has_gradient")
 
 
 def batchwise(function: Function) -> Function:

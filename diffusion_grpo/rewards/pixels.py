@@ -5,21 +5,33 @@ from __future__ import annotations
 import io
 import math
 import re
+from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
+from torch import Tensor
 
 from ..tiny import COLORS
+from .contract import has_gradient
 
 SCALE = 80.0  # RGB distance at which the score is 1/e; the two nearest named colours are 112 apart
 FAINT = 40.0  # RGB distance to the background below which nothing counts as ink
+LUMA = (0.299, 0.587, 0.114)  # ITU-R 601
 LONG_SIDE = 128  # pixels to which frames are reduced before the search for motion
 BLOCK, REACH = 8, 8  # side of a block and largest displacement to try, in those pixels
 
 
-def brightness(images: list[Image.Image], **columns) -> list[float]:
+@has_gradient
+def brightness(images: list[Image.Image] | Tensor, **columns) -> list[float] | Tensor:
     """Return the mean luma (ITU-R 601) per image: 0 for black, 1 for white."""
+    if isinstance(images, Tensor):
+        return _luma(images).mean((1, 2))
     return [float(np.asarray(image.convert("L"), dtype=np.float64).mean()) / 255 for image in images]
+
+
+def _luma(pixels: Tensor) -> Tensor:
+    return (pixels * pixels.new_tensor(LUMA)[:, None, None]).sum(1)
 
 
 def jpeg_compressibility(images: list[Image.Image], **columns) -> list[float]:
@@ -38,17 +50,25 @@ def _jpeg_bytes(image: Image.Image) -> int:
     return buffer.tell()
 
 
-def sharpness(images: list[Image.Image], **columns) -> list[float]:
+@has_gradient
+def sharpness(images: list[Image.Image] | Tensor, **columns) -> list[float] | Tensor:
     """Return the variance of the Laplacian of the luma in [0, 1] per image: 0 if flat, at most 16."""
     # Pech-Pacheco et al. 2000, https://doi.org/10.1109/ICPR.2000.903548
+    if isinstance(images, Tensor):
+        return _laplacian(_luma(images)).flatten(1).var(1, correction=0)
     return [_laplacian_variance(np.asarray(image.convert("L"), dtype=np.float64) / 255) for image in images]
 
 
 def _laplacian_variance(luma: np.ndarray) -> float:
     if min(luma.shape) < 3:
         return 0.0
-    around = luma[:-2, 1:-1] + luma[2:, 1:-1] + luma[1:-1, :-2] + luma[1:-1, 2:]
-    return float((around - 4 * luma[1:-1, 1:-1]).var())
+    return float(_laplacian(luma).var())
+
+
+def _laplacian(luma: Any) -> Any:
+    """Return the Laplacian of an array or tensor (..., height, width)."""
+    around = luma[..., :-2, 1:-1] + luma[..., 2:, 1:-1] + luma[..., 1:-1, :-2] + luma[..., 1:-1, 2:]
+    return around - 4 * luma[..., 1:-1, 1:-1]
 
 
 def colorfulness(images: list[Image.Image], **columns) -> list[float]:
@@ -62,8 +82,11 @@ def _colorfulness(pixels: np.ndarray) -> float:
     return float(np.sqrt(rg.var() + yb.var()) + 0.3 * np.hypot(rg.mean(), yb.mean()))
 
 
-def color(images: list[Image.Image], prompts: list[str], **columns) -> list[float | None]:
+@has_gradient
+def color(images: list[Image.Image] | Tensor, prompts: list[str], **columns) -> list[float | None] | Tensor:
     """Return exp(-(d / 80)^2), where d is the RGB distance (0 to 442) from the ink's mean colour to the named one."""
+    if isinstance(images, Tensor):
+        return torch.stack([_color(255 * image.flatten(1), prompt) for image, prompt in zip(images, prompts)])
     scores: list[float | None] = []
     for image, prompt in zip(images, prompts, strict=True):
         name, ink = find_color_name(prompt), ink_color(image)
@@ -72,6 +95,17 @@ def color(images: list[Image.Image], prompts: list[str], **columns) -> list[floa
         else:
             scores.append(0.0 if ink is None else math.exp(-((math.dist(ink, COLORS[name]) / SCALE) ** 2)))
     return scores
+
+
+def _color(pixels: Tensor, prompt: str) -> Tensor:
+    """Score (3, pixels) of an image, with gradient; NaN without a colour in the prompt."""
+    name = find_color_name(prompt)
+    contrast = (pixels - pixels.quantile(0.5, dim=1, keepdim=True)).norm(dim=0).detach()
+    strongest = contrast.quantile(0.98)
+    if name is None or strongest < FAINT:
+        return pixels.new_tensor(math.nan if name is None else 0.0)
+    ink = pixels[:, contrast >= 0.7 * strongest].mean(1)
+    return torch.exp(-(ink - pixels.new_tensor(COLORS[name])).square().sum() / SCALE**2)
 
 
 def find_color_name(prompt: str) -> str | None:

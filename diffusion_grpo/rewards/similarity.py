@@ -46,11 +46,11 @@ def psnr(images: list[Image.Image], target_column: str = "target", **columns) ->
     return compare(lambda *pairs: list(map(_psnr, *pairs)), images, columns[target_column])
 
 
-def _like(other: Image.Image | str | Path, image: Image.Image) -> Image.Image:
+def _like(other: Image.Image | str | Path, size: tuple[int, int]) -> Image.Image:
     other = open_image(other)
-    if other.size == image.size:
+    if other.size == tuple(size):
         return other
-    return other.convert("RGB").resize(image.size, Image.Resampling.LANCZOS)
+    return other.convert("RGB").resize(size, Image.Resampling.LANCZOS)
 
 
 def _read_pixels(image: Image.Image, mode: str) -> np.ndarray:
@@ -58,13 +58,13 @@ def _read_pixels(image: Image.Image, mode: str) -> np.ndarray:
 
 
 def _psnr(image: Image.Image, target: Image.Image | str | Path) -> float:
-    x, y = _read_pixels(image, "RGB"), _read_pixels(_like(target, image), "RGB")
+    x, y = _read_pixels(image, "RGB"), _read_pixels(_like(target, image.size), "RGB")
     error = ((x - y) ** 2).mean()
     return 100.0 if error == 0 else min(100.0, float(10 * np.log10(255**2 / error)))
 
 
 def _ssim(image: Image.Image, target: Image.Image | str | Path) -> float:
-    x, y = _read_pixels(image, "L"), _read_pixels(_like(target, image), "L")
+    x, y = _read_pixels(image, "L"), _read_pixels(_like(target, image.size), "L")
     if min(x.shape) < WINDOW:
         raise ValueError(f"ssim needs images of at least {WINDOW} x {WINDOW} pixels, got {x.shape[1]} x {x.shape[0]}.")
     mean_x, mean_y = _smooth(x), _smooth(y)
@@ -89,6 +89,7 @@ def _smooth(pixels: np.ndarray) -> np.ndarray:
 class LPIPS(ModelReward):
     """1 - LPIPS v0.1 (https://arxiv.org/abs/1801.03924) between an image and its target: 1 means equal."""
 
+    has_gradient = True
     model: str = "official"
     net: Literal["alex", "vgg"] = "alex"
     target_column: str = "target"
@@ -139,7 +140,12 @@ class LPIPS(ModelReward):
     def __call__(self, images: list[Image.Image], **columns) -> list[float | None]:
         """Return 1 - distance per image, at most 1; None for an image without a target."""
         self.load_once()
-        return compare(self._pairs, images, columns[self.target_column])
+        targets = columns[self.target_column]
+        if isinstance(images, Tensor):
+            rows, missing = zip(images.split(1), targets, strict=True), images.new_full((1,), torch.nan)
+            scores = [missing if row[1] is None else self.in_batches(self._scores, row[0], row[1:]) for row in rows]
+            return torch.cat(scores)
+        return compare(self._pairs, images, targets)
 
     def _pairs(self, images: list, others: list) -> list[float]:
         """Score the images in batches of equal size."""
@@ -153,7 +159,8 @@ class LPIPS(ModelReward):
         return [values[row] for row in range(len(images))]
 
     def _scores(self, network: nn.Module, images: list, others: list) -> Tensor:
-        fitted = [_like(other, image) for image, other in zip(images, others, strict=True)]
+        sizes = [image.shape[:0:-1] if isinstance(image, Tensor) else image.size for image in images]
+        fitted = [_like(other, size) for size, other in zip(sizes, others, strict=True)]
         weight = network.linear[0].weight
         one, two = (as_pixels(part).to(weight.device, weight.dtype) for part in (images, fitted))
         return 1 - network(2 * one - 1, 2 * two - 1)

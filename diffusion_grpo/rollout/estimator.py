@@ -70,7 +70,7 @@ class AdvantageEstimator:
             penalty=None if divergences is None else args.kl_reward * divergences.mean(1),
             scale_rewards=args.scale_rewards,
             # a value model needs no groups: it also learns from equal rewards
-            reward_baseline=args.reward_baseline if self.values is None else "batch",
+            reward_baseline=args.reward_baseline if self.values is None and args.compares_groups else "batch",
             multi_objective_aggregation=args.multi_objective_aggregation,
             advantage_clip=self._clip,
             reward_threshold=args.reward_threshold,

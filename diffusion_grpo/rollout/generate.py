@@ -162,6 +162,7 @@ class RolloutGenerator:
                 keeps_finished=self._recording.finished,
                 keeps_clean=self._recording.keeps == "clean",
                 prefix=None if prefixes is None else Prefix.cat([prefixes[index] for index in indices]),
+                keeps_entered=self._recording.keeps == "entered",
             )
             images, trajectory = self._policy.rollout(arguments, request)
             self.inputs.check_samples(latents if images is None else images, len(indices), arguments)

@@ -153,6 +153,8 @@ class Passes:
         return predictions
 
     def _predict(self, part: Part, step: int) -> Tensor:
+        if self.recording.keeps == "entered":
+            return self._policy.finish(part.inputs, part.trajectory, is_decoded=False).prediction.float()
         if isinstance(part.trajectory, CleanSamples):
             return self._policy.denoise(part.inputs, part.trajectory, step).prediction.float()
         return self._policy.replay(**part.replay_arguments(step)).prediction.float()
@@ -179,6 +181,9 @@ class Passes:
 
     def _compare_pass(self, part: Part, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the (batch,) distances of one pass from the reference, and its other metrics."""
+        if self.recording.keeps == "entered":
+            now = self._policy.finish(part.inputs, part.trajectory, is_decoded=False)
+            return now.distance(self._reference.finish(part.inputs, part.trajectory)), {}
         if isinstance(part.trajectory, CleanSamples):
             now, other = (each.denoise(part.inputs, part.trajectory, step) for each in (self._policy, self._reference))
             return now.error(other.clean), now.compare(other)

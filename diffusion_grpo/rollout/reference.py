@@ -13,7 +13,7 @@ from ..distributed.late_weights import copy_held
 from ..distributed.trained_weights import TrainedWeights
 from ..policy.base import Policy
 from ..policy.token_process import TokenDistribution, TokenTrajectory
-from ..policy.trajectory import CleanSamples, Denoised, StepDistribution, Trajectory
+from ..policy.trajectory import CleanSamples, Denoised, Finished, StepDistribution, Trajectory
 from ..weights.lora import reference_adapters
 
 
@@ -40,6 +40,12 @@ class Reference:
         """Return the clean samples that the reference predicts from re-noised ones."""
         with self._load():
             return self._policy.denoise(inputs, samples, step, self._forwards())
+
+    @torch.no_grad()
+    def finish(self, inputs: dict[str, Any], samples: CleanSamples) -> Finished:
+        """Return what the reference's last steps make of the latents that entered them; nothing is decoded."""
+        with self._load():
+            return self._policy.finish(inputs, samples, self._forwards(), is_decoded=False)
 
 
 class AdapterReference(Reference):

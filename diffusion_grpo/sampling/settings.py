@@ -244,7 +244,7 @@ def _read_yaml(arguments: argparse.Namespace, overrides: list[str], given: dict[
         "offload_frozen": train.offload_frozen,
         "train": train,
     }
-    if train.is_renoised:  # the rollouts of the run draw no noise
+    if not train.is_recorded:  # the rollouts of the run draw no noise
         settings["noise_level"] = 0.0
     given["pipeline_kwargs"] = (train.pipeline_kwargs or {}) | given["pipeline_kwargs"]
     return SampleSettings(**(settings | given))

@@ -17,6 +17,7 @@ from ..rollout.runtime import Runtime
 from ..rollout.value_model import ValueModel
 from .average import OldPolicy, PolicyAverage
 from .offload import FrozenOffload, place_frozen_parts
+from .preflight import RunRewards
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def make_learner(
     model: nn.Module,
     runtime: Runtime,
     *,
-    reward_weights: list[float],
+    rewards: RunRewards,
     is_full_training: bool,
 ) -> Learner:
     """Move the policy to its device, and make the weights that accompany it."""
@@ -55,7 +56,7 @@ def make_learner(
         policy.pipe.to(args.device)
     else:  # the networks go there later, or a block at a time
         offload = place_frozen_parts(policy.pipe, networks, args.device, args.offload_frozen)
-    algorithm = make_algorithm(args, networks, reward_weights)
+    algorithm = make_algorithm(args, networks, rewards)
     decay = algorithm.old_decay
     return Learner(
         weights=weights,
@@ -71,7 +72,7 @@ def make_learner(
     )
 
 
-def make_algorithm(args: DiffusionGRPOConfig, networks: list[nn.Module], weights: list[float]) -> Algorithm:
+def make_algorithm(args: DiffusionGRPOConfig, networks: list[nn.Module], rewards: RunRewards) -> Algorithm:
     return load_algorithm(
         args.loss_type,
         args.loss_kwargs,
@@ -83,7 +84,8 @@ def make_algorithm(args: DiffusionGRPOConfig, networks: list[nn.Module], weights
         is_half_precision=args.bf16 or args.fp16 or any(map(is_half_precision, networks)),
         take_turns=len(networks) > 1,
         warns=args.process_index == 0,
-        reward_weights=weights if args.multi_objective_aggregation == "loss_per_reward" else None,
+        score_pixels=rewards.differentiate,
+        reward_weights=rewards.weights if args.multi_objective_aggregation == "loss_per_reward" else None,
     )
 
 

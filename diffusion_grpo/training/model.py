@@ -278,6 +278,9 @@ def prepare_model(
     for part in pipe.components.values():
         if isinstance(part, nn.Module):
             part.requires_grad_(False).eval()
+            # decoders, through which gradients of rewards flow
+            if args.takes_gradients and args.activation_checkpointing and callable(getattr(part, "decode", None)):
+                _enable_checkpointing(part, args.activation_checkpointing_kwargs or {})
     models = {name: _prepare_network(getattr(pipe, name), args, peft_config, adapter, backend) for name in component}
     family = family_of(pipe)
     if component == (family.language_model,):

@@ -11,7 +11,9 @@ from typing import Any
 from datasets import Dataset
 from diffusers import DiffusionPipeline
 from peft import PeftConfig
+from torch import Tensor
 
+from ..algorithms.batch import Rows
 from ..config.fields import check_fields
 from ..config.files import check_hub_access, check_model_name, check_resume_folder
 from ..config.sampling import SamplingSettings
@@ -33,8 +35,10 @@ from ..rewards import (
     Reward,
     check_columns,
     check_eval_rewards,
+    check_gradients,
     check_groups,
     check_needs,
+    differentiate,
     load_rewards,
     reward_weights,
 )
@@ -86,6 +90,11 @@ class RunRewards:
     @property
     def all(self) -> list[Reward]:
         return self.trained + self.evaluated
+
+    def differentiate(self, pixels: Tensor, rows: Rows) -> Tensor:
+        """Return the (batch,) weighted sum of the trained rewards, with the gradient of the pixels."""
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        return differentiate(self.trained, self.weights, pixels, columns.pop("prompt", None), columns)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,6 +235,8 @@ def load_run_rewards(reward_funcs: Any, eval_reward_funcs: Any, args: DiffusionG
     for reward in [*trained, *evaluated] if args.offload_rewards is not None else []:
         reward.offload()
     weights = reward_weights(trained, args.reward_weights)
+    if args.takes_gradients:
+        check_gradients(trained, weights)
     check_groups(trained, args.batch_sizes.consecutive_samples, args.num_generations)
     return RunRewards(trained, weights, evaluated)
 

@@ -29,6 +29,7 @@ DROPPED = (0, 1, 2)  # layers followed by a dropout, which takes a number in the
 class Aesthetic(ModelReward):
     """LAION's aesthetic score: https://github.com/christophschuhmann/improved-aesthetic-predictor."""
 
+    has_gradient = True
     # `sac+logos+ava1-l14-linearMSE`, as in DDPO (https://arxiv.org/abs/2305.13301) and Flow-GRPO
     model: str = "trl-lib/ddpo-aesthetic-predictor"
     filename: str = "aesthetic-model.pth"

@@ -138,15 +138,15 @@ class ModelReward(abc.ABC):
                     self._network = self.load().eval().requires_grad_(False)
 
     @contextlib.contextmanager
-    def network(self) -> Iterator[nn.Module]:
-        """Yield the network on its device, without gradients or autocast; then offload it if `offload` is set."""
+    def network(self, has_gradient: bool = False) -> Iterator[nn.Module]:
+        """Yield the network on its device, without autocast; then offload it, but not before a backward pass."""
         device = self.torch_device
         self.load_once()
-        with self._lock, torch.no_grad(), torch.autocast(device.type, enabled=False):
+        with self._lock, torch.set_grad_enabled(has_gradient), torch.autocast(device.type, enabled=False):
             try:
                 yield self._network.to(device)
             finally:
-                if self.offload:
+                if self.offload and not has_gradient:
                     self._network.to("cpu")
 
     def rest(self) -> None:
@@ -157,6 +157,9 @@ class ModelReward(abc.ABC):
 
     def in_batches(self, function: Callable[..., Any], *lists: list) -> list:
         """Return the values of `function(network, *parts)`, a list or a tensor `(batch, ...)`, for all entries."""
+        if isinstance(lists[0], Tensor):  # so is the result, with gradient
+            with self.network(torch.is_grad_enabled()) as network:
+                return function(network, *lists)
         rows = list(zip(*lists, strict=True))
         answers: list = []
         # a later call may run beside the rollout, and loading changes torch's default dtype for the whole process
@@ -248,23 +251,37 @@ def center_crop(image: Image.Image, size: int) -> Image.Image:
     return image.crop((left, top, left + size, top + size))
 
 
-def as_pixels(images: list[Image.Image]) -> Tensor:
-    """Convert images of one size to `(batch, 3, height, width)` float32 in [0, 1]."""
+def as_pixels(images: list[Image.Image] | list[Tensor] | Tensor) -> Tensor:
+    """Convert images of one size to `(batch, 3, height, width)` float32 in [0, 1]; tensors stay as they are."""
+    if isinstance(images[0], Tensor):
+        return torch.stack([*images])
     pixels = np.stack([np.asarray(image.convert("RGB")) for image in images])
     return torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
 
 
 def normalize(pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
     """Return `(pixels - mean) / std`, with one mean and one standard deviation per channel."""
-    return (pixels - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
+    return (pixels - pixels.new_tensor(mean)[:, None, None]) / pixels.new_tensor(std)[:, None, None]
 
 
 def crop_squares(
-    images: list[Image.Image], resize: int, crop: int, mean: tuple[float, ...], std: tuple[float, ...]
+    images: list[Image.Image] | Tensor, resize: int, crop: int, mean: tuple[float, ...], std: tuple[float, ...]
 ) -> Tensor:
     """Resize the shorter side to `resize`, cut out the middle and normalise, to `(batch, 3, crop, crop)`."""
+    if isinstance(images, Tensor):
+        return normalize(crop_tensor(images, resize, crop), mean, std)
     cut = [center_crop(resize_short_side(image.convert("RGB"), resize), crop) for image in images]
     return normalize(as_pixels(cut), mean, std)
+
+
+def crop_tensor(pixels: Tensor, resize: int, crop: int, corner: Callable = round) -> Tensor:
+    """As `resize_short_side` and `center_crop`, with gradient, except that Pillow rounds to 8 bits."""
+    sides = pixels.shape[-2:]
+    if min(sides) != resize:
+        size = [int(resize * side / min(sides)) for side in sides]
+        pixels = nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True).clamp(0, 1)
+    top, left = (corner((side - crop) / 2) for side in pixels.shape[-2:])
+    return pixels[..., top : top + crop, left : left + crop]
 
 
 def compare(

@@ -7,6 +7,7 @@ Pillow's resize. If torchvision is installed, transformers would use its resize,
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +26,8 @@ from .base import (
     Source,
     compare,
     crop_squares,
+    crop_tensor,
+    normalize,
     open_image,
 )
 
@@ -66,8 +69,13 @@ class ClipReward(ModelReward):
 
     def encode_images(self, network: CLIPModel, images: list[Image.Image]) -> Tensor:
         """Return the unit embeddings of images, `(batch, features)` float32."""
-        pixels = self.image_processor(images=[image.convert("RGB") for image in images], return_tensors="pt")
-        pixels = pixels["pixel_values"].to(network.device, network.dtype)
+        reader = self.image_processor
+        if isinstance(images, Tensor):
+            cut = crop_tensor(images, reader.size["shortest_edge"], reader.crop_size["height"], math.floor)
+            pixels = normalize(cut, reader.image_mean, reader.image_std)
+        else:
+            pixels = reader(images=[image.convert("RGB") for image in images], return_tensors="pt")["pixel_values"]
+        pixels = pixels.to(network.device, network.dtype)
         return normalize_features(network.visual_projection(network.vision_model(pixels).pooler_output))
 
     def embed(self, images: list[Image.Image]) -> list[list[float]]:
@@ -93,6 +101,8 @@ class ClipReward(ModelReward):
 class ClipScore(ClipReward):
     """CLIPScore (https://arxiv.org/abs/2104.08718): 100 max(cos(image, prompt), 0), as torchmetrics computes it."""
 
+    has_gradient = True
+
     def __call__(self, images: list[Image.Image], prompts: list[str], **columns) -> list[float]:
         """Return one score in [0, 100] per image and its prompt."""
         return self.in_batches(self._scores, images, prompts)
@@ -106,6 +116,7 @@ class ClipScore(ClipReward):
 class PickScore(ClipReward):
     """PickScore (https://arxiv.org/abs/2305.01569): exp(logit scale) cos(image, prompt) by a trained CLIP ViT-H/14."""
 
+    has_gradient = True
     model: str = "yuvalkirstain/PickScore_v1"
     processor: str | None = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 

@@ -59,6 +59,7 @@ PROJECTIONS = {"visual.proj": "visual_projection.weight", "text_projection": "te
 class HPSv2(ClipReward):
     """HPSv2.1 (https://arxiv.org/abs/2306.09341): cos(image, prompt) by a CLIP ViT-H/14 trained on human choices."""
 
+    has_gradient = True
     model: str = "xswu/HPSv2"
     processor: str | None = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
     filename: str | None = "HPS_v2.1_compressed.pt"
@@ -103,11 +104,10 @@ class HPSv2(ClipReward):
     def _pad(self, image: Image.Image, size: int) -> Tensor:
         """Resize as a float tensor, which may leave [0, 1], and pad with 0 to `(1, 3, size, size)`."""
         pixels = as_pixels([image])
-        scale = size / max(image.size)
-        if scale == 1.0:
-            height, width = image.height, image.width
-        else:
-            height, width = round(image.height * scale), round(image.width * scale)
+        height, width = pixels.shape[-2:]
+        scale = size / max(height, width)
+        if scale != 1.0:
+            height, width = round(height * scale), round(width * scale)
             pixels = torch.nn.functional.interpolate(
                 pixels, (height, width), mode="bicubic", align_corners=False, antialias=self.antialias
             )

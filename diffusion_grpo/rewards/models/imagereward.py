@@ -46,6 +46,7 @@ VISION = {  # from BLIP's names to transformers'
 class ImageReward(ModelReward):
     """ImageReward v1.0 (https://arxiv.org/abs/2304.05977): BLIP on image and prompt, then linear layers."""
 
+    has_gradient = True
     model: str = "THUDM/ImageReward"
     filename: str = "ImageReward.pt"
     tokenizer: str = "google-bert/bert-base-uncased"

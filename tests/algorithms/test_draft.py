@@ -1,0 +1,196 @@
+"""`loss_type: draft`: the last steps are taken again from what entered them, and rewards are differentiated."""
+
+import math
+
+import numpy as np
+import pytest
+import tiny_pipelines
+import torch
+from tiny_runs import brightness as not_differentiable
+from tiny_runs import logged, policy_weights, trained_weights, trainer_for
+
+from diffusion_grpo import DiffusionGRPOConfig
+from diffusion_grpo.algorithms.base import RatioError
+from diffusion_grpo.policy.rollout import DenoisingPolicy
+from diffusion_grpo.policy.trajectory import CleanSamples, RolloutRequest
+from diffusion_grpo.rewards import differentiable
+
+STEPS = 4
+DRAFT = {"loss_type": "draft", "trained_steps": None, "noisy_steps": "trained", "num_generations": 1}
+SHORT = DRAFT | {"gradient_accumulation_steps": 1, "num_inference_steps": 3}
+
+
+@differentiable
+def blue(images, **columns):
+    """How much bluer than red, of images (batch, 3, height, width)."""
+    return images[:, 2].mean((1, 2)) - images[:, 0].mean((1, 2))
+
+
+@torch.no_grad()
+def roll_out(policy, inputs, entries):
+    seeds = torch.arange(1, len(entries) + 1)
+    steps = [[entry] for entry in entries]
+    return policy.rollout(inputs, RolloutRequest(seeds, seeds, STEPS, steps=steps, keeps_entered=True))
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux", "sd15", "sdxl", "sd3_heun", "lcm", "wan", "modular_sd3"])
+def test_the_last_steps_make_the_rollouts_samples_again(name):
+    pipe, inputs = tiny_pipelines.build(name)
+    policy = DenoisingPolicy(pipe)
+    for entry in (0, 2, STEPS - 1):
+        images, samples = roll_out(policy, inputs, [entry, entry])
+        again = policy.finish(inputs, samples)
+        assert torch.equal(again.latents.detach(), samples.latents)
+        frames = again.pixels.detach() if again.pixels.ndim == 5 else again.pixels.detach()[:, None]
+        first = images[0][0] if isinstance(images[0], list) else images[0]
+        levels = torch.from_numpy(np.array(first.convert("RGB"))).permute(2, 0, 1)
+        assert (255 * frames[0, 0] - levels).abs().max() < 0.51
+        again.pixels.sum().backward()
+        assert all(weight.grad.isfinite().all() for weight in policy.network.parameters() if weight.grad is not None)
+        assert sum(weight.grad is not None and bool(weight.grad.any()) for weight in policy.network.parameters()) > 5
+
+
+def hand_written(pipe, inputs, latents, entry):
+    """The gradient of Stable Diffusion 3 by the arithmetic of its paper and of guidance; no pipeline is called."""
+    embeds = pipe.encode_prompt(
+        prompt=inputs["prompt"], prompt_2=None, prompt_3=None, do_classifier_free_guidance=True, max_sequence_length=
+        inputs.get("max_sequence_length", 256)
+    )  # fmt: skip
+    text, pooled = torch.cat([embeds[1], embeds[0]]), torch.cat([embeds[3], embeds[2]])
+    pipe.scheduler.set_timesteps(STEPS)
+    sigmas = pipe.scheduler.sigmas.to(latents)
+    for step in range(entry, STEPS):
+        time = pipe.scheduler.timesteps[step].expand(2 * len(latents))
+        both = pipe.transformer(torch.cat([latents] * 2), text, pooled, time, return_dict=False)[0]
+        plain, prompted = both.chunk(2)
+        velocity = plain + inputs["guidance_scale"] * (prompted - plain)
+        latents = latents + (sigmas[step + 1] - sigmas[step]) * velocity
+    decoded = pipe.vae.decode(latents / pipe.vae.config.scaling_factor + pipe.vae.config.shift_factor).sample
+    return (decoded / 2 + 0.5).clamp(0, 1)
+
+
+@pytest.mark.parametrize("entry", [STEPS - 1, STEPS - 3])
+def test_gradients_are_those_of_a_hand_written_loop(entry):
+    pipe, inputs = tiny_pipelines.build("sd3")
+    pipe.to(torch.float64)
+    policy, inputs = DenoisingPolicy(pipe), inputs | {"guidance_scale": 3.0}
+    samples = roll_out(policy, inputs, [entry, entry])[1]
+    gradients = []
+    weights = [weight for name, weight in pipe.transformer.named_parameters() if "context_embedder" not in name]
+    for pixels in (
+        policy.finish(inputs, samples).pixels,
+        hand_written(pipe, inputs, samples.entered.double(), entry),
+    ):
+        loss = -blue(pixels).sum()
+        gradients.append(torch.autograd.grad(loss, weights, allow_unused=True))
+    found = [(one, other) for one, other in zip(*gradients) if one is not None]
+    size = math.sqrt(sum(float(other.square().sum()) for _, other in found))
+    error = math.sqrt(sum(float((one - other).square().sum()) for one, other in found))
+    assert len(found) > 20 and size > 1e-6 and error < 1e-5 * size, (error, size)
+
+
+def test_samples_may_enter_at_steps_of_their_own():
+    pipe, inputs = tiny_pipelines.build("sd3")
+    policy = DenoisingPolicy(pipe)
+    _, samples = roll_out(policy, inputs, [1, 3])
+    one = inputs | {"prompt": inputs["prompt"][1:]}
+    torch.testing.assert_close(
+        policy.finish(one, samples[1:]).latents.detach(), samples.latents[1:], rtol=1e-4, atol=1e-5
+    )
+
+
+# Runs
+
+
+def test_a_run_raises_its_reward_and_logs_as_every_other(tmp_path):
+    own = {"max_steps": 8, "learning_rate": 5e-3, "eval_strategy": "steps", "eval_steps": 8, "eval_on_start": True}
+    trainer = trainer_for(tmp_path, rewards=blue, **SHORT | own)
+    trainer.train()
+    rewards, (start, end) = logged(trainer, "reward"), logged(trainer, "eval_rewards/blue/mean")
+    assert end > start + 0.01 and min(logged(trainer, "grad_norm")) > 0
+    assert logged(trainer, "loss") == pytest.approx([-reward for reward in rewards], abs=5e-3)  # but for 8 bits
+    assert logged(trainer, "prediction/max_error") == [0.0] * 8
+    assert all(isinstance(sample, CleanSamples) for sample in trainer.loader.buffer.samples)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("sd15", {"lora": False, "learning_rate": 1e-4, "beta": 0.1}),
+        ("sd3", {"num_trained_steps": 2, "beta": 0.1, "num_generations": 2, "target_change": 0.1}),
+        ("flux", {"trained_steps": "all", "step_selection": "sample"}),
+        ("wan", {"trained_steps": [1, 3], "step_selection": "prompt"}),
+        ("modular_sd3", {}),
+    ],
+)
+def test_kinds_of_runs(tmp_path, name, settings):
+    trainer = trainer_for(tmp_path, name, rewards=blue, **(SHORT | {"eval_strategy": "steps"} | settings))
+    before = trained_weights(trainer)
+    trainer.train()
+    assert min(logged(trainer, "grad_norm")) > 0
+    assert max(logged(trainer, "prediction/max_error")) < 1e-5  # those that enter alone have another batch
+    assert any(not torch.equal(value, before[key]) for key, value in trained_weights(trainer).items())
+    assert ("kl" in trainer.state.log_history[-3]) == ("beta" in settings)
+
+
+def test_checkpointed_activations_and_a_resumed_run_give_the_same_weights(tmp_path):
+    own = SHORT | {
+        "num_iterations": 2,
+        "num_trained_steps": 2,
+        "max_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 3,
+    }
+    plain = trainer_for(tmp_path / "plain", rewards=blue, **own)
+    plain.train()
+    saving = trainer_for(tmp_path / "saving", rewards=blue, **own | {"gradient_checkpointing": True})
+    assert saving.pipe.vae.decoder.gradient_checkpointing
+    saving.train()
+    resumed = trainer_for(tmp_path / "plain", rewards=blue, **own)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-3"))
+    weights = policy_weights(plain)
+    for name, value in policy_weights(resumed).items():
+        assert torch.equal(value, weights[name])
+    for name, value in policy_weights(saving).items():
+        torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-6)
+
+
+def test_a_run_whose_update_sees_something_else_stops(tmp_path):
+    # Stable Diffusion 3 hardly moves in its last step, to a sigma of 0 from about 0.01
+    trainer = trainer_for(tmp_path, rewards=blue, **SHORT, num_trained_steps=2)
+    forward = trainer.pipe.transformer.forward
+
+    def changed(*args, **kwargs):
+        return tuple(x * (1.01 if torch.is_grad_enabled() else 1.0) for x in forward(*args, **kwargs))
+
+    trainer.pipe.transformer.forward = changed
+    with pytest.raises(RatioError, match="finished latents"):
+        trainer.train()
+
+
+def test_what_cannot_be_differentiated_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="'brightness' has none"):
+        trainer_for(tmp_path, rewards=not_differentiable, **SHORT)
+    with pytest.raises(ValueError, match="'blue' has none"):
+        trainer_for(tmp_path, rewards={blue: {"threshold": 0.5}}, **SHORT)
+    trainer_for(tmp_path, rewards=[not_differentiable, blue], reward_weights=[0.0, 1.0], **SHORT)
+    for settings in (
+        {"sde_type": "cps"},
+        {"best_of_n": 2, "num_generations": 4},
+        {"samples_per_latent": "group", "num_generations": 4},
+        {"multi_objective_aggregation": "product_then_normalize"},
+        {"trained_steps": [5, 11]},
+    ):
+        name = next(iter(settings))
+        with pytest.raises(ValueError, match=name):
+            DiffusionGRPOConfig(str(tmp_path), loss_type="draft", use_cpu=True, **settings)
+
+
+def test_defaults(tmp_path):
+    def steps(**settings):
+        args = DiffusionGRPOConfig(str(tmp_path), loss_type="draft", use_cpu=True, **settings)
+        return args.num_generations, args.trainable_steps, args.trained_count, args.anchor
+
+    assert steps() == (1, range(9, 10), 1, "own")
+    assert steps(num_trained_steps=3, num_generations=4, num_iterations=2) == (4, range(7, 8), 1, "own")
+    assert steps(trained_steps="all")[1] == range(10) and steps(trained_steps=[2, 10])[1] == range(2, 10)
