@@ -70,7 +70,8 @@ class Sizes:
             self.per_device_train_batch_size = batch if batch % group == 0 else group
         evaluating, saving = (str(getattr(e, "value", e)) for e in (self.eval_strategy, self.save_strategy))
         saves = "save_strategy" not in self.given or saving == evaluating
-        if self.stop_when and evaluating != "no" and saves and "load_best_model_at_end" not in self.given:
+        guards = self.stop_when or (self.stop_when is None and self.takes_gradients)  # `preflight.guard_gradients`
+        if guards and evaluating != "no" and saves and "load_best_model_at_end" not in self.given:
             own = {"load_best_model_at_end": True, "save_strategy": evaluating, "save_steps": self.eval_steps}
             self.fill({name: value for name, value in own.items() if value is not None})
 

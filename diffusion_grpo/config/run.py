@@ -125,7 +125,8 @@ class RunSettings:
         "before that (load_best_model_at_end is then on by default). A reward of evaluations (eval_reward, "
         "eval_rewards/NAME/mean or eval_watch/NAME/mean) may fall below its best by so many standard errors; "
         "diversity and eval_diversity may fall to this share of their start; any other metric of evaluations may rise "
-        "to its limit: {eval_rewards/tesseract/mean: 2, diversity: 0.4, eval_velocity/ratio_to_ref: 1.15}.",
+        "to its limit: {eval_rewards/tesseract/mean: 2, diversity: 0.4, eval_velocity/ratio_to_ref: 1.15}. By default "
+        "there are none, but for draft those of docs/algorithms/draft.md; {} sets none.",
     )
     watch_rewards: list[str] | None = setting(
         ["auto"],

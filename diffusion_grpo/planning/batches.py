@@ -42,6 +42,8 @@ def count_evaluations(args: DiffusionGRPOConfig, counted: Measurement | None = N
     counted = counted or Measurement({}, 0, shares_prediction=args.shares_calls)
     one, update, iterations = counted.evaluations, counted.update_evaluations, args.num_iterations
     steps: float = 1 if counted.tokens else args.trained_count
+    if args.takes_gradients:
+        steps = sum(args.num_inference_steps - step for step in args.trainable_steps) / len(args.trainable_steps)
     shared_calls = args.shared_calls - (args.shares_calls and not counted.shares_prediction)
     rollout = one * (args.num_inference_steps - shared_calls * (1 - 1 / args.latent_sharing))
     if counted.shares_prediction and counted.is_batched:

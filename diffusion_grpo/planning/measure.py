@@ -29,6 +29,7 @@ from ..policy.networks import replace_attribute
 from ..policy.prompt_cache import PromptCache
 from ..policy.rollout import Policy, Trajectory, replay, rollout, run_prefix
 from ..policy.token_process import TokenTrajectory
+from ..policy.trajectory import CleanSamples
 from ..policy.unguided import switch_guidance_off
 from ..training.out_of_memory import list_weights
 
@@ -140,7 +141,7 @@ def measure(
             _, trajectory = rollout(policy, inputs, **settings, is_complete=False)  # which encodes the prompts, too
         evaluations = sum(watch.rows) / samples
         return Measurement(
-            peaks={**watch.live.peaks, UPDATE: measure_update(policy, mode, inputs, trajectory)},
+            peaks={**watch.live.peaks, UPDATE: measure_update(policy, mode, inputs, trajectory, args)},
             sample_bytes=sample_bytes
             + shares_prediction * trajectory.steps.element_size(),  # `Trajectory.shared_steps`
             step_bytes=step_bytes,
@@ -171,12 +172,10 @@ class PhaseWatch:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the pipeline's networks and decoders; restore them on leaving."""
-        decoders = [part for part in self._policy.pipe.components.values() if isinstance(part, nn.Module)]
-        decoders = [part for part in decoders if callable(getattr(part, "decode", None))]
         with contextlib.ExitStack() as stack:
             for network in self._policy.networks:
                 stack.enter_context(replace_attribute(network, "forward", self._wrap_network(network)))
-            for part in decoders:
+            for part in find_decoders(self._policy.pipe):
                 stack.enter_context(replace_attribute(part, "decode", self._wrap_decoder(part)))
             stack.enter_context(self.live)
             yield
@@ -211,13 +210,22 @@ class PhaseWatch:
         return run
 
 
+def find_decoders(pipe: DiffusionPipeline) -> list[nn.Module]:
+    parts = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
+    return [part for part in parts if callable(getattr(part, "decode", None))]
+
+
 def list_pipeline_weights(pipe: DiffusionPipeline) -> list[Tensor]:
     parts = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
     return [tensor for part in parts for tensor in list_weights(part)]
 
 
 def measure_update(
-    policy: Policy, mode: FakeTensorMode, inputs: dict[str, Any], trajectory: Trajectory | TokenTrajectory
+    policy: Policy,
+    mode: FakeTensorMode,
+    inputs: dict[str, Any],
+    trajectory: Trajectory | TokenTrajectory,
+    args: DiffusionGRPOConfig,
 ) -> int:
     """Return the peak bytes of one forward and backward pass, without weights, gradients and trajectory."""
     trained = [p for network in policy.networks for p in network.parameters() if p.requires_grad]
@@ -228,11 +236,35 @@ def measure_update(
     live = LiveBytes([*list_pipeline_weights(policy.pipe), *gradients, *trajectory.tensors().values()], UPDATE)
     try:
         with torch.enable_grad(), live:
-            replay(policy, inputs, trajectory, 0).log_prob.mean().backward()
+            if args.takes_gradients:
+                _decode_with_gradient(policy, inputs, trajectory, args.trainable_steps.start).mean().backward()
+            else:
+                replay(policy, inputs, trajectory, 0).log_prob.mean().backward()
     finally:
         for parameter in trained:
             parameter.grad = None
     return live.peaks[UPDATE]
+
+
+def _decode_with_gradient(policy: Policy, inputs: dict[str, Any], trajectory: Trajectory, step: int) -> Tensor:
+    """Return what the decoder makes of the most steps that have a gradient; rewards would keep more."""
+    entered, steps, found = trajectory.latents[:, 0], torch.full_like(trajectory.steps, step), []
+    seeds, count = (trajectory.seeds, trajectory.initial_seeds), trajectory.num_inference_steps
+    samples = CleanSamples(entered, steps, *seeds, count, tokens=trajectory.tokens, entered=entered)
+
+    def watched(decode: Callable) -> Callable:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            found.extend(leaf for leaf in pytree.tree_leaves(decode(*args, **kwargs)) if torch.is_tensor(leaf))
+            raise StepScored  # later code needs the values of pixels
+
+        return run
+
+    with contextlib.ExitStack() as stack:
+        for part in find_decoders(policy.pipe):
+            stack.enter_context(replace_attribute(part, "decode", watched(part.decode)))
+        stack.enter_context(contextlib.suppress(StepScored))
+        policy.finish(inputs, samples)
+    return found[0]
 
 
 def _measure_tokens(
@@ -249,7 +281,7 @@ def _measure_tokens(
         rollout(policy, inputs, seeds=range(samples), num_inference_steps=args.num_inference_steps)
     trajectory = recorded[0]
     size = sum(tensor.nbytes for tensor in trajectory.tensors().values())
-    peaks = {UPDATE: measure_update(policy, mode, inputs, trajectory)}
+    peaks = {UPDATE: measure_update(policy, mode, inputs, trajectory, args)}
     return Measurement(peaks, size // samples, tokens=trajectory.ids.shape[1])
 
 

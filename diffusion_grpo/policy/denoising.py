@@ -198,18 +198,22 @@ class DenoisingPolicy(Policy):
     ) -> Finished:
         """Take the last steps of recorded samples again and decode, with gradient where grad mode is on."""
         driver, pixels = LastStepsDriver(samples), None
+        refusal = UnsupportedPipeline(
+            f"{type(self.pipe).__name__} gives no tensor of pixels through which a gradient could flow (a safety "
+            "checker may stand between), so rewards cannot be differentiated; use another loss_type."
+        )
         wanted = {"output_type": "pt"} if is_decoded else ask_for_latents(self.pipe)
         arguments = call_arguments(self.pipe, inputs | wanted, samples.num_inference_steps, driver.initial_seeds)
-        with self.acting(driver, forwards):
-            found = extract_samples(self.pipe, self.undecorated(self.pipe, **arguments))
+        try:
+            with self.acting(driver, forwards):
+                found = extract_samples(self.pipe, self.undecorated(self.pipe, **arguments))
+        except RuntimeError as error:
+            raise (refusal if "requires grad" in str(error) else error) from None  # of `numpy()`
         latents = driver.join_left()
         if is_decoded:
             pixels = found
             if not torch.is_tensor(pixels) or pixels.requires_grad < latents.requires_grad:
-                raise UnsupportedPipeline(
-                    f"{type(self.pipe).__name__} gives no tensor of pixels through which a gradient could flow (for "
-                    'output_type="pt"), so rewards cannot be differentiated; use another loss_type.'
-                )
+                raise refusal
         return Finished(pixels, latents, join_latents(driver.predictions))
 
     def _call_until_scored(

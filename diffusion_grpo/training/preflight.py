@@ -31,6 +31,7 @@ from ..distributed.zero import set_learning_rate
 from ..policy.modular import as_pipeline
 from ..policy.prompt_cache import check_encode_prompt
 from ..report.record import describe_script, find_license, make_record
+from ..report.run_folder import LIMITS
 from ..rewards import (
     Reward,
     check_columns,
@@ -143,6 +144,8 @@ def check_run(
     rewards = load_run_rewards(reward_funcs, eval_reward_funcs, args)
     is_full_training = prepare_training(args, peft_config)
     check_datasets(rewards, args, train_dataset, eval_dataset)
+    if args.takes_gradients and args.stop_when is None:
+        args.stop_when = guard_gradients(rewards, args, eval_dataset)
     check_accelerator_config(args.accelerator_config)
     backend = choose_backend(args)
     optimizer = getattr(args.optim, "value", args.optim)
@@ -239,6 +242,22 @@ def load_run_rewards(reward_funcs: Any, eval_reward_funcs: Any, args: DiffusionG
         check_gradients(trained, weights)
     check_groups(trained, args.batch_sizes.consecutive_samples, args.num_generations)
     return RunRewards(trained, weights, evaluated)
+
+
+def guard_gradients(
+    rewards: RunRewards, args: DiffusionGRPOConfig, eval_dataset: Dataset | dict[str, Dataset] | None
+) -> dict[str, float]:
+    """Return the limits of a run that would hack its rewards soon: of other rewards, or else of the diversity."""
+    evaluates = args.eval_strategy != "no" and not isinstance(eval_dataset, dict)
+    limits = {f"eval_rewards/{reward.name}/mean": 3.0 for reward in rewards.evaluated if evaluates}
+    alike = {"eval_diversity": evaluates and args.num_generations_eval > 1, "diversity": args.num_generations > 1}
+    limits = limits or {name: LIMITS["diversity"] for name, is_measured in alike.items() if is_measured}
+    if not limits and args.should_log:
+        logger.warning(
+            "loss_type='draft' soon finds what raises a reward and nothing else, and this run measures nothing that "
+            "could stop it; set eval_dataset, eval_strategy, and eval_reward_funcs to a reward of another kind."
+        )
+    return limits
 
 
 def check_datasets(

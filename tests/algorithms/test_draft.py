@@ -11,6 +11,8 @@ from tiny_runs import logged, policy_weights, trained_weights, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.algorithms.base import RatioError
+from diffusion_grpo.media.samples import as_tensor
+from diffusion_grpo.policy.drivers import UnsupportedPipeline
 from diffusion_grpo.policy.rollout import DenoisingPolicy
 from diffusion_grpo.policy.trajectory import CleanSamples, RolloutRequest
 from diffusion_grpo.rewards import differentiable
@@ -48,6 +50,14 @@ def test_the_last_steps_make_the_rollouts_samples_again(name):
         again.pixels.sum().backward()
         assert all(weight.grad.isfinite().all() for weight in policy.network.parameters() if weight.grad is not None)
         assert sum(weight.grad is not None and bool(weight.grad.any()) for weight in policy.network.parameters()) > 5
+
+
+def test_cosmos_is_refused_whose_safety_checker_takes_numpy():
+    pipe, inputs = tiny_pipelines.build("cosmos")
+    policy = DenoisingPolicy(pipe)
+    samples = roll_out(policy, inputs, [STEPS - 1] * 2)[1]
+    with pytest.raises(UnsupportedPipeline, match="safety checker"):
+        policy.finish(inputs, samples)
 
 
 def hand_written(pipe, inputs, latents, entry):
@@ -166,6 +176,26 @@ def test_a_run_whose_update_sees_something_else_stops(tmp_path):
     trainer.pipe.transformer.forward = changed
     with pytest.raises(RatioError, match="finished latents"):
         trainer.train()
+
+
+def not_blue(images, **columns):
+    return [1 - value for value in blue(as_tensor(images)[:, 0]).tolist()]
+
+
+def test_a_run_that_hacks_stops_by_default(tmp_path, caplog):
+    own = SHORT | {"max_steps": 20, "learning_rate": 5e-3, "eval_strategy": "steps", "eval_steps": 2}
+    own |= {"eval_reward_funcs": not_blue, "save_strategy": "steps"}
+    trainer = trainer_for(tmp_path / "guarded", rewards=blue, **own)
+    assert trainer.args.stop_when == {"eval_rewards/not_blue/mean": 3}
+    trainer.train()
+    assert "not_blue" in trainer.run["stopped"] and 2 < trainer.state.global_step < 20
+    assert trainer.args.load_best_model_at_end
+    assert trainer_for(tmp_path / "free", rewards=blue, **own, stop_when={}).args.stop_when == {}
+    alike = SHORT | {"num_generations": 2}
+    assert "eval_reward_funcs" not in caplog.text
+    assert trainer_for(tmp_path / "alike", rewards=blue, **alike).args.stop_when == {"diversity": 0.4}
+    assert trainer_for(tmp_path / "none", rewards=blue, **SHORT).args.stop_when == {}
+    assert "eval_reward_funcs" in caplog.text
 
 
 def test_what_cannot_be_differentiated_is_refused(tmp_path):

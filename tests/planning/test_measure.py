@@ -13,6 +13,7 @@ from diffusion_grpo.config.parse import parse_train_arguments
 from diffusion_grpo.planning.measure import DECODING, DENOISING, LiveBytes, PhaseWatch, list_pipeline_weights
 from diffusion_grpo.planning.plan import plan
 from diffusion_grpo.policy.rollout import replay, rollout
+from diffusion_grpo.policy.trajectory import RolloutRequest
 
 
 def real_peaks(config):
@@ -31,18 +32,27 @@ def real_peaks(config):
     if args.shares_calls:
         calls = {"inputs": inputs(1), "sources": [0] * count}
         rollout(policy, inputs(1), seeds=[0], num_inference_steps=4, is_complete=False)  # the prompt is kept
+    if args.takes_gradients:
+        request = RolloutRequest(*[torch.arange(count)] * 2, 4, [[2]] * count, keeps_entered=True)
+        samples = policy.rollout(calls["inputs"], request)[1]
+        trajectory = samples
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)
     known = [*list_pipeline_weights(policy.pipe), *(p.grad for p in trained), *trajectory.tensors().values()]
     with LiveBytes(known) as live:
-        replay(policy, trajectory=trajectory, step=0, **calls).log_prob.mean().backward()
+        if args.takes_gradients:
+            policy.finish(calls["inputs"], samples).pixels.mean().backward()
+        else:
+            replay(policy, trajectory=trajectory, step=0, **calls).log_prob.mean().backward()
     return watch, max(live.peaks.values())
 
 
 ALONE = {"samples_per_latent": 1}
+DRAFT = {"loss_type": "draft", "reward_funcs": ["brightness"], "trained_steps": None, "num_trained_steps": 2}
 RUNS = [
     ("sd3", {"per_device_train_batch_size": 4, "num_generations": 4, "rollout_batch_size": 2}),
     ("flux", ALONE | {"bf16": True, "gradient_checkpointing": True, "use_peft": False}),
+    ("sd3", DRAFT),
 ]
 MORE = [
     ("sd3", {"bf16": True}),
@@ -51,6 +61,7 @@ MORE = [
     ("sdxl", {}),
     ("wan", ALONE | {"gradient_checkpointing": True}),
     ("qwen_image", ALONE),
+    ("flux", DRAFT | {"gradient_checkpointing": True, "per_device_train_batch_size": 3}),
 ]
 
 

@@ -93,6 +93,7 @@ MORE = [
     ("sd3", {"loss_type": "nft", "trained_steps": [1, 3]}),
     ("sd3", {"loss_type": "dppo", "num_iterations": 2}),  # the means of the policy that rolled out
     ("sd3", {"loss_type": "dpo", "use_peft": False}),
+    ("sd3", {"loss_type": "draft", "reward_funcs": ["brightness"]}),
     ("glm_image", {}),  # its language model writes tokens that are kept with the steps
 ]
 

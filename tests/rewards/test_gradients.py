@@ -28,7 +28,7 @@ def test_a_tensor_has_the_value_of_the_image(name):
     expected = score(rewards, images=images, prompts=PROMPTS)[:, 0].nan_to_num(0.0)
     pixels = as_tensor(images)[:, 0].double().requires_grad_()
     found = differentiate(rewards, [3.0], pixels, PROMPTS, {})
-    torch.testing.assert_close(found.detach(), 3 * expected, rtol=0, atol=0.02)  # luma has 8 bits in Pillow
+    torch.testing.assert_close(found.detach(), 3 * expected, rtol=0, atol=4e-3)  # luma has 8 bits in Pillow
     (gradient,) = torch.autograd.grad(found.sum(), pixels)
     assert gradient[:2].flatten(1).norm(dim=1).min() > 0
     direction = torch.randn(pixels.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -275,7 +275,7 @@ def crop_squares(
 
 
 def crop_tensor(pixels: Tensor, resize: int, crop: int, corner: Callable = round) -> Tensor:
-    """As `resize_short_side` and `center_crop`, with gradient, except that Pillow rounds to 8 bits."""
+    """As `resize_short_side` and `center_crop`, with gradient; Pillow rounds and clips after both passes."""
     sides = pixels.shape[-2:]
     if min(sides) != resize:
         size = [int(resize * side / min(sides)) for side in sides]

@@ -1,11 +1,14 @@
 """Loading, batches, devices and pixels of the rewards with weights."""
 
 import dataclasses
+import math
 
+import numpy as np
 import pytest
 import torch
 import transformers as tf
 from formulas import torchvision_square
+from PIL import Image
 from plain_images import flat, noise
 from tiny_scorers import bert_tokenizer, med_config
 from torch import nn
@@ -16,8 +19,10 @@ from diffusion_grpo.rewards.models.base import (
     CLIP_MEAN,
     CLIP_STD,
     ModelReward,
+    as_pixels,
     compare,
     crop_squares,
+    crop_tensor,
     default_device,
     read_weights,
     weights_path,
@@ -178,6 +183,19 @@ def test_squares_are_those_of_torchvision():
     expected = torch.stack([torchvision_square(image, 26, 24, CLIP_MEAN, CLIP_STD) for image in images])
     assert found.shape == (3, 3, 24, 24) and found.dtype == torch.float32
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("corner", [round, math.floor])
+def test_tensors_are_resized_as_by_pillow_without_its_8_bits(corner):
+    for image in (noise(64, 48), noise(40, 61), noise(26, 31), noise(20, 23)):
+        width, height = (int(26 * side / min(image.size)) for side in image.size)
+        left, top = (corner((side - 24) / 2) for side in (width, height))
+        pixels = as_pixels([image])
+        cut = crop_tensor(pixels, 26, 24, corner)
+        for channel, values in enumerate(pixels[0]):
+            one = Image.fromarray(values.numpy(), "F").resize((width, height), Image.Resampling.BICUBIC)
+            expected = torch.from_numpy(np.array(one)).clamp(0, 1)[top : top + 24, left : left + 24]
+            torch.testing.assert_close(cut[0, channel], expected, rtol=0, atol=1e-5)
 
 
 def test_samples_without_a_target_are_left_out():
