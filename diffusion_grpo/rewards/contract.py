@@ -26,8 +26,10 @@ METRICS += ("frac_advantage_zero", "frac_advantage_clipped")
 FAMILIES: tuple[str, ...] = ("rewards", "watch", "rollouts", "diversity", "spread", "time", "memory", "loss", "kl")
 FAMILIES += ("ratio", "clip_ratio", "grad_size", "velocity", "ema", "old", "prediction", "dgpo", "dpo", "value")
 FAMILIES += ("sampling", "completions", "fdfo")
-Mark = Literal["is_groupwise", "is_batchwise", "takes_tensors", "takes_latents", "opens_images", "reads_text"]
-Mark |= Literal["takes_pixels", "has_gradient"]
+Mark = Literal[
+    "is_groupwise", "is_batchwise", "takes_tensors", "takes_latents", "takes_pixels", "has_gradient", "opens_images",
+    "reads_text",
+]  # fmt: skip
 Function = TypeVar("Function", bound=Callable)
 VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 

@@ -61,7 +61,7 @@ MORE = [
     ("sdxl", {}),
     ("wan", ALONE | {"gradient_checkpointing": True}),
     ("qwen_image", ALONE),
-    ("flux", DRAFT | {"gradient_checkpointing": True, "per_device_train_batch_size": 3}),
+    ("flux", DRAFT | {"gradient_checkpointing": True}),
 ]
 
 
