@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import tiny_pipelines
+import transformers
 from command_line import make_config
 from datasets import Dataset, Image
 from peft import LoraConfig
@@ -30,11 +31,14 @@ from diffusion_grpo.training.preflight import (
 
 def test_debug_lines_have_a_mark_of_their_own(tmp_path, caplog):
     ours = logging.getLogger("diffusion_grpo")
-    before = ours.level
+    before, of_transformers = ours.level, transformers.utils.logging.get_verbosity()
     try:
         trainer_for(tmp_path, max_steps=1, log_level="debug").train()
     finally:
         ours.setLevel(before)
+        transformers.utils.logging.set_verbosity(
+            of_transformers
+        )  # which it sets too; tests see its lines where CI is set
     ours = [record for record in caplog.records if "diffusion_grpo" in record.name]
     lines = [record.getMessage() for record in ours if record.levelno == logging.DEBUG]
     assert lines and all(line.startswith("RL_METRIC: ") for line in lines)
