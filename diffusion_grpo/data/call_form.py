@@ -270,7 +270,8 @@ class _Probe:
         rows = [self.row] * (self.count if form == BATCHED else 1)
         if change is not None:
             rows[-1] = self.row | {change: self.changed[change]}
-        seeds = [sample_seed("batching", place) for place in range(len(rows))]
+        # a single sample has the last one's: with another, a prompt may change tokens that it does not change there
+        seeds = [sample_seed("batching", place) for place in range(self.count)][-len(rows) :]
         arguments = self.arguments(rows, form)
         steps = [self.steps] * len(rows)
         _, trajectory = rollout(self.policy, arguments, seeds=seeds, steps=steps, is_complete=False, **self.settings)
