@@ -14,7 +14,7 @@ import plain_attention
 import torch
 from datasets import Dataset
 from safetensors.torch import save_file
-from tiny_runs import SMOOTH, SMOOTH_VIDEOS, brightness, trained_weights, trainer_for
+from tiny_runs import SMOOTH, SMOOTH_VIDEOS, blue, brightness, trained_weights, trainer_for
 from zero_run import deepspeed_config, use_deepspeed_on_a_cpu
 
 from diffusion_grpo import trainer as trainer_module
@@ -55,7 +55,7 @@ def uneven(images, log_metric, **columns):
     return values
 
 
-SMOOTH_REWARDS, SMOOTH_VIDEO_REWARDS = SMOOTH["rewards"], SMOOTH_VIDEOS["rewards"]
+SMOOTH_REWARDS, SMOOTH_VIDEO_REWARDS, BLUE = SMOOTH["rewards"], SMOOTH_VIDEOS["rewards"], [blue]
 
 
 def built(folder, settings, rewards=brightness):
@@ -147,10 +147,10 @@ def train_in_rings(folder, settings):
     train(folder, settings | {"context_parallel_type": "ring"})
 
 
-def first_weights(settings):
+def first_weights(settings, rewards=brightness):
     """Return the trained weights before any update."""
     with tempfile.TemporaryDirectory() as folder:
-        return {name: value.cpu() for name, value in trained_weights(built(folder, settings)).items()}
+        return {name: value.cpu() for name, value in trained_weights(built(folder, settings, rewards)).items()}
 
 
 def fail(folder, settings, where):

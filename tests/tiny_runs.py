@@ -14,7 +14,7 @@ from peft import LoraConfig
 from PIL import Image
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
-from diffusion_grpo.rewards import takes_latents
+from diffusion_grpo.rewards import differentiable, takes_latents
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["to_q", "to_k", "to_v", "to_out.0"]}
 PROMPTS = ["a red cat", "a blue dog", "a tree", "the sea at night"]
@@ -82,6 +82,12 @@ def edited_images(folder: Path) -> dict:
 def brightness(images: list[Image.Image], **columns) -> list[float]:
     """Mean grey value in [0, 1]."""
     return [float(np.asarray(image.convert("L")).mean() / 255) for image in images]
+
+
+@differentiable
+def blue(images, **columns):
+    """How much bluer than red, of images (batch, 3, height, width)."""
+    return images[:, 2].mean((1, 2)) - images[:, 0].mean((1, 2))
 
 
 @takes_latents

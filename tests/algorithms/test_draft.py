@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tiny_pipelines
 import torch
+from tiny_runs import blue, logged, policy_weights, trained_weights, trainer_for
 from tiny_runs import brightness as not_differentiable
-from tiny_runs import logged, policy_weights, trained_weights, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.algorithms.base import RatioError
@@ -15,17 +15,10 @@ from diffusion_grpo.media.samples import as_tensor
 from diffusion_grpo.policy.drivers import UnsupportedPipeline
 from diffusion_grpo.policy.rollout import DenoisingPolicy
 from diffusion_grpo.policy.trajectory import CleanSamples, RolloutRequest
-from diffusion_grpo.rewards import differentiable
 
 STEPS = 4
 DRAFT = {"loss_type": "draft", "trained_steps": None, "noisy_steps": "trained", "num_generations": 1}
 SHORT = DRAFT | {"gradient_accumulation_steps": 1, "num_inference_steps": 3}
-
-
-@differentiable
-def blue(images, **columns):
-    """How much bluer than red, of images (batch, 3, height, width)."""
-    return images[:, 2].mean((1, 2)) - images[:, 0].mean((1, 2))
 
 
 @torch.no_grad()
