@@ -39,6 +39,7 @@ STAND_INS = {  # file of settings: a tiny pipeline of the classes that it trains
     "qwen_image_edit": "qwen_image_edit",
     "sana_sprint": "sana_sprint",
     "sd15": "sd15",
+    "sd15_alignprop": "sd15",
     "sd35_geneval": "sd3",
     "sd35_ocr": "sd3",
     "sd35_ocr_fast": "sd3",

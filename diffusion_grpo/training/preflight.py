@@ -248,7 +248,8 @@ def guard_gradients(
     rewards: RunRewards, args: DiffusionGRPOConfig, eval_dataset: Dataset | dict[str, Dataset] | None
 ) -> dict[str, float]:
     """Return the limits of a run that would hack its rewards soon: of other rewards, or else of the diversity."""
-    evaluates = args.eval_strategy != "no" and not isinstance(eval_dataset, dict)
+    # one prompt has no standard error, and names of several datasets are part of the metrics' names
+    evaluates = args.eval_strategy != "no" and isinstance(eval_dataset, Dataset) and len(eval_dataset) > 1
     limits = {f"eval_rewards/{reward.name}/mean": 3.0 for reward in rewards.evaluated if evaluates}
     alike = {"eval_diversity": evaluates and args.num_generations_eval > 1, "diversity": args.num_generations > 1}
     limits = limits or {name: LIMITS["diversity"] for name, is_measured in alike.items() if is_measured}
