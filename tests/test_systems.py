@@ -59,9 +59,7 @@ SETTINGS = {setting.name for setting in DiffusionGRPOConfig.__dataclass_fields__
 # In CI some files are run as they are written, and of one file of each further kind an update is made.
 WHOLE = ("24gb/flux", "glm_image_ar", "sd35_ocr", "wan22_a14b")
 UPDATED = "24gb/qwen_image 24gb/wan22_ti2v fast/sd35 fast/wan22_a14b flux2_klein flux3 glm_image_dit glm_image_edit"
-UPDATED += (
-    " hunyuan_video qwen_image_edit sana_sprint sd15 sd15_alignprop sd35_ocr_fast sdxl_inpaint stable_audio"
-)
+UPDATED += " hunyuan_video qwen_image_edit sana_sprint sd15 sd15_alignprop sd35_ocr_fast sdxl_inpaint stable_audio"
 UPDATED += " wan21_gae wan22_image_to_video wan22_ti2v_5b z_image_turbo"
 SIZES = ("max_area", "audio_end_in_s")  # among the pipeline's own arguments
 STEPS = 4
