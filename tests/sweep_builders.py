@@ -742,6 +742,7 @@ def rfd4_proteina() -> Case:
 
 
 TESTS = {
+    "anyflow_far": ("anyflow.test_anyflow_far", "AnyFlowFARPipelineFastTests"),
     "chroma": ("chroma.test_pipeline_chroma_img2img", "ChromaImg2ImgPipelineFastTests"),
     "cogview4": ("cogview4.test_cogview4", "CogView4PipelineFastTests"),
     "hunyuan_image": ("hunyuan_image_21.test_hunyuanimage", "HunyuanImagePipelineFastTests"),
@@ -760,6 +761,11 @@ test = {name: functools.partial(from_test, *place) for name, place in TESTS.item
 ONE = {"prompt": "a cat", "negative_prompt": " "}  # in place of a list
 EASY = {"in_channels": 12, "resize_inpaint_mask_directly": False}
 BUILDERS: dict[str, Callable[[], Case]] = {
+    "AnyFlowFARPipeline": lambda: around(
+        "AnyFlowFARPipeline",
+        test["anyflow_far"],
+        {"chunk_partition": [3]},  # one chunk
+    ),
     "BriaFibo2Pipeline": bria_fibo2,
     "ErnieImagePipeline": ernie_image,
     "HunyuanImageRefinerPipeline": hunyuan_refiner,

@@ -36,14 +36,14 @@ class ReplayReport:
         reason: why the pipeline cannot be trained, in one sentence; None if it can.
 
     Examples:
-        >>> from diffusers import FlowMapEulerDiscreteScheduler
-        >>> own, pipe.scheduler = pipe.scheduler, FlowMapEulerDiscreteScheduler()
+        >>> from diffusers import HeliosScheduler
+        >>> own, pipe.scheduler = pipe.scheduler, HeliosScheduler()
         >>> report = check_pipeline(pipe, inputs)
         >>> pipe.scheduler = own
         >>> report.trains
         False
-        >>> report.reason[:49]
-        'FlowMapEulerDiscreteScheduler is a flow-map sampl'
+        >>> report.reason[:43]
+        'HeliosScheduler belongs to a rollout over c'
     """
 
     pipeline: str

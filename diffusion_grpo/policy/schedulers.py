@@ -22,6 +22,7 @@ from diffusers import (
     DPMSolverSinglestepScheduler,
     EulerAncestralDiscreteScheduler,
     EulerDiscreteScheduler,
+    FlowMapEulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
     FlowMatchHeunDiscreteScheduler,
     HeunDiscreteScheduler,
@@ -40,6 +41,7 @@ from .stochastic_steps import (
     EDM_SCHEDULERS,
     CosineSteps,
     DDIMSteps,
+    FlowMapSteps,
     FlowSteps,
     PackedFlowSteps,
     SigmaSteps,
@@ -68,7 +70,6 @@ _VARIANCE_PRESERVING = (
 )
 _DDIM_BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2")
 _REFUSED = {  # part of a scheduler's name -> why it cannot be scored
-    "FlowMap": "is a flow-map sampler: its network predicts the jump between two given times, not a velocity",
     "Amused": "draws discrete tokens, which have no Gaussian density",
     "VQDiffusion": "draws discrete tokens, which have no Gaussian density",
     "BlockRefinement": "draws discrete tokens, which have no Gaussian density",
@@ -87,6 +88,8 @@ def _kind(scheduler: SchedulerMixin) -> tuple[type[StochasticScheduler], type] |
         return SigmaSteps, type(scheduler)  # Cosmos 2 converts its network's output to that of EDM
     if isinstance(scheduler, MiniMaxH3Scheduler):
         return PackedFlowSteps, type(scheduler)
+    if isinstance(scheduler, FlowMapEulerDiscreteScheduler):
+        return FlowMapSteps, type(scheduler)
     is_flow = isinstance(scheduler, _FLOW_CAPABLE) and scheduler.config.prediction_type == "flow_prediction"
     if is_flow or isinstance(scheduler, _FLOW_SCHEDULERS):
         is_heun = isinstance(scheduler, FlowMatchHeunDiscreteScheduler)

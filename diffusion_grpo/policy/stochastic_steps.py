@@ -35,11 +35,11 @@ class UnsupportedScheduler(ValueError):
     """The pipeline's scheduler does not take Gaussian steps that this library knows how to score.
 
     Examples:
-        >>> from diffusers import FlowMapEulerDiscreteScheduler
+        >>> from diffusers import HeliosScheduler
         >>> from diffusion_grpo.policy.schedulers import stochastic_scheduler
-        >>> stochastic_scheduler(FlowMapEulerDiscreteScheduler())
+        >>> stochastic_scheduler(HeliosScheduler())
         Traceback (most recent call last):
-        UnsupportedScheduler: FlowMapEulerDiscreteScheduler is a flow-map sampler ...
+        UnsupportedScheduler: HeliosScheduler belongs to a rollout over chunks ...
     """
 
 
@@ -270,6 +270,14 @@ class FlowSteps(StochasticScheduler):
             prediction = -prediction
         moves = None if held is None else ~held.expand(sample.shape)
         return CleanEstimate(sample - sigma * prediction, sigma, sample, moves)
+
+
+class FlowMapSteps(FlowSteps):
+    """The same for a network that predicts the jump to the next time, which is the step without noise (AnyFlow)."""
+
+    def deterministic(self, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        sigma, sigma_next = self.sigmas[self.position : self.position + 2]  # float64, as is diffusers' own step
+        return (sample - (sigma - sigma_next) * prediction.to(sigma.dtype)).to(prediction.dtype)
 
 
 class PackedFlowSteps(FlowSteps):

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, FlowMapEulerDiscreteScheduler
 from torch import nn
 
 from . import modular
@@ -29,7 +29,8 @@ def switch_guidance_off(
     """Return the arguments of a call that makes only the conditional prediction."""
     guider = None if hasattr(pipe, "guidance_scales") else getattr(pipe, "guider", None)
     refuse_guider(type(pipe).__name__, None if guider is None else type(guider).__name__)
-    if any(getattr(getattr(network, "config", None), "flow_map", False) for network in networks):
+    is_map = isinstance(getattr(pipe, "scheduler", None), FlowMapEulerDiscreteScheduler)
+    if is_map or any(getattr(getattr(network, "config", None), "flow_map", False) for network in networks):
         raise UnsupportedPipeline(
             f"The network of {type(pipe).__name__} is a flow map, which predicts the jump to the next step and no "
             "clean sample, but losses on re-noised samples train that; use loss_type='grpo'."

@@ -205,8 +205,10 @@ def test_losses_on_renoised_samples_make_one_pass():
     torch.testing.assert_close(found.clean, denoise(DenoisingPolicy(plain), given, clean, 1).clean, rtol=0, atol=1e-6)
 
 
-def test_a_network_that_predicts_jumps_has_no_clean_sample_to_train():
-    pipe, inputs = tiny_pipelines.build("flux3_distilled")
+@pytest.mark.parametrize("name", ["flux3_distilled", "anyflow"])
+def test_a_network_that_predicts_jumps_has_no_clean_sample_to_train(name):
+    pipe, inputs = tiny_pipelines.build(name)
+    inputs["prompt"] = "a cat"
     seeds = {"seeds": [3], "num_inference_steps": 3}
     _, clean = rollout(pipe, inputs, steps=[[1]], keeps_clean=True, **seeds)
     with pytest.raises(UnsupportedPipeline, match="flow map"):

@@ -13,8 +13,8 @@ from diffusers import (
     DPMSolverMultistepScheduler,
     EDMEulerScheduler,
     EulerDiscreteScheduler,
-    FlowMapEulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
+    HeliosScheduler,
     PNDMScheduler,
     UniPCMultistepScheduler,
 )
@@ -32,7 +32,7 @@ def plain_images(pipe, inputs, steps):
     return pipe(**inputs, num_inference_steps=steps, generator=generators, output_type="np")[0]
 
 
-@pytest.mark.parametrize("name", ["sd3", "flux", "sdxl", "sd15", "wan", "cosmos", "cosmos2"])
+@pytest.mark.parametrize("name", ["sd3", "flux", "sdxl", "sd15", "wan", "cosmos", "cosmos2", "anyflow"])
 def test_without_noise_it_is_the_stock_deterministic_sampler_bit_for_bit(name):
     pipe, inputs = tiny_pipelines.build(name)
     policy = DenoisingPolicy(pipe)
@@ -119,8 +119,8 @@ def test_the_mean_at_vanishing_noise_is_ddims_own_step(scheduler):
 
 
 def test_what_cannot_be_scored_is_refused_with_what_can():
-    with pytest.raises(UnsupportedScheduler, match="FlowMapEulerDiscreteScheduler is a flow-map sampler"):
-        stochastic_scheduler(FlowMapEulerDiscreteScheduler())
+    with pytest.raises(UnsupportedScheduler, match="HeliosScheduler belongs to a rollout over chunks"):
+        stochastic_scheduler(HeliosScheduler())
     with pytest.raises(ValueError, match="cps.*does not fit DDIMScheduler.*ddim"):
         stochastic_scheduler(DDIMScheduler(), "cps")
     with pytest.raises(ValueError, match=f"one of {', '.join(SDES)}"):

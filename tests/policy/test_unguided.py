@@ -61,7 +61,7 @@ GUIDED = {
 }
 
 
-@pytest.mark.parametrize("name", tiny_pipelines.EVERY)
+@pytest.mark.parametrize("name", sorted(tiny_pipelines.EVERY.keys() - {"anyflow"}))  # whose network predicts jumps
 def test_the_network_is_called_once_and_with_one_row_per_sample(name):
     """Guidance would double the rows, or the calls."""
     pipe, inputs = tiny_pipelines.build(name)

@@ -1,5 +1,6 @@
 """Other families: pixels, priors and decoders, learned variances, classes, continuous timesteps, video, experts."""
 
+import inspect
 from collections.abc import Callable
 
 import diffusers
@@ -262,6 +263,17 @@ def wan_vace() -> Case:
     return diffusers.WanVACEPipeline(**components), {**inputs, "prompt": "a cat"}  # no lists of prompts
 
 
+def anyflow() -> Case:
+    """AnyFlow: a network of Wan's kind that predicts the jump to the next time of any schedule."""
+    pipe, inputs = basic.wan()
+    known = inspect.signature(diffusers.AnyFlowTransformer3DModel.__init__).parameters
+    config = {k: v for k, v in pipe.transformer.config.items() if k in known}
+    components = pipe.components | {"transformer": diffusers.AnyFlowTransformer3DModel(**config)}
+    components["scheduler"] = diffusers.FlowMapEulerDiscreteScheduler(shift=5.0)
+    components.pop("transformer_2")
+    return diffusers.AnyFlowPipeline(**components), inputs
+
+
 def animatediff() -> Case:
     """AnimateDiff: motion modules in Stable Diffusion."""
     pipe, inputs = basic.sd15()
@@ -320,6 +332,7 @@ PIPELINES: dict[str, Callable[[], tuple[diffusers.DiffusionPipeline, dict]]] = {
     "wan_experts": wan_experts,
     "wan_image": wan_image,
     "wan_vace": wan_vace,
+    "anyflow": anyflow,
     "lcm": lcm,
     "sana_sprint": sana_sprint,
     "animatediff": animatediff,
