@@ -278,8 +278,9 @@ def prepare_model(
     for part in pipe.components.values():
         if isinstance(part, nn.Module):
             part.requires_grad_(False).eval()
-            # decoders, through which gradients of rewards flow
-            if args.takes_gradients and args.activation_checkpointing and callable(getattr(part, "decode", None)):
+            # decoders, through which gradients of rewards flow; Wan's has none
+            is_able = hasattr(part, "decode") and getattr(part, "_supports_gradient_checkpointing", False)
+            if args.takes_gradients and args.activation_checkpointing and is_able:
                 _enable_checkpointing(part, args.activation_checkpointing_kwargs or {})
     models = {name: _prepare_network(getattr(pipe, name), args, peft_config, adapter, backend) for name in component}
     family = family_of(pipe)

@@ -17,6 +17,7 @@ SETTINGS = {
     "gradient_accumulation_steps": 4,
     "num_inference_steps": 3,
     "max_steps": 3,
+    "name": "flux",  # which context parallelism knows
     "beta": 0.05,
 }
 FULL = SETTINGS | {"lora": False, "optim": "sgd", "learning_rate": 0.3, "gradient_checkpointing": True}
@@ -30,12 +31,16 @@ def ran(folder, processes, settings):
     )
 
 
+RUNS = [(kind, mode, {}) for kind in ("lora", "full") for mode in ("ddp", "zero2", "zero3", "fsdp2")]
+RUNS += [("full", "ddp", {"context_parallel_size": 2})]
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize("mode", ["ddp", "zero2", "zero3", "fsdp2"])
-@pytest.mark.parametrize("settings", [SETTINGS, FULL], ids=["lora", "full"])
-def test_two_processes_train_what_one_trains(tmp_path, mode, settings):
+@pytest.mark.parametrize(("kind", "mode", "own"), RUNS)
+def test_two_processes_train_what_one_trains(tmp_path, kind, mode, own):
+    settings = {"lora": SETTINGS, "full": FULL}[kind]
     alone, weights = ran(tmp_path / "one", 1, settings)
-    both, together = ran(tmp_path / "two", 2, settings | {"mode": mode})
+    both, together = ran(tmp_path / "two", 2, settings | {"mode": mode} | own)
     assert len(alone) == len(both) == 3
     for one, other in zip(alone, both, strict=True):
         for name in ("reward", "loss/policy", "kl", "grad_norm"):
