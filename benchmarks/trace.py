@@ -1,6 +1,6 @@
 """Count what one steady update passes: `python benchmarks/trace.py` prints the package's files and functions.
 
-The second update of a short run of the embedded model is traced in the main thread, rollout included. `--list`
+The second of three updates of the embedded model is traced in the main thread, rollout included. `--list`
 also prints the functions by file.
 """
 
@@ -41,7 +41,7 @@ def main() -> None:
     wants_list = parser.parse_args().list
     trace = TraceSecondUpdate()
     with tempfile.TemporaryDirectory() as folder:
-        args = DiffusionGRPOConfig(folder, max_steps=2, report_to="none", save_strategy="no", disable_tqdm=True)
+        args = DiffusionGRPOConfig(folder, max_steps=3, report_to="none", save_strategy="no", disable_tqdm=True)
         lora = LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v"])
         trainer = DiffusionGRPOTrainer(
             "tiny", "color", args, tiny.prompts("train"), peft_config=lora, callbacks=[trace]

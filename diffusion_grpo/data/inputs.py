@@ -231,9 +231,8 @@ class PipelineInputs:
             parts += [part] if is_batched else [[index] for index in part]
         return parts
 
-    def calls(self, rows: list[dict[str, Any]], size: int | None = None) -> list[list[int]]:
-        """Return the indices of the samples of each call, at most `size` in each, by default as in a rollout."""
-        size = size or self.args.rollout_call_size
+    def calls(self, rows: list[dict[str, Any]], size: int) -> list[list[int]]:
+        """Return the indices of the samples of each call, at most `size` in each."""
         starts = range(0, len(rows), size)
         return [[start + i for i in indices] for start in starts for indices in self.parts(rows[start : start + size])]
 

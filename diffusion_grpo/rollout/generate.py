@@ -1,6 +1,7 @@
 """Make rollouts: sample, score, estimate advantages, and keep what updates need. Nothing here needs gradients."""
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable
 
@@ -57,7 +58,7 @@ class RolloutGenerator:
         self._backend, self._monitor = runtime.backend, runtime.monitor
         self._metrics, self._progress = runtime.metrics, runtime.progress
         self._plan, self._recording, self._anchor = SamplingPlan(args), passes.recording, args.anchor
-        self._device = args.trajectory_device
+        self._device, self._call_size = args.trajectory_device, args.rollout_call_size
         takes_latents = list(map(takes_only_latents, scorer.rewards))
         self._takes_latents, self._needs_pixels = any(takes_latents), not all(takes_latents)
         self._signal = SignalCheck(estimator.names, warns=args.process_index == 0)
@@ -124,7 +125,7 @@ class RolloutGenerator:
         divergences = self._passes.rollout_divergences(rows, trajectories) if self._args.kl_reward > 0 else None
         states = None
         if observes:
-            calls = self.inputs.calls(rows)
+            calls = self.inputs.calls(rows, self._call_size)
             states = reduce_calls(trajectories, conditions[: len(calls)], calls)  # without repeated calls
         return scoring.samples, trajectories, divergences, states
 
@@ -135,13 +136,15 @@ class RolloutGenerator:
         plan = self._plan.draw(order.generation, order.own())
         is_decoded = self._writer.saves_all(step) or self._needs_pixels
         trajectories: list = [None] * len(rows)
-        calls, prefixes = self.inputs.calls(rows), None
+        calls, prefixes = self.inputs.calls(rows, self._call_size), None
         # where a group shares one latent, only if samples with equal inputs make equal calls of the network
         differs = self._policy.draws_tokens or self.inputs.draws_globally
         has_several = 1 < self._plan.samples_per_latent < self._plan.num_generations
         if plan.prefix_lengths is not None and (has_several or not differs):
             calls = split_by_length(calls, plan.prefix_lengths)
-            prefixes = compute_prefixes(self._policy, self.inputs, self._backend, rows, calls, plan, self._args)
+            length = self._args.num_inference_steps
+            run = functools.partial(self._policy.run_prefix, num_inference_steps=length, device=self._device)
+            prefixes = compute_prefixes(run, self.inputs, self._backend, rows, calls, plan)
         for indices, is_own in self._backend.equalize(calls):
             latents = [] if self._takes_latents else None
             arguments = self.inputs([rows[index] for index in indices])
@@ -196,13 +199,12 @@ class RolloutGenerator:
 
 
 def compute_prefixes(
-    policy: Policy,
+    run_prefix: Callable[..., Prefix],
     inputs: PipelineInputs,
     backend: DistributedBackend,
     rows: Rows,
     calls: Calls,
     plan: RolloutPlan,
-    args: DiffusionGRPOConfig,
 ) -> list[Prefix]:
     """Take the steps from an initial latent to its samples' first noise once, and predict the step after them.
 
@@ -216,13 +218,8 @@ def compute_prefixes(
         shared += [sorted(new.values())] if new else []
     prefixes: dict[int, Prefix] = {}
     for indices, _ in backend.equalize(shared):  # a repeated call gives the same latents
-        prefix = policy.run_prefix(
-            inputs([rows[index] for index in indices]),
-            plan.prefix_lengths[indices[0]],
-            num_inference_steps=args.num_inference_steps,
-            initial_seeds=plan.initial_seeds[indices],
-            device=args.trajectory_device,
-        )
+        arguments, length = inputs([rows[index] for index in indices]), plan.prefix_lengths[indices[0]]
+        prefix = run_prefix(arguments, length, initial_seeds=plan.initial_seeds[indices])
         prefixes |= {index: prefix[[number]] for number, index in enumerate(indices)}
     return [prefixes[first_of[seed]] for seed in seeds]
 

@@ -37,7 +37,8 @@ NEVER_CALLED = {
     **dict.fromkeys(("prediction_step", "evaluation_loop", "get_eval_dataloader"), "override evaluate"),
     "_save": "override save_model",
 }
-AFTER_ROLLOUTS = ("_kl", "_velocity/", "_rollouts/")  # metrics that the evaluation before training lacks
+# metrics that the evaluation before training lacks: `Evaluator` measures them on the last rollout
+AFTER_ROLLOUTS = ("_kl", "_velocity/", "_rollouts/")
 OF_SETTINGS = ("initial_lr", "weight_decay", "betas", "eps")  # entries of an optimizer's groups that settings give
 
 

@@ -30,7 +30,7 @@ from .learner import Learner
 
 logger = logging.getLogger(__name__)
 REFERENCE_FOLDER, OLD_POLICY_FOLDER = "reference", "old_policy"
-MANIFEST, LOCK = "manifest.json", "_lock"  # no push contains a name that begins with "_"
+MANIFEST, LOCK = "manifest.json", "_lock"  # held by the run in the folder; no push contains a name with "_" in front
 SAMPLES = ("evaluations", "samples", "validation")  # folders whose entries have the number of their update
 THREADS = 8
 

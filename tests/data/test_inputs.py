@@ -375,7 +375,7 @@ def test_a_run_of_single_samples_is_resumed_within_a_rollout(tmp_path):
 def test_a_rollout_is_cut_into_calls_as_its_updates_are(tmp_path):
     inputs, row = learned(FluxKontextPipeline, tmp_path, per_device_train_batch_size=2)
     rows = [row | {"image": make_image(0, (16 * (place % count + 1), 16))} for count in (2, 1) for place in range(2)]
-    assert inputs.calls(rows) == [[0], [1], [2, 3]]
+    assert inputs.calls(rows, 2) == [[0], [1], [2, 3]]
 
 
 def test_processes_that_pass_the_network_together_ask_about_the_same_rows(tmp_path, monkeypatch):

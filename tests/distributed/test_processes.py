@@ -63,8 +63,8 @@ DPPO = SEVERAL | {"loss_type": "dppo", "loss_kwargs": {"threshold": 1e-9}, "step
 GUARD = SEVERAL | {"loss_type": "grpo_guard", "old_log_prob": "rollout"}
 PRECISE = SEVERAL | {"sde_type": "precise", "step_weight": "guard", "trained_steps": [0, 2], "num_trained_steps": 1}
 PRECISE |= {"step_selection": "sliding", "step_interval": 2, "noisy_steps": "trained"}
-# with Adam, the weights differ by 1.3e-5 after four updates; at a rate of 0.1 the KL reaches 0.9, and the ratios, at 0.7,
-# show the rounding of the weights a hundredfold
+# with Adam, the weights differ by 1.3e-5 after four updates; at a rate of 0.1 the KL reaches 0.9, and the ratios, down
+# to 0.7, show the rounding of the weights a hundredfold
 DDIM = SEVERAL | {"name": "sd15", "optim": "sgd", "learning_rate": 0.01}
 ROWS = {"prompt": ["a red cat", "the sea", "a red cat", "a blue dog", "a tree"], "height": [16, 32, 16, 16, 32]}
 SIZES = SEVERAL | {"rows": ROWS, "per_device_train_batch_size": 4, "steps_per_generation": 6, "max_steps": 4}

@@ -26,7 +26,7 @@ def test_calls_are_split_where_samples_branch_at_different_steps():
 def test_each_initial_latent_is_computed_once_and_each_sample_finds_its_own(repeats, calls, expected):
     asked = []
 
-    def run(inputs, length, *, num_inference_steps, initial_seeds, device):
+    def run(inputs, length, initial_seeds):
         assert length == 2
         asked.append((inputs["rows"], initial_seeds.tolist()))
         return Prefix(initial_seeds[:, None].float(), initial_seeds, length)
@@ -34,13 +34,12 @@ def test_each_initial_latent_is_computed_once_and_each_sample_finds_its_own(repe
     # another process may have more calls: this one repeats its last
     backend = SimpleNamespace(equalize=lambda calls: [(call, True) for call in calls] + [(calls[-1], False)] * repeats)
     prefixes = compute_prefixes(
-        SimpleNamespace(run_prefix=run),
+        run,
         lambda rows: {"rows": rows},
         backend,
         ["a", "a", "b", "b", "c"],
         calls,
         SimpleNamespace(initial_seeds=torch.tensor([7, 7, 8, 8, 9]), prefix_lengths=[2] * 5),
-        SimpleNamespace(num_inference_steps=4, trajectory_device="cpu"),
     )
     assert asked == expected + expected[-1:] * repeats
     assert [float(prefixes[sample].latents) for sample in (1, 0, 4)] == [7.0, 7.0, 9.0]
