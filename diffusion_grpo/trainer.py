@@ -164,7 +164,6 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             policy,
             inputs,
             runtime,
-            model=self.model,
             read_rows=lambda indices: self.inputs.rows(self.train_dataset, indices),
             state=lambda: self.state,
         )

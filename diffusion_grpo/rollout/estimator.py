@@ -50,6 +50,8 @@ class AdvantageEstimator:
         self._args, self.names, self._weights, self.values = args, names, torch.tensor(weights), values
         self._ranks = args.recording.ranks
         self._clip = None if self._ranks else args.advantage_clip
+        # a value model needs no groups: it also learns from equal rewards
+        self._baseline = args.reward_baseline if values is None and args.compares_groups else "batch"
         self._advantage_fn = load_advantage_fn(args.advantage_fn)
 
     def __call__(
@@ -69,8 +71,7 @@ class AdvantageEstimator:
             batches=batches,
             penalty=None if divergences is None else args.kl_reward * divergences.mean(1),
             scale_rewards=args.scale_rewards,
-            # a value model needs no groups: it also learns from equal rewards
-            reward_baseline=args.reward_baseline if self.values is None and args.compares_groups else "batch",
+            reward_baseline=self._baseline,
             multi_objective_aggregation=args.multi_objective_aggregation,
             advantage_clip=self._clip,
             reward_threshold=args.reward_threshold,

@@ -54,7 +54,7 @@ class RolloutGenerator:
         runtime: Runtime,
     ):
         self._args, self._policy, self.inputs = args, policy, inputs
-        self._scorer, self._estimator, self._passes, self._writer = scorer, estimator, passes, writer
+        self.scorer, self._estimator, self._passes, self._writer = scorer, estimator, passes, writer
         self._backend, self._monitor = runtime.backend, runtime.monitor
         self._metrics, self._progress = runtime.metrics, runtime.progress
         self._plan, self._recording, self._anchor = SamplingPlan(args), passes.recording, args.anchor
@@ -73,7 +73,7 @@ class RolloutGenerator:
             # a process that fails here reaches no collective
             rows = read_rows(indices)
             groups = (positions // order.sizes.num_generations).tolist()
-            scoring = self._scorer.open(self._scorer.rewards, rows, groups)
+            scoring = self.scorer.open(self.scorer.rewards, rows, groups)
         self._progress.begin("rollout", len(rows), copies=self._backend.groups.count)
         with self._monitor.barrier_after("rolls out"), scoring:
             with metrics.time("time/rollout"), self._passes.show_sampler():

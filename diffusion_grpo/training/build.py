@@ -78,7 +78,6 @@ def build(
     inputs: PipelineInputs,
     runtime: Runtime,
     *,
-    model: nn.Module,
     read_rows: Callable[[list[int]], Rows],
     state: Callable[[], TrainerState],
 ) -> Built:
@@ -114,10 +113,8 @@ def build(
     )
     loader = RolloutLoader(generator, args, backend, read_rows)
     update = PolicyUpdate(args, learner, policy, runtime)
-    evaluator = Evaluator(
-        args, policy, rewards, learner, runtime, scorer=scorer, generator=generator, loader=loader, passes=passes
-    )
-    checkpointer = Checkpointer(args, model, policy, learner, loader)
+    evaluator = Evaluator(args, policy, rewards, learner, runtime, generator=generator, loader=loader, passes=passes)
+    checkpointer = Checkpointer(args, policy, learner, loader)
     step_size = None  # the rate is that of the settings
     if args.target_change is not None:
         predict = functools.partial(passes.run, passes.predict_twice)

@@ -51,10 +51,8 @@ class DamagedCheckpoint(ResumeError):
 class Checkpointer:
     """Writer and reader of a checkpoint's weights: the policy's, and those beside it. Every process calls it."""
 
-    def __init__(
-        self, args: DiffusionGRPOConfig, model: nn.Module, policy: Policy, learner: Learner, loader: RolloutLoader
-    ):
-        self._model, self._policy, self._loader = model, policy, loader
+    def __init__(self, args: DiffusionGRPOConfig, policy: Policy, learner: Learner, loader: RolloutLoader):
+        self._model, self._policy, self._loader = learner.model, policy, loader
         self._weights, self._average, self._old_policy = learner.weights, learner.average, learner.old_policy
         self._reference, self._values = learner.reference if args.sync_ref_model else None, learner.values
         self._is_writer, self._pushes_samples = args.should_save, args.push_samples

@@ -36,7 +36,6 @@ from ..rollout.loader import RolloutLoader
 from ..rollout.passes import Passes
 from ..rollout.runtime import Runtime
 from ..rollout.score import (
-    RewardScorer,
     cosine_distance,
     embed_samples,
     find_embedders,
@@ -108,14 +107,13 @@ class Evaluator:
         learner: Learner,
         runtime: Runtime,
         *,
-        scorer: RewardScorer,
         generator: RolloutGenerator,
         loader: RolloutLoader,
         passes: Passes,
     ):
         self._args, self._policy, self._inputs, self._generator = args, policy, generator.inputs, generator
-        self._rewards, self._weights = scorer.rewards + rewards.evaluated, torch.tensor(rewards.weights)
-        self._scorer, self._loader, self._passes, self._average = scorer, loader, passes, learner.average
+        self._rewards, self._weights = generator.scorer.rewards + rewards.evaluated, torch.tensor(rewards.weights)
+        self._scorer, self._loader, self._passes, self._average = generator.scorer, loader, passes, learner.average
         # none in full training with beta=0, where it would need a second copy of the weights
         self._has_reference = learner.reference is not None and not policy.draws_tokens
         self._backend, self._monitor = runtime.backend, runtime.monitor

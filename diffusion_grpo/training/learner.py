@@ -24,6 +24,7 @@ from .preflight import RunRewards
 class Learner:
     """The trained weights of a run, their algorithm, and the weights that accompany them."""
 
+    model: nn.Module
     weights: TrainedWeights
     algorithm: Algorithm
     reference: AdapterReference | CopiedReference | None
@@ -59,6 +60,7 @@ def make_learner(
     algorithm = make_algorithm(args, networks, rewards)
     decay = algorithm.old_decay
     return Learner(
+        model=model,
         weights=weights,
         algorithm=algorithm,
         reference=reference,

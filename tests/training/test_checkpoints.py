@@ -71,9 +71,9 @@ class Loader:
 def make(log, *, has_average=False, has_old_policy=False, has_reference=False, is_writer=True):
     return Checkpointer(
         SimpleNamespace(sync_ref_model=True, should_save=is_writer, push_samples=False),
-        "model",
         SimpleNamespace(pipe=None, component=("transformer",)),
         SimpleNamespace(
+            model="model",
             weights=Weights(log),
             average=Average(log) if has_average else None,
             old_policy=Average(log) if has_old_policy else None,
