@@ -202,7 +202,8 @@ def _find_silent(args: Sizes) -> Iterator[str]:
             f"multi_objective_aggregation='loss_per_reward' works on recorded steps only; with loss_type="
             f"{args.loss_type!r} use normalize_then_sum."
         )
-    if args.takes_gradients and (name := _find_changed(args, ["multi_objective_aggregation", "best_of_n"])):
+    of_groups = ["multi_objective_aggregation", "best_of_n", "drop_zero_advantages"]
+    if args.takes_gradients and (name := _find_changed(args, of_groups)):
         yield f"{name} has no meaning for loss_type={args.loss_type!r}, which differentiates a sum; leave it out."
 
 

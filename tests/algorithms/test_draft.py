@@ -203,6 +203,7 @@ def test_what_cannot_be_differentiated_is_refused(tmp_path):
         {"best_of_n": 2, "num_generations": 4},
         {"samples_per_latent": "group", "num_generations": 4},
         {"multi_objective_aggregation": "product_then_normalize"},
+        {"drop_zero_advantages": True},
         {"trained_steps": [5, 11]},
     ):
         name = next(iter(settings))
