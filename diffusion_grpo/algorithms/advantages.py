@@ -329,24 +329,24 @@ def load_advantage_fn(path: str | AdvantageFunction | None) -> AdvantageFunction
     """Import an advantage function (docs/algorithms/own.md)."""
     if path is None:
         return None
-    found: Any = path
+    function: Any = path
     if isinstance(path, str):
         try:
-            found = pkgutil.resolve_name(path)
+            function = pkgutil.resolve_name(path)
         except (ImportError, AttributeError, ValueError) as error:
             raise ValueError(
                 f"advantage_fn={path!r} cannot be imported ({error}); give the dotted path of a function, "
                 "my_package.my_advantages."
             ) from error
-    if not callable(found):
-        raise ValueError(f"advantage_fn={path!r} is a {type(found).__name__}; give the path of a function.")
+    if not callable(function):
+        raise ValueError(f"advantage_fn={path!r} is a {type(function).__name__}; give the path of a function.")
     try:
-        inspect.signature(found).bind(None, None, weights=None, batches=None)
+        inspect.signature(function).bind(None, None, weights=None, batches=None)
     except TypeError as error:
         raise ValueError(
             f"advantage_fn={path!r} must take (rewards, groups, *, weights, batches): {error}."
         ) from error
-    return found
+    return function
 
 
 def apply_advantage_fn(

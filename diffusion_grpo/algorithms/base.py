@@ -74,11 +74,11 @@ class DriftLimit:
         """Refuse a drift above the limit, or only warn about it, once, if there is an explanation."""
         if self._limit is None or drift <= self._limit:
             return
-        found = f"{what} off by {drift:.1e}, more than max_ratio_error={self._limit:.0e}"
+        deviation = f"{what} off by {drift:.1e}, more than max_ratio_error={self._limit:.0e}"
         if explanation is None or not math.isfinite(drift):
-            raise RatioError(f"{found}: {remedy}")
+            raise RatioError(f"{deviation}: {remedy}")
         if not self._has_warned:
-            logger.warning("%s; %s", found, explanation)
+            logger.warning("%s; %s", deviation, explanation)
         self._has_warned = True
 
 
@@ -109,12 +109,12 @@ def summarise_samples(
             metrics[name] = values.item()
             continue
         kept = values.detach() if weights is None else values.detach()[(weights > 0).to(values.device)]
-        found = kept[~kept.isnan()].double()
-        if len(found) < len(kept):
-            counts[name] = len(found)
-        if len(found):
+        known = kept[~kept.isnan()].double()
+        if len(known) < len(kept):
+            counts[name] = len(known)
+        if len(known):
             end = name.rpartition("/")[2]
-            metrics[name] = {"min": found.min, "max": found.max}.get(end, found.mean)().item()
+            metrics[name] = {"min": known.min, "max": known.max}.get(end, known.mean)().item()
     return metrics, counts
 
 

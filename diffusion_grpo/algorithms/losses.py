@@ -376,8 +376,10 @@ def sum_loss(loss: Loss, inputs: LossInputs, weights: torch.Tensor | None) -> Lo
     if not isinstance(output, LossOutput):
         raise TypeError(f"{name} returned a {type(output).__name__}; it must return LossOutput(loss, metrics).")
     if not torch.is_tensor(output.loss) or output.loss.ndim:
-        found = f"of shape {tuple(output.loss.shape)}" if torch.is_tensor(output.loss) else repr(output.loss)
-        raise TypeError(f"{name} returned the loss {found}; it must return the mean over the samples, as one tensor.")
+        returned = f"of shape {tuple(output.loss.shape)}" if torch.is_tensor(output.loss) else repr(output.loss)
+        raise TypeError(
+            f"{name} returned the loss {returned}; it must return the mean over the samples, as one tensor."
+        )
     if inputs.log_prob.requires_grad and not output.loss.requires_grad:
         raise TypeError(f"{name} returned a loss without a gradient; compute it from inputs.log_prob or inputs.mean.")
     if weights is None:

@@ -36,15 +36,15 @@ RENAMED_LOSSES = {
 
 def find_algorithm(loss_type: str | Loss | type[Algorithm]) -> type[Algorithm] | Loss:
     """Return the algorithm's class, or the loss function, that `loss_type` names."""
-    found = _import_algorithm(loss_type) if isinstance(loss_type, str) else loss_type
-    if not callable(found):
-        raise ValueError(f"The loss '{loss_type}' is a {type(found).__name__}, but a loss must be callable.")
-    if inspect.isclass(found) and Algorithm not in found.__mro__:  # a protocol, which issubclass does not take
+    algorithm = _import_algorithm(loss_type) if isinstance(loss_type, str) else loss_type
+    if not callable(algorithm):
+        raise ValueError(f"The loss '{loss_type}' is a {type(algorithm).__name__}, but a loss must be callable.")
+    if inspect.isclass(algorithm) and Algorithm not in algorithm.__mro__:  # a protocol, which issubclass does not take
         raise ValueError(
             f"The class '{loss_type}' does not inherit from diffusion_grpo.algorithms.base.Algorithm; inherit from it "
             "and define passes and loss, or give the path of a loss function."
         )
-    return found
+    return algorithm
 
 
 def _import_algorithm(name: str) -> Any:
@@ -67,8 +67,8 @@ def _import_algorithm(name: str) -> Any:
 
 def find_recording(loss_type: str | Loss | type[Algorithm]) -> Recording:
     """Return what the algorithm or loss that `loss_type` names needs recorded of a rollout."""
-    found = find_algorithm(loss_type)
-    return found.recording if inspect.isclass(found) else record_for_loss(found)
+    algorithm = find_algorithm(loss_type)
+    return algorithm.recording if inspect.isclass(algorithm) else record_for_loss(algorithm)
 
 
 def check_loss_kwargs(
@@ -101,10 +101,10 @@ def check_loss_kwargs(
 
 def check_run_settings(loss_type: str | Loss | type[Algorithm], changed: dict[str, str]) -> None:
     """Refuse settings of the run that a class of the user's own does not take and would silently ignore."""
-    found = find_algorithm(loss_type)
-    if not inspect.isclass(found):
+    algorithm = find_algorithm(loss_type)
+    if not inspect.isclass(algorithm):
         return
-    taken = inspect.signature(found).parameters
+    taken = inspect.signature(algorithm).parameters
     for name, setting in changed.items():
         if name not in taken:
             raise ValueError(
@@ -118,12 +118,12 @@ def load_algorithm(
 ) -> Algorithm:
     """Make the algorithm: [`~diffusion_grpo.algorithms.grpo.GRPO`] around a loss function, or the class itself."""
     check_loss_kwargs(loss_type, loss_kwargs, run.get("anchor", "own"))
-    found, given = find_algorithm(loss_type), loss_kwargs or {}
-    if inspect.isclass(found):
-        named = inspect.signature(found).parameters
-        return found(**given, **{name: value for name, value in run.items() if name in named})
+    algorithm, given = find_algorithm(loss_type), loss_kwargs or {}
+    if inspect.isclass(algorithm):
+        named = inspect.signature(algorithm).parameters
+        return algorithm(**given, **{name: value for name, value in run.items() if name in named})
     run.pop("score_pixels", None)
-    return GRPO(functools.partial(found, **given) if given else found, **run)
+    return GRPO(functools.partial(algorithm, **given) if given else algorithm, **run)
 
 
 def _run_settings() -> set[str]:

@@ -67,13 +67,13 @@ def read_experiment(path: str | Path) -> dict[str, Any]:
     if not Path(path).is_file():
         raise ValueError(f"there is no file {path}.")
     try:
-        found = json.loads(read_text(path))
+        experiment = json.loads(read_text(path))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}.") from error
     lists = ("columns", "rows")
-    if not isinstance(found, dict) or not all(isinstance(found.get(name), list) for name in lists):
+    if not isinstance(experiment, dict) or not all(isinstance(experiment.get(name), list) for name in lists):
         raise ValueError(f"{path} holds no experiment; expected an object with the lists `columns` and `rows`.")
-    return found
+    return experiment
 
 
 NAME = re.compile(r"[\w.]+")  # a name of a layer, not an expression or `all-linear`

@@ -129,12 +129,12 @@ def gather_means(
         for name, v in metrics.items()
         if v
     }
-    found, every = {}, gather_json(accelerator, own)
+    combined, every = {}, gather_json(accelerator, own)
     for name in sorted(set().union(*every)):
         parts = [each[name] for each in every if name in each]
-        found[name] = sum(part[0] for part in parts) / sum(part[1] for part in parts)
+        combined[name] = sum(part[0] for part in parts) / sum(part[1] for part in parts)
         if name in largest:
-            found[name] = max(part[2] for part in parts)
+            combined[name] = max(part[2] for part in parts)
         if name in smallest:
-            found[name] = min(part[3] for part in parts)
-    return found
+            combined[name] = min(part[3] for part in parts)
+    return combined

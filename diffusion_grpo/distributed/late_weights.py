@@ -66,18 +66,18 @@ def read_late(names: Collection[str]) -> Iterator[None]:
 def find_dtype(state_dict: dict[str, Tensor] | None, files: Iterable[str | Path]) -> torch.dtype | None:
     """Return the narrowest dtype that holds all floating-point weights of a network's files exactly."""
     if isinstance(state_dict, dict):
-        found = {tensor.dtype for tensor in state_dict.values() if tensor.is_floating_point()}
+        dtypes = {tensor.dtype for tensor in state_dict.values() if tensor.is_floating_point()}
     else:
-        found = set()
+        dtypes = set()
         for path in files or ():
             if not str(path).endswith(".safetensors"):
                 return None
             with safe_open(path, framework="pt") as file:
                 kinds = {file.get_slice(name).get_dtype() for name in file.keys()}
-            found |= {STORED.get(kind) for kind in kinds if kind.startswith(("F", "BF"))}  # others are integers
-    if not found or not found <= set(STORED.values()):
+            dtypes |= {STORED.get(kind) for kind in kinds if kind.startswith(("F", "BF"))}  # others are integers
+    if not dtypes or not dtypes <= set(STORED.values()):
         return None
-    return found.pop() if len(found) == 1 else torch.float32
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
 
 # Stand-ins

@@ -248,13 +248,13 @@ def measure_update(
 
 def _decode_with_gradient(policy: Policy, inputs: dict[str, Any], trajectory: Trajectory, step: int) -> Tensor:
     """Return what the decoder makes of the most steps that have a gradient; rewards would keep more."""
-    entered, steps, found = trajectory.latents[:, 0], torch.full_like(trajectory.steps, step), []
+    entered, steps, tensors = trajectory.latents[:, 0], torch.full_like(trajectory.steps, step), []
     seeds, count = (trajectory.seeds, trajectory.initial_seeds), trajectory.num_inference_steps
     samples = CleanSamples(entered, steps, *seeds, count, tokens=trajectory.tokens, entered=entered)
 
     def watched(decode: Callable) -> Callable:
         def run(*args: Any, **kwargs: Any) -> Any:
-            found.extend(leaf for leaf in pytree.tree_leaves(decode(*args, **kwargs)) if torch.is_tensor(leaf))
+            tensors.extend(leaf for leaf in pytree.tree_leaves(decode(*args, **kwargs)) if torch.is_tensor(leaf))
             raise StepScored  # later code needs the values of pixels
 
         return run
@@ -264,7 +264,7 @@ def _decode_with_gradient(policy: Policy, inputs: dict[str, Any], trajectory: Tr
             stack.enter_context(replace_attribute(part, "decode", watched(part.decode)))
         stack.enter_context(contextlib.suppress(StepScored))
         policy.finish(inputs, samples)
-    return found[0]
+    return tensors[0]
 
 
 def _measure_tokens(

@@ -221,7 +221,7 @@ def policy_component(pipe: DiffusionPipeline, component: str | Sequence[str] | N
         return tuple(names)
     raise UnsupportedPipeline(
         f"{type(pipe).__name__} has {missing}; set train_component to one of its modules: "
-        f"{', '.join(name for name, found in is_network.items() if found)}."
+        f"{', '.join(name for name, is_there in is_network.items() if is_there)}."
     )
 
 

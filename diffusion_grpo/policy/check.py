@@ -139,10 +139,10 @@ def _square_gradients(value: Tensor, parameters: list[nn.Parameter]) -> Tensor:
     """Return the sum of the squared gradients of `value`; NaN if no gradient reaches the parameters."""
     if not value.requires_grad:
         return torch.tensor(float("nan"))
-    found: list[Tensor] = []
+    squares: list[Tensor] = []
 
     def take(parameter: nn.Parameter) -> None:
-        found.append(parameter.grad.float().square().sum().cpu())
+        squares.append(parameter.grad.float().square().sum().cpu())
         parameter.grad = None  # at once: together they would take as much memory as the weights
 
     hooks = [parameter.register_post_accumulate_grad_hook(take) for parameter in parameters]
@@ -151,7 +151,7 @@ def _square_gradients(value: Tensor, parameters: list[nn.Parameter]) -> Tensor:
     finally:
         for hook in hooks:
             hook.remove()
-    return torch.stack(found).sum() if found else torch.tensor(float("nan"))
+    return torch.stack(squares).sum() if squares else torch.tensor(float("nan"))
 
 
 def _inner_error(error: Exception) -> str:

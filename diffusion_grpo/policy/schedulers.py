@@ -195,10 +195,10 @@ def stochastic_scheduler(
     name = type(scheduler).__name__
     if sde_type != "auto" and sde_type not in SDES:
         raise ValueError(f"sde_type must be auto or one of {', '.join(SDES)}, got {sde_type!r}.")
-    found = _kind(scheduler)
-    if found is None:
+    match = _kind(scheduler)
+    if match is None:
         raise _refusal(scheduler)
-    kind, base = found
+    kind, base = match
     fitting = [each.name for each in sdes_of(kind.coordinates)]
     if sde_type != "auto" and sde_type not in fitting:
         raise ValueError(f"sde_type={sde_type!r} does not fit {name}; use auto or one of {', '.join(fitting)}.")

@@ -407,10 +407,10 @@ class StepDistribution:
 
     def loss_inputs(self, reference: "StepDistribution | None") -> dict[str, Tensor | None]:
         """Return the inputs of a loss in addition to the log-probability."""
-        found = {"mean": self.mean, "std": self.std, "ref_mean": reference and reference.mean}
+        inputs = {"mean": self.mean, "std": self.std, "ref_mean": reference and reference.mean}
         if self.scale is not None:
-            found |= {"noise": self.scale.std, "jacobian": self.scale.jacobian, "moving": self.scale.moving}
-        return found
+            inputs |= {"noise": self.scale.std, "jacobian": self.scale.jacobian, "moving": self.scale.moving}
+        return inputs
 
     def divergence(self, mean: Tensor) -> Tensor:
         """Return the (batch,) KL divergence from a step with another mean, averaged over the elements that move."""

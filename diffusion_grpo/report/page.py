@@ -159,36 +159,36 @@ def make_watched_table(run: Run) -> list[tuple[str, float, float | None, float, 
 
 def list_findings(run: Run) -> list[str]:
     """List what a careful reader would notice: replay errors, groups without signal, a reward that fell."""
-    found = []
+    findings = []
     errors = [entry["ratio/max_error"] for entry in run.train if "ratio/max_error" in entry]
     if errors and max(errors) > 1e-5:
-        found.append(
+        findings.append(
             f"The first ratio after a rollout is off by up to {format_number(max(errors))}: rollout and replay differ "
             "(see the troubleshooting page)."
         )
     silent = [entry["frac_reward_zero_std"] for entry in run.train if "frac_reward_zero_std" in entry][-5:]
     if silent and sum(silent) / len(silent) > 0.5:
-        found.append(
+        findings.append(
             "In the last rollouts more than half of the groups had equal rewards and taught nothing. If the samples "
             "look alike, raise noise_level or num_trained_steps."
         )
     passed = run.info.get("stopped") or find_passed_limit(run.train)
-    found += [f"{passed} {LOOK}"] if passed else []
+    findings += [f"{passed} {LOOK}"] if passed else []
     if run.prompts["eval_in_train"]:
-        found.append(
+        findings.append(
             f"The evaluations are on {describe_prompts(run.prompts)}: they do not say how well the model does on new "
             "prompts."
         )
     if run.published_after not in (None, run.updates):
-        found.append(f"The weights are those of the best evaluation, {format_updates(run.published_after)}.")
+        findings.append(f"The weights are those of the best evaluation, {format_updates(run.published_after)}.")
     if len(run.evaluations) < 2:
-        found.append(
+        findings.append(
             "There are fewer than two evaluations, so nothing can be said about what was learned; set eval_dataset "
             "and eval_strategy: steps."
         )
-        return found
+        return findings
     changes = [describe_finding(run, name) for name in ["reward", *run.reward_names]]
-    return found + [sentence for sentence in changes if sentence is not None]
+    return findings + [sentence for sentence in changes if sentence is not None]
 
 
 def describe_finding(run: Run, name: str) -> str | None:

@@ -211,19 +211,19 @@ def dense_score(
     matched: list[list[Detection] | None] = []
     for part in include:
         label, count = part["class"], part["count"]
-        found = objects.get(label, [])
-        parts.append(1 - abs(count - len(found)) / count)
-        holds = len(found) == count
+        labelled = objects.get(label, [])
+        parts.append(1 - abs(count - len(labelled)) / count)
+        holds = len(labelled) == count
         if not holds and part.keys() & {"color", "position"}:
             parts.append(0.0)
         if holds and "color" in part:
-            right = name_colors(found, label).count(part["color"])
+            right = name_colors(labelled, label).count(part["color"])
             parts.append(1 - abs(count - right) / count)
             holds = right == count
         if holds and "position" in part:
             side, others = part["position"][0], matched[int(part["position"][1])]
-            holds = others is not None and all(side in find_relations(a, b, margin) for a in found for b in others)
+            holds = others is not None and all(side in find_relations(a, b, margin) for a in labelled for b in others)
             # a wrong position counts half, because Flow-GRPO's server adds a 1 in either case
             parts += [1.0] if holds else [0.0] if others is None else [0.0, 1.0]
-        matched.append(found if holds else None)
+        matched.append(labelled if holds else None)
     return sum(parts) / len(parts) if parts else 0.0

@@ -188,13 +188,13 @@ class TransformersDetector(ModelReward):
         results = self.processor.post_process_instance_segmentation(
             outputs, threshold=self.min_score, target_sizes=sizes, return_binary_maps=True
         )
-        found: list[list[Detection]] = [[] for _ in results]
-        for own, result in zip(found, results, strict=True):
+        masks: list[list[Detection]] = [[] for _ in results]
+        for own, result in zip(masks, results, strict=True):
             for number, part in enumerate(result["segments_info"]):  # without segments, there are no masks either
                 for name in names.get(part["label_id"], ()):
                     mask = result["segmentation"][number].bool().cpu().numpy()
                     own.append(Detection(name, float(part["score"]), _box(mask), mask))
-        return found
+        return masks
 
 
 @dataclasses.dataclass(eq=False)
@@ -277,18 +277,18 @@ def name_pixel_colors(image: Image.Image, objects: list[Detection], label: str) 
     """Return the named colour nearest (in CIELAB) to each object's median colour; "" for a box outside the image."""
     pixels, names = np.asarray(image.convert("RGB")), list(NAMED)
     known = _lab(np.array(list(NAMED.values())))
-    found = []
+    pixel_names = []
     for detection in objects:
         left, top, right, bottom = detection.box
         width, height = (right - left) / 4, (bottom - top) / 4
         rows, columns = _pixels_between(top + height, bottom - height), _pixels_between(left + width, right - width)
         inside = pixels[rows, columns].reshape(-1, 3) if detection.mask is None else pixels[detection.mask]
         if not len(inside):
-            found.append("")
+            pixel_names.append("")
             continue
         distance = np.linalg.norm(known - _lab(np.median(inside, axis=0)), axis=1)
-        found.append(names[int(distance.argmin())])
-    return found
+        pixel_names.append(names[int(distance.argmin())])
+    return pixel_names
 
 
 def _pixels_between(low: float, high: float) -> slice:

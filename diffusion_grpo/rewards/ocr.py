@@ -106,8 +106,8 @@ def find_wanted(prompts: list[str], target_column: str | None, columns: dict[str
 
 def find_quoted(prompt: str) -> str | None:
     """Return the first text in double quotes, straight or typographic, or `None`."""
-    found = QUOTED.search(prompt)
-    return found and (found.group(1) or found.group(2))
+    match = QUOTED.search(prompt)
+    return match and (match.group(1) or match.group(2))
 
 
 def similarity(reading: str, wanted: str) -> float:
@@ -128,10 +128,10 @@ MATCHES = {"edit": similarity, "exact": lambda reading, wanted: float(reading ==
 def edit_distance(reading: str, wanted: str) -> int:
     """Return the Levenshtein distance, the number of letters to insert, delete or replace."""
     row = list(range(len(wanted) + 1))
-    for i, found in enumerate(reading, start=1):
+    for i, other in enumerate(reading, start=1):
         diagonal, row[0] = row[0], i
         for j, letter in enumerate(wanted, start=1):
-            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (found != letter))
+            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (other != letter))
     return row[-1]
 
 
@@ -156,8 +156,8 @@ def read_scenes(images: list[Image.Image]) -> list[str]:
     engine = load_scene_reader()
     readings = []
     for image in images:
-        found = engine(np.asarray(image.convert("RGB"))[:, :, ::-1])  # BGR, as in OpenCV
-        readings.append(" ".join(found.txts or ()))
+        result = engine(np.asarray(image.convert("RGB"))[:, :, ::-1])  # BGR, as in OpenCV
+        readings.append(" ".join(result.txts or ()))
     return readings
 
 
@@ -166,8 +166,8 @@ def read_with_paddle(images: list[Image.Image], options: dict[str, Any] | None =
     engine = load_paddle(json.dumps(options or {}, sort_keys=True))
     readings = []
     for image in images:
-        (found,) = engine.predict(np.asarray(image.convert("RGB"))[:, :, ::-1])  # BGR
-        readings.append(" ".join(found["rec_texts"]))
+        (result,) = engine.predict(np.asarray(image.convert("RGB"))[:, :, ::-1])  # BGR
+        readings.append(" ".join(result["rec_texts"]))
     return readings
 
 

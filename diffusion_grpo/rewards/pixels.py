@@ -111,9 +111,9 @@ def _color(pixels: Tensor, prompt: str) -> Tensor:
 def find_color_name(prompt: str) -> str | None:
     """Return the first colour name outside double quotes, straight or typographic, or `None`."""
     outside = re.sub(r'"[^"]*"|[“„][^“”„]*[“”]', " ", prompt)
-    for found in re.findall(r"[a-z]+", outside.lower()):
-        if found in COLORS:
-            return found
+    for word in re.findall(r"[a-z]+", outside.lower()):
+        if word in COLORS:
+            return word
     return None
 
 

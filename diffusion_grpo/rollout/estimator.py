@@ -173,5 +173,5 @@ def measure_spread(name: str, values: Tensor) -> dict[str, float]:
     values = values[~values.isnan()].double()
     if len(values) < 2:
         return {}
-    found = {"min": values.min(), "max": values.max(), "std": values.std()}
-    return {f"spread/{name}_{key}": value.item() for key, value in found.items()}
+    statistics = {"min": values.min(), "max": values.max(), "std": values.std()}
+    return {f"spread/{name}_{key}": value.item() for key, value in statistics.items()}

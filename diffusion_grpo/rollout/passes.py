@@ -128,7 +128,7 @@ class Passes:
     @torch.no_grad()
     def predict_clean(self, batch: MicroBatch) -> list[Tensor]:
         """Return the current policy's prediction of each re-noised sample, one (steps, ...) tensor per sample."""
-        found: list[list[Tensor]] = [[] for _ in batch.samples]
+        predictions: list[list[Tensor]] = [[] for _ in batch.samples]
         parts = batch.parts
         for (number, step), is_own in self._passes(batch):
             whole = parts[number]
@@ -138,8 +138,8 @@ class Passes:
             indices = [index for index, kept in zip(batch.calls[number], is_trained.tolist(), strict=True) if kept]
             if is_own:  # not a pass repeated to keep processes in step
                 for index, sample in zip(indices, clean, strict=True):
-                    found[index].append(sample.to(batch.samples[index].latents))
-        return [torch.stack(steps) for steps in found]
+                    predictions[index].append(sample.to(batch.samples[index].latents))
+        return [torch.stack(steps) for steps in predictions]
 
     @torch.no_grad()
     def predict_twice(self, batch: MicroBatch) -> list[tuple[Tensor, Tensor]]:
@@ -171,9 +171,9 @@ class Passes:
         def measure(places: list[tuple[int, int]], part: Part, step: int) -> Tensor:
             distance, others = self._compare_pass(part, step)
             for name, values in others.items():
-                found = compared.setdefault(name, torch.full_like(batch.old_log_probs, torch.nan))
+                by_pass = compared.setdefault(name, torch.full_like(batch.old_log_probs, torch.nan))
                 for (index, column), value in zip(places, values.tolist(), strict=True):
-                    found[index, column] = value
+                    by_pass[index, column] = value
             return distance
 
         divergences = self._measure(batch, measure)
@@ -193,16 +193,16 @@ class Passes:
 
     def rollout_divergences(self, rows: Rows, samples: list[Trajectory]) -> Tensor:
         """Return (samples, steps) KL divergences from the reference, in the batches of the rollout."""
-        size, found = self._args.rollout_call_size, []
+        size, parts = self._args.rollout_call_size, []
         for start in range(0, len(rows), size):
             own, part = rows[start : start + size], samples[start : start + size]
             old = torch.cat([sample.log_probs for sample in part])
             batch = MicroBatch(own, part, self._inputs.parts(own), torch.zeros(len(own)), old, self._inputs)
             divergences, compared = self.compare(batch)
-            found.append(divergences)
+            parts.append(divergences)
             for name, value in compared.items() if self._args.beta == 0 else ():  # else updates measure them
                 self._metrics.add(name, value, len(batch))
-        return torch.cat(found)
+        return torch.cat(parts)
 
     @torch.no_grad()
     def _measure(self, batch: MicroBatch, measure: Callable[..., Tensor], passes: int | None = None) -> Tensor:
@@ -215,11 +215,11 @@ class Passes:
         for (number, step), _ in self._passes(batch)[:passes]:  # a repeated pass gives the same values
             indices, whole = batch.calls[number], parts[number]
             part = whole.at_step(step)
-            found = values[indices]
+            measured = values[indices]
             where = whole.trajectory.steps == step
             places = [(indices[row], column) for row, column in where.nonzero().tolist()]
-            found[where] = measure(places, part, step).to(found)
-            values[indices] = found
+            measured[where] = measure(places, part, step).to(measured)
+            values[indices] = measured
         return values
 
     def _passes(self, batch: MicroBatch) -> list[tuple[tuple[int, int], bool]]:

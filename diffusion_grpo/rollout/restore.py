@@ -71,14 +71,14 @@ def restore_buffer(
     else:
         positions = shares[0].positions
     where = {position: (share, index) for share in shares for index, position in enumerate(share.positions.tolist())}
-    found = [where[position] for position in positions.tolist()]
+    places = [where[position] for position in positions.tolist()]
     rows = read_rows([order.row_indices[position] for position in positions.tolist()])
-    check_rows(folder, [share.rows[index] for share, index in found], rows, inputs)
+    check_rows(folder, [share.rows[index] for share, index in places], rows, inputs)
 
     def column(name: str) -> Tensor | None:
         if name not in shares[0].tensors:
             return None
-        values = [share.tensors[name][index] for share, index in found]
+        values = [share.tensors[name][index] for share, index in places]
         if name == "old_log_probs":  # of texts, as long as the longest in their file
             longest = max(value.shape[-1] for value in values)
             values = [functional.pad(value, (0, longest - value.shape[-1])) for value in values]
@@ -88,7 +88,7 @@ def restore_buffer(
     advantages = SampleAdvantages(
         column("advantages"), None if targets["states"] is None else ValueTargets(**targets), column("weights")
     )
-    samples = [share.sample(index) for share, index in found]
+    samples = [share.sample(index) for share, index in places]
     if isinstance(samples[0], TokenTrajectory):  # as long as the longest in their files
         samples = TokenTrajectory.align(samples)
     buffer = RolloutBuffer(rows, samples, advantages, inputs, order, positions)

@@ -187,8 +187,8 @@ def embed_samples(reward: Reward, samples: list[Any]) -> Tensor:
     videos = [sample if isinstance(sample, list) else [sample] for sample in as_images(samples)]
     chosen = [[video[place] for place in frame_positions(FRAMES, len(video))] for video in videos]
     images = [copy_value(frame) for frames in chosen for frame in frames]
-    found = torch.as_tensor(reward.function.embed(images)).float().cpu()
-    return torch.stack([part.mean(0) for part in found.split([len(frames) for frames in chosen])])
+    embeddings = torch.as_tensor(reward.function.embed(images)).float().cpu()
+    return torch.stack([part.mean(0) for part in embeddings.split([len(frames) for frames in chosen])])
 
 
 # What a rollout leaves to learn

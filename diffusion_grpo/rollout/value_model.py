@@ -140,14 +140,14 @@ def reduce_states(trajectory: Trajectory, conditions: Tensor) -> Tensor:
 def reduce_calls(samples: list[Trajectory], conditions: list[Tensor], calls: list[list[int]]) -> Tensor:
     """Return the states of samples that may differ in shape, in the order of the samples."""
     order = [index for indices in calls for index in indices]
-    found = dict(zip(order, torch.cat(conditions), strict=True))
-    return torch.cat([reduce_states(sample, found[index][None]) for index, sample in enumerate(samples)])
+    by_sample = dict(zip(order, torch.cat(conditions), strict=True))
+    return torch.cat([reduce_states(sample, by_sample[index][None]) for index, sample in enumerate(samples)])
 
 
 @contextlib.contextmanager
 def record_conditions(policy: DenoisingPolicy) -> Iterator[list[Tensor]]:
     """Record the conditions that the policy's networks get, in every rollout inside the context."""
-    found: list[Tensor] = []
+    recorded: list[Tensor] = []
     calls: list[Tensor] = []
     last = None
 
@@ -159,14 +159,14 @@ def record_conditions(policy: DenoisingPolicy) -> Iterator[list[Tensor]]:
         if driver is not last:
             last = driver
             calls.clear()
-            found.append(torch.zeros(driver.count, CONDITIONS))
+            recorded.append(torch.zeros(driver.count, CONDITIONS))
         if driver.current == 0:
             calls.append(pool_conditions(args, kwargs, driver.count))
-            found[-1] = torch.stack(calls).mean(0)
+            recorded[-1] = torch.stack(calls).mean(0)
 
     hooks = [network.register_forward_pre_hook(note, with_kwargs=True) for network in policy.networks]
     try:
-        yield found
+        yield recorded
     finally:
         for hook in hooks:
             hook.remove()

@@ -54,10 +54,10 @@ class PolicyAverage(TrainerCallback):
 
     @torch.no_grad()
     def _measure(self) -> Tensor:
-        found = torch.zeros(2)
+        squares = torch.zeros(2)
         for share, value in zip(self.shares, self.weights.exact(), strict=True):
-            found += torch.stack([(share - value).float().square().sum(), share.float().square().sum()]).cpu()
-        return found
+            squares += torch.stack([(share - value).float().square().sum(), share.float().square().sum()]).cpu()
+        return squares
 
     @property
     def shares(self) -> list[Tensor]:

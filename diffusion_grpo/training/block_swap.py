@@ -155,8 +155,8 @@ class BlockSwap:
         if isinstance(saved, Tensor):
             return saved
         self._group_of[id(saved.weight)].wait()  # it may still be arriving
-        found = saved.weight.data.to(self._device, saved.dtype, non_blocking=True)
-        return found.as_strided(saved.size, saved.stride)
+        weight = saved.weight.data.to(self._device, saved.dtype, non_blocking=True)
+        return weight.as_strided(saved.size, saved.stride)
 
     @contextlib.contextmanager
     def _recompute(self, block: Callable) -> Iterator[None]:
@@ -218,9 +218,9 @@ class Group:
             return
         self._mover.onload_()
         self.is_present = True
-        found = {tensor.data_ptr(): tensor for tensor in self.tensors if tensor.numel()}
-        self._own = list(found)
-        self._addresses |= found
+        by_address = {tensor.data_ptr(): tensor for tensor in self.tensors if tensor.numel()}
+        self._own = list(by_address)
+        self._addresses |= by_address
 
     def wait(self) -> None:
         """Make computations from now on wait until the weights have arrived."""

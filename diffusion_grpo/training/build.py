@@ -151,7 +151,7 @@ def describe_model(
     """Return the entries of run.json about the model and the data once they are loaded."""
     pipe, component = policy.pipe, policy.component
     given = {*inputs.fixed, *(train_dataset.column_names if train_dataset is not None else [])}
-    found = {
+    entries = {
         "pipeline": type(pipe).__name__,
         "component": ", ".join(component),
         "prompts": count_prompts(train_dataset, eval_dataset, inputs.accepted),
@@ -159,13 +159,13 @@ def describe_model(
         "pipeline_tag": pipeline_tag(type(pipe), given),
         "evaluation_call": describe_call(inputs, eval_dataset or train_dataset),
     }
-    found |= {"prompts_hash": prompts} if (prompts := hash_prompts(train_dataset)) else {}
-    found |= {"dtype": dtype} if (dtype := name_half_dtype(pipe)) else {}
-    found |= {"quantized": methods} if (methods := describe_quantization(pipe)) else {}
+    entries |= {"prompts_hash": prompts} if (prompts := hash_prompts(train_dataset)) else {}
+    entries |= {"dtype": dtype} if (dtype := name_half_dtype(pipe)) else {}
+    entries |= {"quantized": methods} if (methods := describe_quantization(pipe)) else {}
     if hasattr(pipe, "sample_outputs"):
-        found["modular"] = {"output": pipe.sample_outputs[0], "scales": pipe.guidance_scales}
+        entries["modular"] = {"output": pipe.sample_outputs[0], "scales": pipe.guidance_scales}
     kept = list_kept_adapters(pipe, model, component)
-    return found | ({"kept_adapters": kept} if kept else {})
+    return entries | ({"kept_adapters": kept} if kept else {})
 
 
 def describe_call(inputs: PipelineInputs, data: Dataset | dict[str, Dataset] | None) -> dict[str, Any]:

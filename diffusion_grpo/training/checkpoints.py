@@ -216,8 +216,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """List the checkpoints in an output folder, the newest first."""
-    found = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in folder.glob("checkpoint-*")]
-    numbered = [(int(match[1]), path) for match, path in found if match and path.is_dir()]
+    matches = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in folder.glob("checkpoint-*")]
+    numbered = [(int(match[1]), path) for match, path in matches if match and path.is_dir()]
     return [path for _, path in sorted(numbered, reverse=True)]
 
 

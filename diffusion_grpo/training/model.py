@@ -239,8 +239,8 @@ def name_networks(args: DiffusionGRPOConfig) -> tuple[str, ...]:
 def choose_device(name: str | None) -> torch.device:
     """Return the device of this name; by default the accelerator if there is one that can train, else the CPU."""
     if name is None:
-        found = None if has_apple_gpu() else torch.accelerator.current_accelerator(check_available=True)
-        return found or torch.device("cpu")
+        accelerator = None if has_apple_gpu() else torch.accelerator.current_accelerator(check_available=True)
+        return accelerator or torch.device("cpu")
     try:
         return torch.device(name)
     except RuntimeError as error:

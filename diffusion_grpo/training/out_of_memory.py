@@ -41,7 +41,7 @@ def weigh_run(model: nn.Module, pipe: DiffusionPipeline, optimizer: Any, feed: R
     parts = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
     states = (getattr(optimizer, "state", None) or {}).values()
     samples = [] if feed.buffer is None else feed.buffer.samples
-    found = {
+    groups = {
         "parameters": list_weights(model),
         "gradients": (p.grad for p in model.parameters()),
         "optimizer": (x for state in states for x in state.values() if torch.is_tensor(x)),
@@ -50,7 +50,7 @@ def weigh_run(model: nn.Module, pipe: DiffusionPipeline, optimizer: Any, feed: R
     }
     counts = {
         name: count_bytes(x for x in tensors if x is not None and x.device.type == device)
-        for name, tensors in found.items()
+        for name, tensors in groups.items()
     }
     return dict(sorted(counts.items(), key=lambda item: -item[1]))
 

@@ -217,8 +217,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 def build_model(cls: Any, config: Any, weights: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:
     """Build a transformers model with exactly these weights."""
-    model, found = cls.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True)
-    wrong = {kind: sorted(found[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    model, report = cls.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True)
+    wrong = {kind: sorted(report[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}
     if any(wrong.values()):
         raise ValueError(f"The checkpoint does not fit {cls.__name__}: {wrong}.")
     return model
@@ -290,5 +290,5 @@ def compare(
     """Return the similarity of each image to its target; None for an image without one."""
     pairs = [(image, target) for image, target in zip(images, targets, strict=True) if target is not None]
     # `similarity` opens targets a batch at a time, because all of them may be more than memory holds
-    found = iter(similarity([image for image, _ in pairs], [other for _, other in pairs]))
-    return [None if target is None else next(found) for target in targets]
+    scores = iter(similarity([image for image, _ in pairs], [other for _, other in pairs]))
+    return [None if target is None else next(scores) for target in targets]

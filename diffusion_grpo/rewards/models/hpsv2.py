@@ -124,20 +124,20 @@ def clean_prompt(prompt: str) -> str:
 
 def convert_open_clip(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rename the weights of an open_clip ViT to the names of transformers' `CLIPModel`."""
-    found: dict[str, Tensor] = {}
+    converted: dict[str, Tensor] = {}
     for name, weight in weights.items():
         block = re.fullmatch(r"(visual\.)?transformer\.resblocks\.(\d+)\.(.+)", name)
         if name in NAMES:
-            found[NAMES[name]] = weight
+            converted[NAMES[name]] = weight
         elif name in PROJECTIONS:
-            found[PROJECTIONS[name]] = weight.T.contiguous()
+            converted[PROJECTIONS[name]] = weight.T.contiguous()
         elif block is None:
             raise ValueError(f"The checkpoint has {name!r}, which is not a weight of an open_clip ViT.")
         else:
             tower, layer, part = block.groups()
             prefix = f"{'vision' if tower else 'text'}_model.encoder.layers.{layer}"
-            found |= _block(prefix, part, weight)
-    return found
+            converted |= _block(prefix, part, weight)
+    return converted
 
 
 def _block(prefix: str, part: str, weight: Tensor) -> dict[str, Tensor]:

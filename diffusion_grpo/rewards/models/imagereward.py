@@ -98,11 +98,11 @@ class ImageReward(ModelReward):
 
 def vision_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rename the weights of BLIP's visual encoder to the names of transformers' `BlipVisionModel`."""
-    found = {}
+    converted = {}
     for name, weight in weights.items():
         layer, module, kind = re.fullmatch(r"(blocks\.\d+\.)?(.+?)(\.weight|\.bias)?", name).groups(default="")
-        found[layer.replace("blocks", "encoder.layers") + VISION[module] + kind] = weight
-    return found
+        converted[layer.replace("blocks", "encoder.layers") + VISION[module] + kind] = weight
+    return converted
 
 
 def vision_sizes(weights: dict[str, Tensor]) -> dict[str, Any]:

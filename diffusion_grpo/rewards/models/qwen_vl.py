@@ -190,8 +190,8 @@ def build_batch(
 def check_prompts(prompts: list[str]) -> list[str]:
     """Return the prompts if none contains a special token, which the model would not read as text."""
     for prompt in prompts:
-        if found := MARK.search(prompt):
-            raise ValueError(f"The prompt {prompt!r} contains {found[0]!r}, a special token of the model; remove it.")
+        if token := MARK.search(prompt):
+            raise ValueError(f"The prompt {prompt!r} contains {token[0]!r}, a special token of the model; remove it.")
     return prompts
 
 

@@ -61,8 +61,8 @@ class VideoAlign(QwenReward):
             keys = [_key(video, prompt) for video, prompt in zip(chosen, check_prompts(prompts), strict=True)]
             new = {key: row for row, key in enumerate(keys) if key not in self._known}
             rows = list(new.values())
-            found = self.in_batches(self._score, [chosen[row] for row in rows], [prompts[row] for row in rows])
-            known = self._known | dict(zip(new, found, strict=True))
+            scores = self.in_batches(self._score, [chosen[row] for row in rows], [prompts[row] for row in rows])
+            known = self._known | dict(zip(new, scores, strict=True))
             self._known = {key: known[key] for key in keys}
         return [known[key] for key in keys]
 
@@ -109,9 +109,9 @@ def _check_settings(settings: dict[str, Any], path: Path) -> dict[str, Any]:
         ("model_config", "use_special_tokens"): True,
     }
     for (part, name), value in expected.items():
-        found = settings.get(part, {}).get(name, value)
-        if found != value:
-            raise ValueError(f"{path} has {name}={found!r}; videoalign reads checkpoints with {value!r}.")
+        setting = settings.get(part, {}).get(name, value)
+        if setting != value:
+            raise ValueError(f"{path} has {name}={setting!r}; videoalign reads checkpoints with {value!r}.")
     neutral = {f"{name}_{moment}": float(moment == "std") for name in DIMENSIONS for moment in ("mean", "std")}
     return {**settings, "inference_config": settings.get("inference_config") or neutral}
 
@@ -151,12 +151,12 @@ def _add_lora(backbone: nn.Module, weights: dict[str, Tensor], settings: dict[st
     from accelerate import init_empty_weights
     from peft import LoraConfig, inject_adapter_in_model
 
-    found = {name.split(".lora_A.")[0]: value for name, value in weights.items() if ".lora_A." in name}
+    lora_weights = {name.split(".lora_A.")[0]: value for name, value in weights.items() if ".lora_A." in name}
     config = LoraConfig(
-        r=len(next(iter(found.values()))),
+        r=len(next(iter(lora_weights.values()))),
         lora_alpha=settings["lora_alpha"],
         use_rslora=settings.get("use_rslora", False),
-        target_modules=sorted(found),
+        target_modules=sorted(lora_weights),
     )
     with init_empty_weights(include_buffers=False):
         inject_adapter_in_model(config, backbone)

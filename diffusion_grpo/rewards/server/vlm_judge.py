@@ -197,9 +197,9 @@ class VlmJudge:
         text = (choice.get("message") or {}).get("content")
         if not isinstance(text, str):
             return None
-        found = [match[1] for match in re.finditer(self.pattern, text)]
+        numbers = [match[1] for match in re.finditer(self.pattern, text)]
         try:
-            value = float(found[-1])
+            value = float(numbers[-1])
         except (IndexError, TypeError, ValueError):
             warnings.warn(f"A reply of {self.model} holds no score: {text[-200:]!r}.", stacklevel=2)
             return None
