@@ -282,6 +282,13 @@ def prepare_model(
             is_able = hasattr(part, "decode") and getattr(part, "_supports_gradient_checkpointing", False)
             if args.takes_gradients and args.activation_checkpointing and is_able:
                 _enable_checkpointing(part, args.activation_checkpointing_kwargs or {})
+    # it casts the VAE to float32 for decoding and back before a backward pass could come
+    vae = getattr(pipe, "vae", None) if args.takes_gradients and hasattr(pipe, "upcast_vae") else None
+    if vae is not None and vae.dtype == torch.float16 and vae.config.force_upcast:
+        raise ValueError(
+            f"loss_type='draft': {type(pipe).__name__} casts a VAE in float16 to and fro, so no gradient can flow "
+            "through it; set bf16=True, or fp16=False."
+        )
     models = {name: _prepare_network(getattr(pipe, name), args, peft_config, adapter, backend) for name in component}
     family = family_of(pipe)
     if component == (family.language_model,):

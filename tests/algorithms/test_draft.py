@@ -193,6 +193,10 @@ def test_a_run_that_hacks_stops_by_default(tmp_path, caplog):
 
 
 def test_what_cannot_be_differentiated_is_refused(tmp_path):
+    pipe = tiny_pipelines.build("sdxl")[0]
+    pipe.vae.half().register_to_config(force_upcast=True)  # decoding casts its weights to float32 and back
+    with pytest.raises(ValueError, match="float16"):
+        trainer_for(tmp_path, "sdxl", rewards=blue, model=pipe, **SHORT)
     with pytest.raises(ValueError, match="'brightness' has none"):
         trainer_for(tmp_path, rewards=not_differentiable, **SHORT)
     with pytest.raises(ValueError, match="'blue' has none"):
