@@ -75,17 +75,17 @@ def check_loss_kwargs(
     loss_type: str | Loss | type[Algorithm], loss_kwargs: dict[str, Any] | None, anchor: Anchor = "own"
 ) -> None:
     """Refuse settings that the algorithm or loss does not have, and require those that it needs."""
-    given, own = loss_kwargs or {}, _own_parameters(find_algorithm(loss_type))
-    known = [name for name, parameter in own.items() if parameter.kind is not parameter.VAR_KEYWORD]
+    given, parameters = loss_kwargs or {}, _own_parameters(find_algorithm(loss_type))
+    known = [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
     for name in given:
         if name in _run_settings() and name not in known:
             raise ValueError(f"loss_kwargs: {name} comes from the run's own settings; leave it out here.")
-        if name not in known and len(known) == len(own):  # otherwise it takes any name
+        if name not in known and len(known) == len(parameters):  # otherwise it takes any name
             near = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             listed = f"it has {', '.join(known)}" if known else "it has none, so leave loss_kwargs out"
             raise ValueError(f"loss_kwargs: {loss_type} has no setting {name!r}; {listed}.{hint}")
-    missing = [name for name in known if own[name].default is inspect.Parameter.empty and name not in given]
+    missing = [name for name in known if parameters[name].default is inspect.Parameter.empty and name not in given]
     if missing:
         raise ValueError(f"loss_kwargs: {loss_type} needs {', '.join(missing)}; give {{{missing[0]}: ...}}.")
     if not given or loss_type not in ALGORITHMS:

@@ -75,9 +75,9 @@ def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
     start = words.index("train") + 1
     if words[start:] and not words[start].startswith("-"):
         start += 1
-    own = ("-h", "--help", "--list-settings")
+    flags = ("-h", "--help", "--list-settings")
     rest = words[start:]
-    return words[:start] + [word for word in rest if word in own], [word for word in rest if word not in own]
+    return words[:start] + [word for word in rest if word in flags], [word for word in rest if word not in flags]
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -72,8 +72,8 @@ class Sizes:
         saves = "save_strategy" not in self.given or saving == evaluating
         guards = self.stop_when or (self.stop_when is None and self.takes_gradients)  # `preflight.guard_gradients`
         if guards and evaluating != "no" and saves and "load_best_model_at_end" not in self.given:
-            own = {"load_best_model_at_end": True, "save_strategy": evaluating, "save_steps": self.eval_steps}
-            self.fill({name: value for name, value in own.items() if value is not None})
+            best = {"load_best_model_at_end": True, "save_strategy": evaluating, "save_steps": self.eval_steps}
+            self.fill({name: value for name, value in best.items() if value is not None})
 
     @property
     def micro_batches_per_rollout(self) -> int:

@@ -281,8 +281,8 @@ def group_by_shape(
             for name, value in row.items()
             if name in accepted
         )
-        own = None if describe_prompt is None else describe_prompt(row)
-        groups.setdefault((key, own), []).append(index)
+        prompt_shape = None if describe_prompt is None else describe_prompt(row)
+        groups.setdefault((key, prompt_shape), []).append(index)
     return list(groups.values())
 
 

@@ -128,7 +128,7 @@ class DistributedBackend:
     def _find_idle(self, networks: list[nn.Module]) -> list[nn.Module]:
         """Return the networks whose gradient, which was summed over the processes, is 0."""
         gradients = ((network, [p.grad for p in network.parameters() if p.grad is not None]) for network in networks)
-        return [network for network, own in gradients if not any(gradient.any() for gradient in own)]
+        return [network for network, tensors in gradients if not any(gradient.any() for gradient in tensors)]
 
     def begin_update(self, optimizer: Any) -> None:
         """Clear gradients that the last update left behind."""

@@ -124,12 +124,12 @@ def gather_means(
 ) -> dict[str, float]:
     """Return means over the values of all processes, each of which may have measured something else; a collective."""
     weights = {name: [1.0] * len(values) for name, values in metrics.items()} | dict(weights or {})
-    own = {
+    local = {
         name: (sum(map(operator.mul, v, weights[name])), sum(weights[name]), float(max(v)), float(min(v)))
         for name, v in metrics.items()
         if v
     }
-    combined, every = {}, gather_json(accelerator, own)
+    combined, every = {}, gather_json(accelerator, local)
     for name in sorted(set().union(*every)):
         parts = [each[name] for each in every if name in each]
         combined[name] = sum(part[0] for part in parts) / sum(part[1] for part in parts)

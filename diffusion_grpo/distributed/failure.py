@@ -55,8 +55,8 @@ class ProcessGroupMonitor:
         except Exception as error:
             if self.is_alone or error is self._known:  # the others know: it is from inside `propagate_errors`
                 raise
-            own = self.processes.process_index
-            logger.error("Process %d failed, which %s; it waits for the others.", own, task, exc_info=error)
+            rank = self.processes.process_index
+            logger.error("Process %d failed, which %s; it waits for the others.", rank, task, exc_info=error)
             self.agree(error)
         else:
             self.agree()
@@ -85,11 +85,11 @@ class ProcessGroupMonitor:
     def _publish_error(self, error: Exception) -> None:
         """Leave an error for the other processes, unless it only follows from the error of another process."""
         self._known = error
-        own, store = self.processes.process_index, self._store
+        rank, store = self.processes.process_index, self._store
         try:
             if store.add(f"failures/{self._entry}", 1) == 1:
-                store.set(f"failure/{self._entry}", json.dumps([own, type(error).__name__, str(error)]))
-                logger.error("Process %d failed; the others end too.", own, exc_info=error)
+                store.set(f"failure/{self._entry}", json.dumps([rank, type(error).__name__, str(error)]))
+                logger.error("Process %d failed; the others end too.", rank, exc_info=error)
                 self._linger(store, f"failure/{self._entry}/read")
                 return
             news = self._read_failure(store)
@@ -151,12 +151,12 @@ class ProcessGroupMonitor:
 
     def _exchange(self, failed: list[int], error: Exception | None) -> None:
         """Raise the error of another process if this one has none, or if their types differ; a collective."""
-        store, own = self._store, self.processes.process_index
+        store, rank = self._store, self.processes.process_index
         if error is not None:
-            store.set(f"{self._turn}/{own}", json.dumps([type(error).__name__, str(error)]))
+            store.set(f"{self._turn}/{rank}", json.dumps([type(error).__name__, str(error)]))
         failures = [(process, *json.loads(store.get(f"{self._turn}/{process}"))) for process in failed]
-        gather(torch.tensor([own], device=self.processes.device))  # the store may end with the process that leaves
-        others = [failure for failure in failures if failure[0] != own]
+        gather(torch.tensor([rank], device=self.processes.device))  # the store may end with the process that leaves
+        others = [failure for failure in failures if failure[0] != rank]
         kinds = {kind for _, kind, _ in failures}
         if others and (error is None or len(kinds) > 1):  # if the types differ, all processes raise the same type
             self._known = RankError(self._describe_failure(others[0]))

@@ -91,8 +91,8 @@ class FSDP2Backend(DistributedBackend):
             network.set_requires_gradient_sync(True)
         yield
         if is_last and self._weights.take_turns:  # a process may have a share of zeros only
-            own = [float(any(map(has_share_of_gradient, network.parameters()))) for network in networks]
-            trained = self.accelerator.reduce(torch.tensor(own, device=self.accelerator.device), "sum").tolist()
+            is_trained = [float(any(map(has_share_of_gradient, network.parameters()))) for network in networks]
+            trained = self.accelerator.reduce(torch.tensor(is_trained, device=self.accelerator.device), "sum").tolist()
             self._idle = [network for network, count in zip(networks, trained, strict=True) if count == 0]
 
     def forward(self, model: nn.Module, method: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -295,8 +295,8 @@ class ShardedWeights(TrainedWeights):
                     shown[self.model.get_submodule(owner)][name] = value
         classes = [(unit, type(unit)) for unit in find_units(self.model)]
         with contextlib.ExitStack() as stack:
-            for module, own in shown.items():
-                stack.enter_context(replace_attribute(module, "_parameters", {**module._parameters, **own}))
+            for module, parameters in shown.items():
+                stack.enter_context(replace_attribute(module, "_parameters", {**module._parameters, **parameters}))
                 # removes FSDP's hook, which expects shares after loading
                 hooks = collections.OrderedDict()
                 stack.enter_context(replace_attribute(module, "_load_state_dict_post_hooks", hooks))

@@ -350,8 +350,8 @@ def keep_buffers(model: nn.Module) -> Iterator[None]:
 def _split_by_gradient(model: nn.Module, trained: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Return those parameters of a model that are trained in another model of the same kind, and the others."""
     pairs = list(zip(model.parameters(), trained.parameters(), strict=True))
-    return [own for own, other in pairs if other.requires_grad], [
-        own for own, other in pairs if not other.requires_grad
+    return [weight for weight, other in pairs if other.requires_grad], [
+        weight for weight, other in pairs if not other.requires_grad
     ]
 
 
@@ -520,8 +520,8 @@ def _split_groups(optimizer: torch.optim.Optimizer, numbers: dict[int, int]) -> 
         parts: dict[int, list[nn.Parameter]] = {}
         for parameter in group["params"]:
             parts.setdefault(numbers[id(parameter)], []).append(parameter)
-        for turn, (number, own) in enumerate(sorted(parts.items())):
+        for turn, (number, weights) in enumerate(sorted(parts.items())):
             if turn == 0:
-                group.update(params=own, network=number)
+                group.update(params=weights, network=number)
             else:
-                optimizer.add_param_group({**group, "params": own, "network": number})
+                optimizer.add_param_group({**group, "params": weights, "network": number})

@@ -21,7 +21,7 @@ def pack_samples(samples: list | None, latents: list[Tensor] | None) -> Tensor:
     from safetensors.torch import save
 
     tensors: dict[str, Tensor] = {}
-    forms = [None if own is None else [_form(one, tensors) for one in own] for own in (samples, latents)]
+    forms = [None if values is None else [_form(one, tensors) for one in values] for values in (samples, latents)]
     text = torch.frombuffer(bytearray(json.dumps(forms).encode()), dtype=torch.uint8)
     return torch.frombuffer(bytearray(save({**tensors, "forms": text})), dtype=torch.uint8)
 
@@ -32,7 +32,7 @@ def unpack_samples(packet: Tensor, device: torch.device) -> tuple[list | None, l
 
     tensors = load(packet.numpy().tobytes())
     samples, latents = json.loads(tensors["forms"].numpy().tobytes())
-    return tuple(own and [_sample(form, tensors, device) for form in own] for own in (samples, latents))
+    return tuple(values and [_sample(form, tensors, device) for form in values] for values in (samples, latents))
 
 
 def _form(sample: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:

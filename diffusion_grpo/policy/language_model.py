@@ -65,12 +65,12 @@ def draw(
     model: nn.Module, call: dict[str, Any], *, count: int, vocabulary: int, sampling: Sampling, seeds: Tensor
 ) -> Drawn:
     """Draw tokens with the model's own `generate`; those of a sample depend on its seed, not on its batch."""
-    prompt, own = select_prompt(call), model.generation_config
+    prompt, settings = select_prompt(call), model.generation_config
     # generators that differ from those of the latents, even if the seeds are the same
     generators = make_generators(torch.tensor([sample_seed(seed, "tokens") for seed in seeds.tolist()]))
     uniform = torch.stack([torch.rand(count, generator=generator) for generator in generators])
     drawing = _Drawing(sampling, vocabulary, uniform)
-    ends = {name: getattr(own, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    ends = {name: getattr(settings, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     output = type(model).generate(
         model,
         **prompt,
@@ -80,7 +80,7 @@ def draw(
     )
     ids = output[:, prompt["input_ids"].shape[1] :]
     kept = torch.stack(drawing.kept, dim=1) if drawing.kept else None
-    return Drawn(ids, _mask_until_end(ids, own.eos_token_id), kept, torch.stack(drawing.log_probs, dim=1))
+    return Drawn(ids, _mask_until_end(ids, settings.eos_token_id), kept, torch.stack(drawing.log_probs, dim=1))
 
 
 def _mask_until_end(ids: Tensor, end: int | list[int] | None) -> Tensor:

@@ -461,7 +461,7 @@ class SigmaSteps(StochasticScheduler):
 @functools.cache
 def stochastic_class(kind: type, base: type) -> type:
     """Return the class of a stochastic scheduler: the mixin `kind` in front of diffusers' class `base`."""
-    own = inspect.signature(base.set_timesteps).parameters
+    parameters = inspect.signature(base.set_timesteps).parameters
 
     @functools.wraps(base.set_timesteps)  # pipelines search the signature for `sigmas`, `timesteps` and `mu`
     def set_timesteps(self, *args, **kwargs):
@@ -469,7 +469,7 @@ def stochastic_class(kind: type, base: type) -> type:
         self.index, self.first = 0, None
         if self.original is not None:  # a pipeline may read its sigmas
             theirs = inspect.signature(self.original.set_timesteps).parameters
-            named = dict(zip(list(own)[1:], args, strict=False)) | kwargs
+            named = dict(zip(list(parameters)[1:], args, strict=False)) | kwargs
             self.original.set_timesteps(**{name: value for name, value in named.items() if name in theirs})
 
     return type(f"Stochastic{base.__name__}", (kind, base), {"set_timesteps": set_timesteps})

@@ -39,10 +39,10 @@ class Sampling:
                     f"The language model's generation config has {name}={getattr(config, name)}, which changes the "
                     f"probabilities of tokens in a way that is not replayed; set it to {neutral} there."
                 )
-        own = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p")}
+        model_settings = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p")}
         usual = {"temperature": 1.0, "top_k": TRANSFORMERS_TOP_K, "top_p": 1.0}
         first = {name: value for name, value in wanted.items() if value is not None}
-        rest = {name: usual[name] if value is None else value for name, value in own.items()}
+        rest = {name: usual[name] if value is None else value for name, value in model_settings.items()}
         return cls(**{**rest, **first})
 
     @property

@@ -436,8 +436,8 @@ class StepDistribution:
         """Return the (batch,) ratio of the norm of `v` to that of the reference, as `velocity/ratio_to_ref`."""
         if self.velocity is None or reference.velocity is None:
             return {}
-        own, other = (step.velocity.flatten(1).norm(dim=1) for step in (self, reference))
-        return {"velocity/ratio_to_ref": own / other.clamp(min=1e-12)}
+        norm, other = (step.velocity.flatten(1).norm(dim=1) for step in (self, reference))
+        return {"velocity/ratio_to_ref": norm / other.clamp(min=1e-12)}
 
 
 def first_of_each(sources: Tensor) -> Tensor:

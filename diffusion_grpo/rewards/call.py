@@ -175,7 +175,7 @@ class Batch:
     @property
     def blocks(self) -> list[list[int]]:
         """The rows of the samples in each group."""
-        return [[row for row, own in enumerate(self.groups) if own == group] for group in dict.fromkeys(self.groups)]
+        return [[row for row, each in enumerate(self.groups) if each == group] for group in dict.fromkeys(self.groups)]
 
 
 @dataclasses.dataclass(eq=False)
@@ -403,7 +403,7 @@ def _make_calls(reward: Reward, batch: Batch) -> list[Call]:
         if is_groupwise:
             calls += [Call(reward, batch, rows, list(turn)) for turn in zip(*places)]
         else:
-            repeated = [row for row, own in zip(rows, places) for _ in own]
+            repeated = [row for row, frames in zip(rows, places) for _ in frames]
             calls.append(Call(reward, batch, repeated, list(itertools.chain(*places))))
     return calls
 
@@ -415,7 +415,7 @@ def _read_values(calls: list[Call], count: int, folder: Path | None) -> list[flo
         for row, value in zip(call.rows, call.read(folder), strict=True):
             if not math.isnan(value):
                 values[row].append(value)
-    return [calls[0].reward.value(sum(own) / len(own)) if own else math.nan for own in values]
+    return [calls[0].reward.value(sum(each) / len(each)) if each else math.nan for each in values]
 
 
 def check_gradients(rewards: list[Reward], weights: list[float]) -> None:
@@ -439,11 +439,11 @@ def differentiate(
             continue
         frames = frame_positions(reward.frames, pixels.shape[1]) if pixels.ndim == 5 else [0]
         images = (pixels[:, frames].flatten(0, 1) if pixels.ndim == 5 else pixels).float()
-        lists = {"prompts": prompts} | {name: own for name, own in columns.items() if name not in reward.fixed}
-        known = {name: [value for value in own or () for _ in frames] for name, own in lists.items()}
+        lists = {"prompts": prompts} | {name: column for name, column in columns.items() if name not in reward.fixed}
+        known = {name: [value for value in column or () for _ in frames] for name, column in lists.items()}
         known |= {"images": images, "completions": images}
         takes_all = any(each.kind is each.VAR_KEYWORD for each in reward.parameters.values())
-        answer = reward(**{name: own for name, own in known.items() if takes_all or name in reward.parameters})
+        answer = reward(**{name: column for name, column in known.items() if takes_all or name in reward.parameters})
         if not isinstance(answer, Tensor) or len(answer) != len(images):
             raise RewardError(f"The reward {reward.name!r} must return a tensor with one number for each image.")
         values = (answer.to(total).view(len(pixels), -1).mean(1) - reward.mean) / reward.std

@@ -292,7 +292,7 @@ class Reward:
             fixed, function = fixed | set(function.keywords), function.func
         # such as `scene` of `text`; a default in a user's function stands for a column that may be missing
         if str(getattr(_entry_point(function), "__module__", "")).startswith(f"{__package__}."):
-            fixed |= {name for name, own in self.parameters.items() if own.default is not own.empty}
+            fixed |= {name for name, parameter in self.parameters.items() if parameter.default is not parameter.empty}
         return fixed
 
     @property

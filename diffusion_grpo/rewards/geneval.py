@@ -70,7 +70,7 @@ class GenEval:
         try:
             # ask a zero-shot detector only for the classes in the image's own prompt, not others in the batch
             for asked in sorted(set(labels) - {()}):
-                places = [row for row, own in enumerate(labels) if own == asked]
+                places = [row for row, label in enumerate(labels) if label == asked]
                 detections = self._detect([images[row] for row in places], list(asked))
                 for row, objects in zip(places, detections, strict=True):
                     scores[row] = self._value(images[row], objects, rows[row])

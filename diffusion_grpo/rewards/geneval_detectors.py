@@ -146,10 +146,10 @@ class TransformersDetector(ModelReward):
         names: dict[int, list[str]] = {}
         unknown = []
         for label in labels:
-            own = next((ids[name] for name in _synonyms(label) if name in ids), [])
-            if not own:
+            numbers = next((ids[name] for name in _synonyms(label) if name in ids), [])
+            if not numbers:
                 unknown.append(label)
-            for number in own:
+            for number in numbers:
                 names.setdefault(number, []).append(label)
         if unknown:
             raise ValueError(
@@ -189,11 +189,11 @@ class TransformersDetector(ModelReward):
             outputs, threshold=self.min_score, target_sizes=sizes, return_binary_maps=True
         )
         masks: list[list[Detection]] = [[] for _ in results]
-        for own, result in zip(masks, results, strict=True):
+        for detections, result in zip(masks, results, strict=True):
             for number, part in enumerate(result["segments_info"]):  # without segments, there are no masks either
                 for name in names.get(part["label_id"], ()):
                     mask = result["segmentation"][number].bool().cpu().numpy()
-                    own.append(Detection(name, float(part["score"]), _box(mask), mask))
+                    detections.append(Detection(name, float(part["score"]), _box(mask), mask))
         return masks
 
 
@@ -246,9 +246,9 @@ def _outputs(network: nn.Module, inputs: Any) -> Any:
 
 def _synonyms(label: str) -> list[str]:
     """Return the names of a class, folded, its own first."""
-    own = _fold(label)
+    folded = _fold(label)
     groups = [[_fold(name) for name in group] for group in SYNONYMS]
-    return [own, *(name for group in groups if own in group for name in group if name != own)]
+    return [folded, *(name for group in groups if folded in group for name in group if name != folded)]
 
 
 def _fold(name: str) -> str:

@@ -141,7 +141,7 @@ def read(images: list[Image.Image]) -> list[str]:
     widths = [max(8, round(HEIGHT * image.width / image.height)) for image in images]
     readings = [""] * len(images)
     for width in sorted(set(widths)):
-        rows = [row for row, own in enumerate(widths) if own == width]
+        rows = [row for row, other in enumerate(widths) if other == width]
         for start in range(0, len(rows), BATCH):
             chunk = rows[start : start + BATCH]
             batch = np.stack([_pixels(images[row], width) for row in chunk])

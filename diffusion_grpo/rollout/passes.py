@@ -195,9 +195,9 @@ class Passes:
         """Return (samples, steps) KL divergences from the reference, in the batches of the rollout."""
         size, parts = self._args.rollout_call_size, []
         for start in range(0, len(rows), size):
-            own, part = rows[start : start + size], samples[start : start + size]
+            few, part = rows[start : start + size], samples[start : start + size]
             old = torch.cat([sample.log_probs for sample in part])
-            batch = MicroBatch(own, part, self._inputs.parts(own), torch.zeros(len(own)), old, self._inputs)
+            batch = MicroBatch(few, part, self._inputs.parts(few), torch.zeros(len(few)), old, self._inputs)
             divergences, compared = self.compare(batch)
             parts.append(divergences)
             for name, value in compared.items() if self._args.beta == 0 else ():  # else updates measure them

@@ -61,8 +61,9 @@ def restore_buffer(
 ) -> RolloutBuffer:
     """Restore this process's buffer, bit for bit; samples that other processes made are read from their files."""
     sizes = order.sizes
-    own = rollout_file(folder, sizes.data_process)
-    shares = [_Share(own if own.is_file() else rollout_file(folder, 0), device)]  # there may have been fewer processes
+    path = rollout_file(folder, sizes.data_process)
+    # there may have been fewer processes
+    shares = [_Share(path if path.is_file() else rollout_file(folder, 0), device)]
     check_rollout(folder, shares[0].made_under, inputs)
     if shares[0].processes != sizes.data_processes:
         shares = [_Share(rollout_file(folder, process), device) for process in range(shares[0].processes)]

@@ -113,11 +113,11 @@ def batch_groups(groups: list[int], batch_size: int) -> list[list[int]]:
     for index, group in enumerate(groups):
         members.setdefault(group, []).append(index)
     batches: list[list[int]] = []
-    for own in members.values():
-        if batches and len(batches[-1]) + len(own) <= batch_size:
-            batches[-1] += own
+    for indices in members.values():
+        if batches and len(batches[-1]) + len(indices) <= batch_size:
+            batches[-1] += indices
         else:
-            batches.append(list(own))
+            batches.append(list(indices))
     return batches
 
 
@@ -171,9 +171,9 @@ def measure_diversity(
     """
     means = []
     for group in groups.unique():
-        own = distance(points[groups == group])
-        if len(own) > 1:
-            means.append(own.sum().item() / (len(own) * (len(own) - 1)))
+        distances = distance(points[groups == group])
+        if len(distances) > 1:
+            means.append(distances.sum().item() / (len(distances) * (len(distances) - 1)))
     return sum(means) / len(means) if means else None
 
 

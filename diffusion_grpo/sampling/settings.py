@@ -125,9 +125,9 @@ def add_options(command: argparse.ArgumentParser, first: str) -> None:
     described = [each for each in fields(SampleSettings) if each.metadata]
     names = [each.name for each in described]
     for each in described[names.index(first) :]:
-        own = list_fields(SampleSettings)[each.name]
-        kind = own.kinds[0] if own.kinds[0] in (int, float) else str
-        command.add_argument(f"--{each.name}", type=kind, choices=own.choices or None, help=each.metadata["help"])
+        field = list_fields(SampleSettings)[each.name]
+        kind = field.kinds[0] if field.kinds[0] in (int, float) else str
+        command.add_argument(f"--{each.name}", type=kind, choices=field.choices or None, help=each.metadata["help"])
 
 
 def add_call_options(command: argparse.ArgumentParser) -> None:

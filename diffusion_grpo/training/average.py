@@ -111,9 +111,9 @@ class OldPolicy(PolicyAverage):
 
 def find_policy_folder(folder: Path, has_average: bool) -> Path:
     """Find where a checkpoint keeps the policy's own weights: in a subfolder next to the average, or at its top."""
-    own = folder / POLICY_FOLDER
-    if own.is_dir():
-        return own
+    policy = folder / POLICY_FOLDER
+    if policy.is_dir():
+        return policy
     if has_average:
         logger.warning("%s contains no moving average: it starts again from the policy's weights there.", folder)
     return folder

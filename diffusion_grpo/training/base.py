@@ -47,9 +47,9 @@ def apply_settings(optimizer: torch.optim.Optimizer, schedule: Any, settings: li
     groups = optimizer.param_groups
     if len(groups) != len(settings):
         return
-    for number, (group, own) in enumerate(zip(groups, settings, strict=True)):
-        group.update({name: value for name, value in own.items() if name != "initial_lr"})
-        rate = own.get("initial_lr")
+    for number, (group, values) in enumerate(zip(groups, settings, strict=True)):
+        group.update({name: value for name, value in values.items() if name != "initial_lr"})
+        rate = values.get("initial_lr")
         if rate is None or not isinstance(schedule, LambdaLR):
             continue
         group["initial_lr"] = schedule.base_lrs[number] = rate

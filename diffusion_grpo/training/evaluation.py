@@ -164,14 +164,14 @@ class Evaluator:
     def write_validation(self, prompts: list[str], pipeline_kwargs: dict[str, Any], step: int) -> Path:
         """Sample fixed prompts as evaluations do, and score nothing."""
         folder = Path(self._args.output_dir) / "validation" / f"step-{step:06d}"
-        positions, own = self._share_positions(len(prompts))
+        positions, own_count = self._share_positions(len(prompts))
         rows = [{"prompt": prompts[position]} for position in positions]
         with self._averaged_weights():
             self._generator.learn(rows)
             samples, _ = self._passes.run(self._sample, rows, positions, pipeline_kwargs)
         if self._backend.groups.is_first:
-            stems = [folder / f"{position:04d}" for position in positions[:own]]
-            write_files(samples[:own], stems, folder, self._inputs.fps, find_sampling_rate(self._policy.pipe))
+            stems = [folder / f"{position:04d}" for position in positions[:own_count]]
+            write_files(samples[:own_count], stems, folder, self._inputs.fps, find_sampling_rate(self._policy.pipe))
         self._backend.accelerator.wait_for_everyone()
         return folder
 
@@ -192,9 +192,9 @@ class Evaluator:
     def _share_positions(self, total: int) -> tuple[list[int], int]:
         """Return the prompts that this process samples, and how many are its own; the rest keep processes in step."""
         groups = self._backend.groups
-        own = list(range(groups.index, total, groups.count))
-        spare = math.ceil(total / groups.count) - len(own) if self._backend.passes_together else 0
-        return own + [0] * spare, len(own)
+        positions = list(range(groups.index, total, groups.count))
+        spare = math.ceil(total / groups.count) - len(positions) if self._backend.passes_together else 0
+        return positions + [0] * spare, len(positions)
 
     def _sample(
         self, rows: list[dict], positions: list[int], pipeline_kwargs: dict[str, Any]
@@ -253,12 +253,12 @@ class Evaluator:
         or fails.
         """
         count, accelerator = self._args.num_generations_eval, self._backend.accelerator
-        prompts, own = self._share_positions(len(dataset))
+        prompts, own_count = self._share_positions(len(dataset))
         positions = [prompt * count + turn for prompt in prompts for turn in range(count)]  # a prompt's in a row
         with self._monitor.barrier_after("reads rows for the evaluation"):
             self._load_watched(None)
             rows = self._inputs.rows(dataset, [position // count for position in positions])
-        share = Share(rows[: own * count], positions[: own * count], shown)
+        share = Share(rows[: own_count * count], positions[: own_count * count], shown)
         first, longest = 0, math.ceil(len(dataset) / self._backend.groups.count) * count
         while first < longest:
             largest = max(gather_json(accelerator, share.largest))

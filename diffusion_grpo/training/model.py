@@ -127,8 +127,8 @@ def _load_parts(
     dtype = choose_dtype(args, is_full_training)
     if quantized is not None:
         dtype = dtype or torch.float32  # otherwise torchao would use bfloat16 for its own part alone
-        own = dataclasses.replace(quantized, specs={k: v for k, v in quantized.specs.items() if k not in parts})
-        kwargs |= own.keywords(source, dtype, hub_kwargs(args))
+        remaining = dataclasses.replace(quantized, specs={k: v for k, v in quantized.specs.items() if k not in parts})
+        kwargs |= remaining.keywords(source, dtype, hub_kwargs(args))
     if dtype is not None:
         if "dtype" not in kwargs:
             kwargs.pop("torch_dtype", None)  # diffusers' former name for it
@@ -205,7 +205,7 @@ def choose_dtype(args: DiffusionGRPOConfig, is_full_training: bool) -> torch.dty
 
 def _read_dtype(key: str, value: Any) -> torch.dtype | dict[str, torch.dtype]:
     if isinstance(value, dict):
-        return {name: _read_dtype(f"{key}: {name}", own) for name, own in value.items()}
+        return {name: _read_dtype(f"{key}: {name}", part) for name, part in value.items()}
     dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{key} is {value!r}, which is not a torch dtype; write bfloat16 or float32.")
@@ -410,8 +410,8 @@ def checkpoint_share(checkpoint: Callable, share: float, contexts: Callable | No
         place = places.setdefault(block, len(places))
         if not _is_chosen(place, share):
             return block(*args, **kwargs)
-        own = {} if contexts is None else {"context_fn": functools.partial(contexts, block)}
-        return checkpoint(block, *args, **kwargs, **own)
+        context = {} if contexts is None else {"context_fn": functools.partial(contexts, block)}
+        return checkpoint(block, *args, **kwargs, **context)
 
     return checkpointed
 

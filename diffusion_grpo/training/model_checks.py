@@ -165,8 +165,8 @@ def check_sigmas(scheduler: SchedulerMixin) -> None:
     name = type(scheduler).__name__
     spacing = next((setting for setting in SPACINGS if scheduler.config.get(setting)), None)
     if not isinstance(scheduler, FlowMatchEulerDiscreteScheduler) or spacing is not None:
-        own = f" with {spacing}=True" if spacing is not None else ""
-        raise ValueError(f"sigmas need a FlowMatchEulerDiscreteScheduler without spacings, not {name}{own}.")
+        spaced = f" with {spacing}=True" if spacing is not None else ""
+        raise ValueError(f"sigmas need a FlowMatchEulerDiscreteScheduler without spacings, not {name}{spaced}.")
 
 
 def _check_guider(

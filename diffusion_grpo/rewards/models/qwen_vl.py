@@ -170,7 +170,7 @@ def build_batch(
     texts: list[str], frames: list[Tensor], kind: str, config: Qwen2VLConfig, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Tensor]:
     """Build the arguments of `RewardNetwork` for texts with frames, `(frames, 3, height, width)` each."""
-    cut = [cut_patches(own, config) for own in frames]
+    cut = [cut_patches(clip, config) for clip in frames]
     merged = config.vision_config.spatial_merge_size**2
     chats = [
         CHAT.format(vision=PAD[kind] * (int(grid.prod()) // merged), text=text)
@@ -182,7 +182,7 @@ def build_batch(
     return {
         "input_ids": tokens["input_ids"],
         "attention_mask": tokens["attention_mask"],
-        pixels: torch.cat([own for own, _ in cut]),
+        pixels: torch.cat([clip for clip, _ in cut]),
         f"{kind}_grid_thw": grids,
     }
 

@@ -50,8 +50,8 @@ class VideoAlign(QwenReward):
         """Return one score per video of `fps` frames per second."""
         scores = self._scorer.all_dimensions(videos, prompts, fps)
         if self.dimension == "Overall":
-            return [sum(own) for own in scores]
-        return [own[DIMENSIONS.index(self.dimension)] for own in scores]
+            return [sum(dimensions) for dimensions in scores]
+        return [dimensions[DIMENSIONS.index(self.dimension)] for dimensions in scores]
 
     def all_dimensions(self, videos: list[list[Image.Image]], prompts: list[str], fps: float) -> list[list[float]]:
         """Return VQ, MQ and TA of each video; reuse the last call's scores of the same frames and prompt."""
@@ -96,8 +96,8 @@ class VideoAlign(QwenReward):
         logits = outputs.diagonal(dim1=1, dim2=2) if outputs.shape[2] == len(DIMENSIONS) else outputs[:, :, 0]
         scale = settings["inference_config"]
         return [
-            [(value - scale[f"{name}_mean"]) / scale[f"{name}_std"] for name, value in zip(DIMENSIONS, own)]
-            for own in logits.tolist()
+            [(value - scale[f"{name}_mean"]) / scale[f"{name}_std"] for name, value in zip(DIMENSIONS, row)]
+            for row in logits.tolist()
         ]
 
 
