@@ -1,7 +1,7 @@
 """
 Measure what training with few steps is worth at other numbers of steps: `python benchmarks/eval_steps.py`.
 
-The demo is trained with 4, 6 and 8 steps per rollout, the first of them trained, for the same number of updates, and
+The embedded model is trained by `grpo` with 4, 6 and 8 steps per rollout, the first of them trained, for 144 updates, and
 each result is evaluated with 4, 8 and 16 steps on the demo's held-out prompts. Prints a Markdown table.
 """
 
@@ -16,6 +16,7 @@ from diffusion_grpo.config.parse import parse_train_arguments
 from diffusion_grpo.quiet import hide_loading_bars
 from diffusion_grpo.training.callbacks import ReportCallback
 
+GRPO = "--loss_type=grpo --target_change=null --sigmas=null --learning_rate=5.5e-4 --warmup_steps=3 --max_steps=144"
 OFF = ("--eval_strategy=no", "--eval_on_start=false", "--baseline_guidance_scales=null", "--report_experiment=null")
 
 
@@ -28,7 +29,7 @@ def measure(steps: int, evaluated: list[int], words: list[str]) -> list[float]:
         words: settings over the demo's, as on the command line.
     """
     with tempfile.TemporaryDirectory() as folder:
-        given = [*OFF, f"--output_dir={folder}", *([f"--num_inference_steps={steps}"] if steps else []), *words]
+        given = [*GRPO.split(), *OFF, f"--output_dir={folder}", *([f"--num_inference_steps={steps}"] if steps else []), *words]
         trainer = build_trainer(*parse_train_arguments(str(ROOT / "examples" / "demo.yaml"), given))
         for callback in (PrinterCallback, ReportCallback):
             trainer.remove_callback(callback)

@@ -1,7 +1,7 @@
 """
 Show what leaving out a reward costs: `python benchmarks/left_out.py` writes examples/demo_left_out.json.
 
-The demo runs twice with the same seed, for 34 updates of 256 samples that train three of six steps: once on both
+The demo runs twice with the same seed, for 34 updates of 256 samples with `grpo` in three of six steps: once on both
 rewards, and once on spelling alone while colour is only measured. A finished run is not repeated. The file is what
 `report_experiment` in examples/demo.yaml shows.
 """
@@ -20,7 +20,8 @@ PAGE = ROOT / "examples" / "demo_left_out.json"
 REWARDS = ["text", "color", "tesseract"]
 SETTINGS = (
     "--seed 0 --per_device_train_batch_size 64 --gradient_accumulation_steps 4 --num_iterations 1 --max_steps 34 "
-    "--eval_steps 17 --learning_rate 1.5e-3 --warmup_steps 2 --num_inference_steps 6 --trained_steps 0 3"
+    "--eval_steps 17 --learning_rate 1.5e-3 --warmup_steps 2 --num_inference_steps 6 --trained_steps 0 3 "
+    "--loss_type grpo --target_change null --sigmas null"
 )
 LEFT_OUT = "--reward_funcs text --reward_weights 1.0 --eval_reward_funcs color tesseract"
 NOTE = (
