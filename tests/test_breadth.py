@@ -23,10 +23,7 @@ VARIANTS = sorted(
 NAMES = sorted({*tiny_pipelines.EVERY} - {*VARIANTS}) + [
     pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS
 ]
-SISTERS = [name for name in tiny_pipelines.MODULAR if name.startswith("modular_")]  # which have a classic form
-NAMES += [
-    pytest.param(name, marks=pytest.mark.slow if name in SISTERS else ()) for name in sorted(tiny_pipelines.MODULAR)
-]
+NAMES += sorted(tiny_pipelines.MODULAR)
 THRICE = {*tiny_pipelines.MODULAR} - {"minimax_h3"}  # which takes long; the sweep makes its three updates
 SPACED = ["flux", "flux2", "flux_controlnet", "flux_img2img", "flux_inpaint", "flux_kontext", "hunyuan_video"]
 SPACED += ["hunyuan_video_image", "ltx2", "qwen_image", "qwen_image_edit", "sd3"]
@@ -34,7 +31,7 @@ SPACED += ["sd3_controlnet", "sd3_img2img", "sd3_pag", "z_image"]
 SWEPT = ["AnimaModularPipeline", "Ideogram4Pipeline", "QwenImage21Pipeline", "TextToVideoSDPipeline"]
 # more that need no checkout of diffusers; `make sweep ARGS="--modular --train 3"` trains the others
 MODULAR = ["Ideogram4", "MiniMaxMusic3", "QwenImage21Turbo", "Wan22Vace"]
-SWEPT += [pytest.param(f"{name}ModularPipeline", marks=pytest.mark.slow) for name in MODULAR]
+SWEPT += [f"{name}ModularPipeline" for name in MODULAR]
 
 
 @pytest.mark.parametrize("name", NAMES)
