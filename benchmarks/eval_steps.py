@@ -1,7 +1,7 @@
 """
 Measure what training with few steps is worth at other numbers of steps: `python benchmarks/eval_steps.py`.
 
-The embedded model is trained by `grpo` with 4, 6 and 8 steps per rollout, the first of them trained, for 144 updates, and
+`grpo` trains the embedded model for 144 updates with 4, 6 and 8 steps per rollout, the first of them trained, and
 each result is evaluated with 4, 8 and 16 steps on the demo's held-out prompts. Prints a Markdown table.
 """
 
@@ -29,7 +29,7 @@ def measure(steps: int, evaluated: list[int], words: list[str]) -> list[float]:
         words: settings over the demo's, as on the command line.
     """
     with tempfile.TemporaryDirectory() as folder:
-        given = [*GRPO.split(), *OFF, f"--output_dir={folder}", *([f"--num_inference_steps={steps}"] if steps else []), *words]
+        given = [*GRPO.split(), *OFF, f"--output_dir={folder}", f"--num_inference_steps={steps or 6}", *words]
         trainer = build_trainer(*parse_train_arguments(str(ROOT / "examples" / "demo.yaml"), given))
         for callback in (PrinterCallback, ReportCallback):
             trainer.remove_callback(callback)
