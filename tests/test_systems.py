@@ -40,7 +40,7 @@ import diffusion_grpo
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, cli
 from diffusion_grpo.config.parse import parse_train_arguments, read_yaml
 from diffusion_grpo.data.prompts import load_prompts
-from diffusion_grpo.media.files import extract_samples
+from diffusion_grpo.media.samples import extract_samples
 from diffusion_grpo.pipelines import family_of
 from diffusion_grpo.policy.modular import as_pipeline
 from diffusion_grpo.rewards import REWARDS, RemoteReward

@@ -79,6 +79,16 @@ class SamplingSettings:
         "default all samples are trained on.",
     )
     offload_trajectories: bool = setting(False, "Keep recorded latents in CPU memory until they are replayed.")
+    ds3_gather_for_generation: bool = setting(
+        True,
+        "Under DeepSpeed ZeRO-3, gather the whole network once per rollout and per part of an evaluation, which is "
+        "fast but takes memory for it. With false it is gathered layer by layer.",
+    )
+    fsdp_gather_for_generation: bool = setting(
+        False,
+        "Under FSDP2, gather each block once per rollout and per part of an evaluation, which is fast but takes "
+        "memory for the whole network; by default a block is gathered for each of its calls.",
+    )
 
     # SDE
     sde_type: str = setting(

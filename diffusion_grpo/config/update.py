@@ -142,16 +142,6 @@ class UpdateSettings:
         0.6, "Weight of the policy when it is mixed into the reference at each synchronisation."
     )
     ref_model_sync_steps: Count = setting(512, "Number of updates between two synchronisations of the reference.")
-    ds3_gather_for_generation: bool = setting(
-        True,
-        "Under DeepSpeed ZeRO-3, gather the whole network once per rollout and per part of an evaluation, which is "
-        "fast but takes memory for it. With false it is gathered layer by layer.",
-    )
-    fsdp_gather_for_generation: bool = setting(
-        False,
-        "Under FSDP2, gather each block once per rollout and per part of an evaluation, which is fast but takes "
-        "memory for the whole network; by default a block is gathered for each of its calls.",
-    )
     offload_ref_model: bool = setting(False, "Keep the reference copy in CPU memory between its uses (full training).")
     ema_decay: Annotated[float, Range(0, 1, is_open=True)] | None = setting(
         None,

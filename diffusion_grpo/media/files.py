@@ -9,57 +9,17 @@ import itertools
 import wave
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from PIL import Image
 
-from .samples import as_images
+from .samples import VideoWithSound, as_images, as_sound
 
-if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline
-
-SOUND_FIELDS = ("audio", "sound")  # output fields in which a video pipeline returns sound
 SOUND_IMAGE = (256, 128)  # pixels
 WINDOW = 1024  # maximum number of samples per column of a spectrogram
 QUIETEST = -80.0  # decibels relative to the loudest; drawn black
-
-
-class VideoWithSound(list):
-    """A list of video frames that also carries the video's sound, (channels, time) float32 in [-1, 1]."""
-
-    def __init__(self, frames: list[Image.Image], sound: np.ndarray, sampling_rate: int):
-        super().__init__(frames)
-        self.sound, self.sampling_rate = sound, sampling_rate
-
-
-def extract_samples(pipe: "DiffusionPipeline", output: Any) -> Any:
-    """Return the samples in a pipeline's output, with their sound if it returned videos and sound."""
-    samples = next(iter(output.values())) if type(output) is dict else output[0]  # a dict of a modular pipeline
-    sounds = [output[name] for name in SOUND_FIELDS if isinstance(output, dict) and output.get(name) is not None]
-    if not sounds or not isinstance(samples, list) or (rate := find_sampling_rate(pipe)) is None:
-        return samples
-    pairs = zip(samples, sounds[0], strict=True)
-    return [VideoWithSound(frames, as_sound(sound), rate) for frames, sound in pairs]
-
-
-def find_sampling_rate(pipe: "DiffusionPipeline") -> int | None:
-    """Return the sampling rate of the sound that a pipeline makes, in hertz; None if it makes no sound."""
-    # the vocoder runs last, so it comes first
-    parts = [pipe.components.get("vocoder"), pipe.components.get("audio_vae"), *pipe.components.values()]
-    for part in parts:
-        for name in ("output_sampling_rate", "sampling_rate", "sample_rate"):
-            rate = getattr(getattr(part, "config", None), name, None)
-            if rate is not None:
-                return int(rate)
-    return None
-
-
-def as_sound(sample: Any) -> np.ndarray:
-    """Convert a pipeline's waveform, an array or tensor (channels, time) or (time,), to (channels, time) float32."""
-    values = sample.detach().float().cpu().numpy() if isinstance(sample, torch.Tensor) else np.asarray(sample)
-    return np.atleast_2d(values).astype(np.float32)
 
 
 def write_sample(

@@ -6,12 +6,53 @@ Samples are converted once, and frames of videos chosen by one rule, so that all
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
+SOUND_FIELDS = ("audio", "sound")  # output fields in which a video pipeline returns sound
+
+
+class VideoWithSound(list):
+    """A list of video frames that also carries the video's sound, (channels, time) float32 in [-1, 1]."""
+
+    def __init__(self, frames: list[Image.Image], sound: np.ndarray, sampling_rate: int):
+        super().__init__(frames)
+        self.sound, self.sampling_rate = sound, sampling_rate
+
+
+def extract_samples(pipe: DiffusionPipeline, output: Any) -> Any:
+    """Return the samples in a pipeline's output, with their sound if it returned videos and sound."""
+    samples = next(iter(output.values())) if type(output) is dict else output[0]  # a dict of a modular pipeline
+    sounds = [output[name] for name in SOUND_FIELDS if isinstance(output, dict) and output.get(name) is not None]
+    if not sounds or not isinstance(samples, list) or (rate := find_sampling_rate(pipe)) is None:
+        return samples
+    pairs = zip(samples, sounds[0], strict=True)
+    return [VideoWithSound(frames, as_sound(sound), rate) for frames, sound in pairs]
+
+
+def find_sampling_rate(pipe: DiffusionPipeline) -> int | None:
+    """Return the sampling rate of the sound that a pipeline makes, in hertz; None if it makes no sound."""
+    # the vocoder runs last, so it comes first
+    parts = [pipe.components.get("vocoder"), pipe.components.get("audio_vae"), *pipe.components.values()]
+    for part in parts:
+        for name in ("output_sampling_rate", "sampling_rate", "sample_rate"):
+            rate = getattr(getattr(part, "config", None), name, None)
+            if rate is not None:
+                return int(rate)
+    return None
+
+
+def as_sound(sample: Any) -> np.ndarray:
+    """Convert a pipeline's waveform, an array or tensor (channels, time) or (time,), to (channels, time) float32."""
+    values = sample.detach().float().cpu().numpy() if isinstance(sample, torch.Tensor) else np.asarray(sample)
+    return np.atleast_2d(values).astype(np.float32)
 
 
 def as_images(samples: list) -> list:
@@ -20,6 +61,15 @@ def as_images(samples: list) -> list:
         return samples
     converted = [_convert(sample) for sample in samples]
     return samples if all(new is old for new, old in zip(converted, samples, strict=True)) else converted
+
+
+def kind_of(samples: list[Any]) -> str | None:
+    """Return the kind of samples: "images", "videos", or None for others (sound, embeddings, latents)."""
+    first = as_images(samples[:1])[0]
+    frames = first if isinstance(first, list) else [first]
+    if not frames or not all(isinstance(frame, Image.Image) for frame in frames):
+        return None
+    return "videos" if isinstance(first, list) else "images"
 
 
 def count_bytes(sample: Any) -> int:
@@ -125,3 +175,8 @@ def frame_positions(frames: int | str, length: int) -> list[int]:
     if frames == "all" or frames >= length:
         return list(range(length))
     return [0] if frames == 1 else [round(place * (length - 1) / (frames - 1)) for place in range(frames)]
+
+
+def choose_evenly(steps: list[int], most: int) -> list[int]:
+    """Choose evenly spaced steps, including the first and the last."""
+    return [steps[place] for place in frame_positions(most, len(steps))]

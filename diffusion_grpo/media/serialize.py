@@ -37,7 +37,7 @@ def unpack_samples(packet: Tensor, device: torch.device) -> tuple[list | None, l
 
 def _form(sample: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Describe a sample in JSON, and add its numbers to `tensors`."""
-    from .files import VideoWithSound
+    from .samples import VideoWithSound
 
     name = str(len(tensors))
     if sample is None or isinstance(sample, (bool, int, float, str)):
@@ -70,7 +70,7 @@ def _form(sample: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _sample(form: dict[str, Any], tensors: dict[str, Tensor], device: torch.device) -> Any:
-    from .files import VideoWithSound
+    from .samples import VideoWithSound
 
     (kind, content), *_ = form.items()
     if kind == "plain":

@@ -14,7 +14,7 @@ import torch
 from diffusers import DiffusionPipeline, ModelMixin, ModularPipeline, SchedulerMixin
 from torch import Tensor, nn
 
-from ..media.files import extract_samples
+from ..media.samples import extract_samples
 from .base import POLICY_COMPONENTS, Policy, call_arguments, without_filters
 from .drivers import Driver, ProbeDriver, StepScored, UnsupportedPipeline, join_latents
 from .modular import as_pipeline, ask_for_latents

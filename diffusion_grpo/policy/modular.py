@@ -22,7 +22,7 @@ from diffusers.modular_pipelines.modular_pipeline import ModularPipelineBlocks, 
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..media.files import SOUND_FIELDS
+from ..media.samples import SOUND_FIELDS
 from .drivers import UnsupportedPipeline
 from .networks import replace_attribute
 

@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import inspect
 import json
-import logging
 import operator
 import os
 import re
@@ -27,6 +26,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..quiet import say_cuts_once
 from .drivers import UnsupportedPipeline
 from .networks import replace_attribute
 
@@ -373,25 +373,3 @@ def hash_tensor(tensor: Tensor) -> str:
     else:
         content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + content).hexdigest()
-
-
-class _CutsOnce(logging.Filter):
-    """Drops a message of diffusers that a prompt is cut for CLIP if it was there before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: set[str] = set()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        is_known = text in self.said
-        if "was truncated because CLIP can only handle" in text:
-            self.said.add(text)
-        return not is_known
-
-
-def say_cuts_once() -> None:
-    """Let diffusers say once per prompt that it is cut for CLIP, not in each rollout."""
-    for handler in logging.getLogger("diffusers").handlers:
-        if not any(isinstance(each, _CutsOnce) for each in handler.filters):
-            handler.addFilter(_CutsOnce())

@@ -84,7 +84,7 @@ def rollout(
     Returns:
         the samples, or None if nothing was decoded; and the trajectory, or None if nothing was recorded, or with
         `keeps_clean` the [`~diffusion_grpo.policy.trajectory.CleanSamples`]. Samples are what the pipeline returns
-        first (PIL images, lists of frames, ...); each is a [`~diffusion_grpo.media.files.VideoWithSound`] if it
+        first (PIL images, lists of frames, ...); each is a [`~diffusion_grpo.media.samples.VideoWithSound`] if it
         returns sound too.
 
     Raises:

@@ -15,7 +15,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..media.files import extract_samples
+from ..media.samples import extract_samples
 from ..pipelines import family_of
 from .base import Policy, call_arguments, policy_component
 from .denoising import DenoisingPolicy

@@ -12,7 +12,7 @@ from typing import Any
 import PIL.Image
 
 from ..media.files import compress_sound, shrink_video
-from ..media.samples import frame_positions
+from ..media.samples import choose_evenly
 from .run_folder import Run, format_updates, key_of
 
 SHOWN = 24  # evaluation prompts shown
@@ -64,7 +64,7 @@ def make_gallery(run: Run) -> dict[str, Any] | None:
     }
 
 
-def show_rollouts(run: Run) -> list[dict[str, Any]]:
+def list_rollout_samples(run: Run) -> list[dict[str, Any]]:
     """Return samples of the first, the last and a rollout in between: prompt, reward, files."""
     sections = []
     for step in choose_evenly(sorted(run.rollouts), ROLLOUTS):
@@ -76,11 +76,6 @@ def show_rollouts(run: Run) -> list[dict[str, Any]]:
         ]
         sections += [{"when": format_updates(step), "cards": cards}] if cards else []
     return sections
-
-
-def choose_evenly(steps: list[int], most: int) -> list[int]:
-    """Choose evenly spaced steps, including the first and the last."""
-    return [steps[place] for place in frame_positions(most, len(steps))]
 
 
 def _change(pair: dict[str, Any]) -> float:

@@ -15,7 +15,7 @@ import yaml
 
 from ..config.arguments import read_experiment
 from ..data.held_out import describe_prompts, name_prompts
-from .gallery import make_gallery, show_rollouts
+from .gallery import list_rollout_samples, make_gallery
 from .run_folder import LOOK, Run, count_updates, find_passed_limit, format_updates, name_method, read_run, summarise
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def write_report(run_dir: str | Path, experiment: str | Path | None = None) -> P
         watched=make_watched_table(run),
         **draw_curves(run),
         gallery=make_gallery(run),
-        rollouts=show_rollouts(run),
+        rollouts=list_rollout_samples(run),
         method=name_method(run.info)[0],
         prompts=describe_prompts(run.prompts),
         prompts_name=name_prompts(run.prompts),

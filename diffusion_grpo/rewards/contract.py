@@ -327,6 +327,11 @@ class Reward:
 OPTIONS = ("name", "weight", "mean", "std", "clip", "threshold", "frames")
 
 
+def takes_only_latents(reward: Reward) -> bool:
+    """Return whether a reward takes only latents and needs no pixels."""
+    return is_marked(reward.function, "takes_latents")
+
+
 def reward_name(reward: Callable) -> str:
     """Return a reward's name in metrics and files: a function's `__name__`, or the name of an object's class."""
     if isinstance(reward, Reward):

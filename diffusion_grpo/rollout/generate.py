@@ -17,20 +17,14 @@ from ..policy.base import Policy
 from ..policy.token_process import TokenTrajectory
 from ..policy.trajectory import CleanSamples, Prefix, RolloutRequest, Trajectory
 from ..report.samples import SampleWriter
+from ..rewards.contract import takes_only_latents
 from ..rewards.executor import GroupScoring
 from .buffer import RolloutBuffer, Samples
 from .estimator import AdvantageEstimator, Estimate
-from .order import RolloutOrder
+from .order import RolloutOrder, gather_by_position
 from .passes import Passes
 from .runtime import Runtime
-from .score import (
-    RewardScorer,
-    SignalCheck,
-    gather_by_position,
-    make_thumbnails,
-    measure_diversity,
-    takes_only_latents,
-)
+from .score import RewardScorer, SignalCheck, make_thumbnails, measure_diversity
 from .steps import RolloutPlan, SamplingPlan
 from .value_model import record_conditions, reduce_calls
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..algorithms.advantages import best_of_n
 from ..config.defaults import BatchSizes
+from ..distributed.backend import DistributedBackend
 from ..policy.trajectory import sample_seed
 
 
@@ -77,3 +78,11 @@ def update_order(seed: int, iteration: int, updates: int) -> Tensor:
     """Return the order, (updates,), of a rollout's updates in an iteration after the first."""
     generator = torch.Generator().manual_seed(sample_seed(seed, "order", iteration))
     return torch.randperm(updates, generator=generator)
+
+
+def gather_by_position(backend: DistributedBackend, local: Tensor | None, order: RolloutOrder) -> Tensor | None:
+    """Return the values of all processes by position, on the CPU; a collective. None stays None."""
+    if local is None:
+        return None
+    every = backend.gather(local.to(backend.accelerator.device)).cpu()
+    return every[order.by_process().argsort()]

@@ -16,23 +16,15 @@ from torch import Tensor
 from transformers import TrainerState
 
 from ..algorithms.batch import Rows
-from ..distributed.backend import DistributedBackend
-from ..media.samples import as_images, copy_value, frame_positions
+from ..media.samples import as_images, copy_value, frame_positions, kind_of
 from ..rewards import Reward, RewardError
 from ..rewards.call import Batch
-from ..rewards.contract import is_marked
 from ..rewards.executor import Executor, GroupScoring
-from .order import RolloutOrder
 
 MOST_IN_A_ROW = 10  # one rollout without a reward may be bad luck with its prompts; many in a row are a mistake
 SIDE = 32  # side of a thumbnail in pixels: shows composition and colour, not grain
 FRAMES = 4  # evenly spaced frames compared per video
 logger = logging.getLogger(__name__)
-
-
-def takes_only_latents(reward: Reward) -> bool:
-    """Return whether a reward takes only latents and needs no pixels."""
-    return is_marked(reward.function, "takes_latents")
 
 
 class RewardScorer:
@@ -94,14 +86,6 @@ class RewardScorer:
             return scoring.finish(log_metric)
 
 
-def gather_by_position(backend: DistributedBackend, local: Tensor | None, order: RolloutOrder) -> Tensor | None:
-    """Return the values of all processes by position, on the CPU; a collective. None stays None."""
-    if local is None:
-        return None
-    every = backend.gather(local.to(backend.accelerator.device)).cpu()
-    return every[order.by_process().argsort()]
-
-
 def batch_groups(groups: list[int], batch_size: int) -> list[list[int]]:
     """Return batches of indices, each with whole groups: at most `batch_size` samples, or one group if it is larger.
 
@@ -122,15 +106,6 @@ def batch_groups(groups: list[int], batch_size: int) -> list[list[int]]:
 
 
 # Diversity: how much the samples of a prompt differ, by thumbnails or by embeddings from a reward's network
-
-
-def kind_of(samples: list[Any]) -> str | None:
-    """Return the kind of samples: "images", "videos", or None for others (sound, embeddings, latents)."""
-    first = as_images(samples[:1])[0]
-    frames = first if isinstance(first, list) else [first]
-    if not frames or not all(isinstance(frame, Image.Image) for frame in frames):
-        return None
-    return "videos" if isinstance(first, list) else "images"
 
 
 def make_thumbnails(samples: list[Any]) -> Tensor | None:

@@ -21,7 +21,7 @@ from ..algorithms.advantages import combine, compute_advantages, load_advantage_
 from ..data.call_form import call_in_some_form, learn_forms
 from ..data.columns import Columns, drop_format
 from ..data.inputs import BATCHED, RATES, PipelineInputs, prepare_inputs
-from ..media.files import extract_samples, find_sampling_rate
+from ..media.samples import extract_samples, find_sampling_rate
 from ..pipelines import family_of
 from ..policy.base import call_arguments, list_filters, policy_component, without_filters
 from ..policy.rollout import rollout, sample_seed

@@ -20,7 +20,7 @@ from ..data.columns import list_given
 from ..data.held_out import count_prompts
 from ..data.inputs import PipelineInputs
 from ..data.prompts import hash_prompts
-from ..media.files import find_sampling_rate
+from ..media.samples import find_sampling_rate
 from ..policy.base import Policy
 from ..policy.unguided import find_default_guidance
 from ..report.record import pipeline_tag

@@ -19,7 +19,8 @@ from transformers.trainer_utils import IntervalStrategy
 from ..data.held_out import describe_prompts
 from ..distributed.trained_weights import TrainedWeights
 from ..media.files import write_whole
-from ..report.gallery import EVALUATIONS, choose_evenly
+from ..media.samples import choose_evenly
+from ..report.gallery import EVALUATIONS
 from ..report.record import write_json
 from ..report.run_folder import LOG_OF_EVALUATIONS, LOOK, find_passed_limit, format_updates
 from .checkpoints import set_later_aside

@@ -22,14 +22,14 @@ from ..algorithms.advantages import combine
 from ..config.settings import DiffusionGRPOConfig
 from ..data.prompts import UNNAMED
 from ..distributed.collectives import gather_json, gather_means
-from ..media.files import find_sampling_rate
-from ..media.samples import count_bytes
+from ..media.samples import count_bytes, find_sampling_rate, kind_of
 from ..policy.base import Policy
 from ..policy.rollout import rollout
 from ..policy.trajectory import sample_seed
 from ..report.run_folder import measure_mean, summarise_rollouts
 from ..report.samples import write_files, write_inputs, write_table
 from ..rewards import Reward
+from ..rewards.contract import takes_only_latents
 from ..rewards.executor import waits_for_all
 from ..rollout.generate import RolloutGenerator
 from ..rollout.loader import RolloutLoader
@@ -39,11 +39,9 @@ from ..rollout.score import (
     cosine_distance,
     embed_samples,
     find_embedders,
-    kind_of,
     make_thumbnails,
     measure_diversity,
     pixel_distance,
-    takes_only_latents,
 )
 from .learner import Learner
 from .preflight import RunRewards, load_watched_rewards

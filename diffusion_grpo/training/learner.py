@@ -117,3 +117,22 @@ def make_average(args: DiffusionGRPOConfig, weights: TrainedWeights, runtime: Ru
         runtime.metrics.add("ema/distance", (distance / size) ** 0.5 if size else 0.0)
 
     return PolicyAverage(weights, args.ema_decay, args.ema_update_interval, note)
+
+
+def check_own_optimizer(
+    optimizer: torch.optim.Optimizer | None, schedule: torch.optim.lr_scheduler.LRScheduler | None, model: nn.Module
+) -> None:
+    """Refuse a user's own optimizer or schedule that would change nothing."""
+    if schedule is not None and getattr(schedule, "optimizer", optimizer) is not optimizer:
+        raise ValueError(
+            "optimizers: the schedule was made for another optimizer than the one that trains; pass that one too, or "
+            "leave the schedule out and set lr_scheduler_type."
+        )
+    groups = [] if optimizer is None else optimizer.param_groups
+    held = {id(weight) for group in groups for weight in group["params"]}
+    trained = {id(weight) for weight in model.parameters() if weight.requires_grad}
+    if optimizer is not None and not held & trained:
+        raise ValueError(
+            "optimizers: the optimizer holds none of the weights that are trained, and would change nothing. The "
+            "weights of a LoRA are created by the trainer; leave the optimizer out, and set optim and learning_rate."
+        )

@@ -11,7 +11,7 @@ from ..data.inputs import PipelineInputs
 from ..distributed.failure import ProcessGroupMonitor
 from ..policy.base import Policy, list_filters
 from ..policy.token import make_policy
-from ..rollout.score import takes_only_latents
+from ..rewards.contract import takes_only_latents
 from .model import load_pipeline, make_lazy_encoders, prepare_model
 from .model_checks import check_trained_networks
 from .preflight import CheckedRun

@@ -41,42 +41,7 @@ from .model_checks import (
     pipeline_class,
     read_index,
 )
-from .modular_loading import check_components, is_modular, load_components
-
-
-def check_model(model: Any) -> None:
-    """Refuse a model that is neither a name nor a pipeline with all of its components."""
-    check_components(model)
-    if not isinstance(model, (str, DiffusionPipeline)):
-        raise TypeError(
-            f"model is a {type(model).__name__}; pass a Hub id, a folder, 'tiny', a DiffusionPipeline or a "
-            "ModularPipeline, which holds the network to train."
-        )
-
-
-def check_own_optimizer(
-    optimizer: torch.optim.Optimizer | None, schedule: torch.optim.lr_scheduler.LRScheduler | None, model: nn.Module
-) -> None:
-    """Refuse a user's own optimizer or schedule that would change nothing."""
-    if schedule is not None and getattr(schedule, "optimizer", optimizer) is not optimizer:
-        raise ValueError(
-            "optimizers: the schedule was made for another optimizer than the one that trains; pass that one too, or "
-            "leave the schedule out and set lr_scheduler_type."
-        )
-    groups = [] if optimizer is None else optimizer.param_groups
-    held = {id(weight) for group in groups for weight in group["params"]}
-    trained = {id(weight) for weight in model.parameters() if weight.requires_grad}
-    if optimizer is not None and not held & trained:
-        raise ValueError(
-            "optimizers: the optimizer holds none of the weights that are trained, and would change nothing. The "
-            "weights of a LoRA are created by the trainer; leave the optimizer out, and set optim and learning_rate."
-        )
-
-
-def check_args(args: Any) -> None:
-    """Refuse settings of another trainer."""
-    if args is not None and not isinstance(args, DiffusionGRPOConfig):
-        raise TypeError(f"args is a {type(args).__name__}; pass a DiffusionGRPOConfig, with the same setting names.")
+from .modular_loading import is_modular, load_components
 
 
 def name_model(model: str | DiffusionPipeline) -> str:

@@ -47,15 +47,7 @@ from ..tiny import default_settings
 from ..weights.lora import continues_lora
 from ..weights.public_names import strip_folders, strip_secrets
 from ..weights.quantization import QuantizedLoading, list_trained_methods
-from .model import (
-    check_args,
-    check_gradient_range,
-    check_model,
-    check_reentrant,
-    name_model,
-    name_networks,
-    plan_quantization,
-)
+from .model import check_gradient_range, check_reentrant, name_model, name_networks, plan_quantization
 from .model_checks import (
     check_given_parts,
     check_named_model,
@@ -64,6 +56,7 @@ from .model_checks import (
     find_networks,
     pipeline_class,
 )
+from .modular_loading import check_components
 from .trackers import check_trackers
 
 logger = logging.getLogger(__name__)
@@ -167,6 +160,22 @@ def check_run(
     inputs = None if pipeline is None else prepare_inputs(pipeline, args, datasets, rewards.all + watched)
     record = describe_run(model, args, peft_config, rewards)
     return CheckedRun(model, args, rewards, backend, is_full_training, record, datasets, inputs, quantized)
+
+
+def check_model(model: Any) -> None:
+    """Refuse a model that is neither a name nor a pipeline with all of its components."""
+    check_components(model)
+    if not isinstance(model, (str, DiffusionPipeline)):
+        raise TypeError(
+            f"model is a {type(model).__name__}; pass a Hub id, a folder, 'tiny', a DiffusionPipeline or a "
+            "ModularPipeline, which holds the network to train."
+        )
+
+
+def check_args(args: Any) -> None:
+    """Refuse settings of another trainer."""
+    if args is not None and not isinstance(args, DiffusionGRPOConfig):
+        raise TypeError(f"args is a {type(args).__name__}; pass a DiffusionGRPOConfig, with the same setting names.")
 
 
 def prepare_args(model: str | DiffusionPipeline, args: DiffusionGRPOConfig | None) -> DiffusionGRPOConfig:

@@ -4,16 +4,12 @@ import io
 
 import numpy as np
 import pytest
-import tiny_pipelines
 import torch
 from PIL import Image
 
 from diffusion_grpo.media.files import (
-    VideoWithSound,
     compress_sound,
     draw_sound,
-    extract_samples,
-    find_sampling_rate,
     read_sound,
     read_video,
     shrink_video,
@@ -21,6 +17,7 @@ from diffusion_grpo.media.files import (
     write_sound,
     write_video,
 )
+from diffusion_grpo.media.samples import VideoWithSound
 
 
 @pytest.mark.parametrize("size", [(32, 48), (33, 17)], ids=["even", "odd"])
@@ -124,16 +121,6 @@ def test_a_small_video_is_small_and_keeps_its_sound(tmp_path):
     sound = write_sound(TONES, tmp_path / "a.wav", 24000)
     assert len(compress_sound(sound)) < sound.stat().st_size / 4
     assert loudest(*read_sound(io.BytesIO(compress_sound(sound)))) == pytest.approx([440, 1000], rel=0.01)
-
-
-def test_ltx2s_sound_comes_with_its_video():
-    pipe, inputs = tiny_pipelines.build("ltx2")
-    assert find_sampling_rate(pipe) == 24000  # the vocoder's, not the 16000 of the autoencoder before it
-    assert find_sampling_rate(tiny_pipelines.build("wan")[0]) is None
-    output = pipe(**inputs, num_inference_steps=2, output_type="pil")
-    videos = extract_samples(pipe, output)
-    assert [frame.size for frame in videos[1]] == [(32, 32)] * 5
-    assert np.array_equal(videos[1].sound, output.audio[1].numpy()) and videos[1].sampling_rate == 24000
 
 
 def test_a_video_of_a_phone_is_turned_upright(tmp_path):

@@ -4,12 +4,21 @@ import threading
 
 import numpy as np
 import pytest
+import tiny_pipelines
 import torch
 from PIL import Image
 from plain_images import flat
 
-from diffusion_grpo.media.files import VideoWithSound
-from diffusion_grpo.media.samples import as_images, convert_image, copy_value, count_bytes
+from diffusion_grpo.media.samples import (
+    VideoWithSound,
+    as_images,
+    choose_evenly,
+    convert_image,
+    copy_value,
+    count_bytes,
+    extract_samples,
+    find_sampling_rate,
+)
 
 
 def test_copies_are_alike() -> None:
@@ -67,3 +76,19 @@ def test_the_memory_of_samples_is_counted() -> None:
     assert count_bytes(image) == 160 and count_bytes([image, image]) == count_bytes((image,)) * 2 == 320
     assert count_bytes(torch.zeros(2, 3)) == count_bytes(np.zeros((2, 3), np.float32)) == 24
     assert count_bytes("sound") == 0
+
+
+def test_the_first_and_the_last_evaluation_are_always_chosen():
+    assert choose_evenly([0, 5], 8) == [0, 5] and choose_evenly([3], 8) == [3] and choose_evenly([], 8) == []
+    steps = choose_evenly(list(range(0, 101, 5)), 8)
+    assert len(steps) == 8 == len(set(steps)) and (steps[0], steps[-1]) == (0, 100)
+
+
+def test_ltx2s_sound_comes_with_its_video():
+    pipe, inputs = tiny_pipelines.build("ltx2")
+    assert find_sampling_rate(pipe) == 24000  # the vocoder's, not the 16000 of the autoencoder before it
+    assert find_sampling_rate(tiny_pipelines.build("wan")[0]) is None
+    output = pipe(**inputs, num_inference_steps=2, output_type="pil")
+    videos = extract_samples(pipe, output)
+    assert [frame.size for frame in videos[1]] == [(32, 32)] * 5
+    assert np.array_equal(videos[1].sound, output.audio[1].numpy()) and videos[1].sampling_rate == 24000

@@ -5,7 +5,7 @@ import pytest
 import torch
 from plain_images import are_alike, random_image
 
-from diffusion_grpo.media.files import VideoWithSound
+from diffusion_grpo.media.samples import VideoWithSound
 from diffusion_grpo.media.serialize import pack_samples, unpack_samples
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from run_folders import make_run
 
 from diffusion_grpo.media.files import write_sound, write_video
 from diffusion_grpo.report import gallery
-from diffusion_grpo.report.gallery import choose_evenly, make_gallery, show_rollouts
+from diffusion_grpo.report.gallery import list_rollout_samples, make_gallery
 from diffusion_grpo.report.page import write_report
 from diffusion_grpo.report.run_folder import read_run
 
@@ -40,12 +40,6 @@ def test_two_evaluations_are_called_before_and_after_and_one_has_no_gallery(tmp_
     assert found["names"] == {0: "before", 20: "after"} and len(found["cards"]) == 1
     assert found["cards"][0]["samples"][0]["image"].startswith("data:image/webp")  # large images are embedded small
     assert make_gallery(read_run(make_run(tmp_path / "one", prompts=1, updates=5))) is None
-
-
-def test_the_first_and_the_last_evaluation_are_always_chosen():
-    assert choose_evenly([0, 5], 8) == [0, 5] and choose_evenly([3], 8) == [3] and choose_evenly([], 8) == []
-    steps = choose_evenly(list(range(0, 101, 5)), 8)
-    assert len(steps) == 8 == len(set(steps)) and (steps[0], steps[-1]) == (0, 100)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +79,7 @@ def test_videos_and_sounds_are_embedded_to_be_played(tmp_path):
     run = read_run(path)
     for row, file in [pair for step in (0, 20) for pair in zip(run.samples[step], files[:2], strict=True)]:
         row["file"] = file
-    found, [rollout] = make_gallery(run), show_rollouts(run)
+    found, [rollout] = make_gallery(run), list_rollout_samples(run)
     assert (
         found["is_wide"] and rollout["when"] == "before training" and {c["prompt"] for c in rollout["cards"]} == {"a"}
     )

@@ -17,7 +17,7 @@ from fresh import load_again
 from PIL import Image, ImageDraw
 from plain_images import FOUR, FOUR_PROMPTS, THREE, THREE_PROMPTS, make_video
 
-from diffusion_grpo.media.files import VideoWithSound
+from diffusion_grpo.media.samples import VideoWithSound
 from diffusion_grpo.rewards import (
     REWARDS,
     Reward,

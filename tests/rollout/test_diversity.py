@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 from tiny_runs import brightness
 
+from diffusion_grpo.media.samples import kind_of
 from diffusion_grpo.rewards import load_rewards
 from diffusion_grpo.rollout.score import (
     FRAMES,
@@ -16,7 +17,6 @@ from diffusion_grpo.rollout.score import (
     cosine_distance,
     embed_samples,
     find_embedders,
-    kind_of,
     make_thumbnails,
     measure_diversity,
 )

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.policy.rollout import rollout
-from diffusion_grpo.report.gallery import make_gallery, show_rollouts
+from diffusion_grpo.report.gallery import list_rollout_samples, make_gallery
 from diffusion_grpo.report.run_folder import read_run
 from diffusion_grpo.rewards import batchwise
 
@@ -94,7 +94,8 @@ def test_the_images_that_samples_were_made_from_are_shown_beside_them(tmp_path):
     assert kept and all((tmp_path / row["input"]).is_file() for row in kept)
     assert {row["input"] for row in kept} == {row["image"].replace(".png", "-input.png") for row in kept}
     shown = read_run(tmp_path)
-    cards = make_gallery(shown)["cards"] + [card for rollout in show_rollouts(shown) for card in rollout["cards"]]
+    cards = make_gallery(shown)["cards"]
+    cards += [card for rollout in list_rollout_samples(shown) for card in rollout["cards"]]
     assert len(cards) > 2 and all(card["input"].startswith("data:image/png") for card in cards)
 
 

@@ -225,7 +225,7 @@ def _read_mp4(text: str, source: _Source) -> list[Image.Image]:
 
 def _write_sounds(samples: list) -> list | None:
     """Write the raw sound of videos that have one."""
-    from ...media.files import VideoWithSound
+    from ...media.samples import VideoWithSound
 
     sounds = [sample if isinstance(sample, VideoWithSound) else None for sample in samples]
     if not any(sound is not None for sound in sounds):
@@ -242,7 +242,7 @@ def _write_sounds(samples: list) -> list | None:
 
 
 def _add_sounds(samples: list, sounds: list | None) -> list:
-    from ...media.files import VideoWithSound
+    from ...media.samples import VideoWithSound
 
     if sounds is None:
         return samples

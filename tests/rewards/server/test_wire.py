@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save
 
-from diffusion_grpo.media.files import VideoWithSound
+from diffusion_grpo.media.samples import VideoWithSound
 from diffusion_grpo.rewards import RemoteReward, RewardError, load_rewards, score, takes_latents
 from diffusion_grpo.rewards.contract import is_marked
 from diffusion_grpo.rewards.server.wire import (
