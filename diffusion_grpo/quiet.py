@@ -1,4 +1,4 @@
-"""What is written to the terminal: other libraries' messages of no use are dropped, no character ends a run."""
+"""What is written to the terminal: useless or repeated messages of libraries are dropped, no character ends a run."""
 
 import io
 import logging

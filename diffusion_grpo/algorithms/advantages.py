@@ -1,8 +1,8 @@
-"""Advantages: from the rewards of all samples of a generation to one number per sample.
+"""Advantages: from the rewards of all samples of a generation to one number per sample or, with GAE, per step.
 
-This is all of GRPO that compares samples with each other: it needs the rewards of every process at once, no network
-and no gradient. Statistics are computed in float64 on the CPU, so that every process and every device gets the same
-bits.
+All of GRPO that compares samples with each other is here, including `best_of_n` and a user's own advantage function:
+it needs the rewards of every process at once, no network and no gradient. Statistics are computed in float64 on the
+CPU, so that every process and every device gets the same bits.
 """
 
 import dataclasses

@@ -1,4 +1,7 @@
-"""The interface of algorithms: which data each one needs, which passes it makes, and what one pass computes."""
+"""The interface of algorithms: which data each one needs, which passes it makes, and what one pass computes.
+
+The check that a first pass reproduces its rollout, and metrics that algorithms share, are here too.
+"""
 
 import dataclasses
 import logging

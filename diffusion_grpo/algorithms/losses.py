@@ -1,8 +1,9 @@
-"""Losses of one denoising step: pure functions from `LossInputs` to `LossOutput(loss, metrics)`.
+"""Losses of one denoising step, or of tokens: pure functions from `LossInputs` to `LossOutput(loss, metrics)`.
 
 Most algorithms of the GRPO family differ in nothing else. To use a loss of your own, set `loss_type` to its dotted
 path, and give its keyword arguments, besides its `LossInputs`, as `loss_kwargs`. A loss is the mean over one
-micro-batch at one step: the caller divides by the number of trained steps.
+micro-batch at one step: the caller divides by the number of trained steps. The loss of the value model and the weights
+of samples are here too.
 """
 
 import dataclasses

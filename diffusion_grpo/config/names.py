@@ -1,4 +1,4 @@
-"""Names: of settings that other libraries have under other names or not at all, and those that become file names."""
+"""Names of settings, and what to write in place of an unknown one; also which names files and metrics may have."""
 
 import difflib
 import re

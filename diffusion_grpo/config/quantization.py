@@ -1,4 +1,4 @@
-"""Settings of a quantised base model: a base of `DiffusionGRPOConfig`, and how they are read, without torch."""
+"""Settings of a quantised base model: a base class of `DiffusionGRPOConfig`, and how they are read, without torch."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Settings of the model, the data and what is written: a base of `DiffusionGRPOConfig`."""
+"""Settings of the model, the data and what is written: a base class of `DiffusionGRPOConfig`."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal

@@ -1,4 +1,4 @@
-"""Settings of the samples and of the process that draws them: a base of `DiffusionGRPOConfig`."""
+"""Settings of the samples and how they are drawn (SDE, tokens): a base class of `DiffusionGRPOConfig`."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -8,7 +8,7 @@ from .declare import Count, Fraction, Positive, Range, setting
 
 @dataclass
 class SamplingSettings:
-    """How samples are drawn: their number and size, the process, the tokens."""
+    """How samples are drawn: their number and size, the SDE, the tokens."""
 
     # Samples
     num_generations: Count = setting(

@@ -1,7 +1,8 @@
 """`DiffusionGRPOConfig`: all settings of a training run, under TRL's names where TRL has one.
 
 Settings that cannot work are refused here in one sentence, before any model is loaded. Most fields are in
-`sampling.py`, `update.py` and `run.py`; what follows from them is in `defaults.py`.
+`sampling.py`, `update.py` and `run.py`; what follows from them is in `defaults.py`. What the machine and the launcher
+ask for, such as a precision, is read here.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Settings of the update (loss, advantages, value model, reference): a base of `DiffusionGRPOConfig`."""
+"""Settings of the update (loss, advantages, value model, reference, EMA): a base class of `DiffusionGRPOConfig`."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal

@@ -1,7 +1,8 @@
-"""Find out, once and before the first rollout, in which form a pipeline takes its inputs, by calling it.
+"""Find out, once and before the first rollout, how a pipeline takes its inputs, by calling it.
 
 A signature does not show this: given a list of images, one pipeline takes one image per sample, another takes all of
-them for one sample, and a third raises an error. Short rollouts, in which one input is changed, tell them apart.
+them for one sample, and a third raises an error. Short rollouts, in which one input is changed, tell them apart. The
+same calls show whether the chosen steps can be trained.
 """
 
 import logging

@@ -1,10 +1,9 @@
-"""Dataset columns that hold images, videos or sound, and how they are decoded.
+"""Dataset columns that hold images, videos or sound: how they are decoded, and what a dataset says of its columns.
 
 The pipeline and the rewards get the same objects, decoded once for all samples of a prompt. The type of a column says
-what it holds; a column of strings is read as files if the pipeline's parameter of that name does not take text.
-Images for the pipeline are converted to the mode that it takes: some pipelines would take the four channels of an
-RGBA image for latents, and others fail on a grey one. Missing files and network addresses are refused before a model
-is loaded.
+what it holds; a column of strings is read as files if the pipeline's parameter of that name does not take text. Images
+for the pipeline are converted to the mode that it takes: some pipelines would mistake an RGBA image for latents, and
+others fail on a grey one. Missing files and URLs are refused before a model is loaded.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
-"""Start one command on many processes, through `accelerate launch`'s own functions, and wait for them.
+"""Read and check the settings of a launch, start one command in many processes, and wait for them.
 
-This runs before anything that training needs is imported. A configuration file of accelerate describes how processes
-share a run: one of `accelerate_configs/` by name, or the user's own.
+`accelerate launch`'s own functions do the work, before anything that training needs is imported. A configuration file
+of accelerate describes how processes share a run: one of `accelerate_configs/` by name, or the user's own.
 """
 
 import difflib

@@ -1,4 +1,4 @@
-"""DeepSpeed: ZeRO-1 to 3, and gathering of sharded weights where whole ones are needed.
+"""DeepSpeed: its configuration, ZeRO-1 to 3, and gathering of sharded weights where whole ones are needed.
 
 ZeRO-1 shards the optimizer's state, ZeRO-2 also the gradients, ZeRO-3 also the parameters. DeepSpeed itself is
 imported where it is used, since it is optional.

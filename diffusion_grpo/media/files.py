@@ -1,4 +1,4 @@
-"""Images, videos and sound as files: PNG, MP4 and WAV, written and read.
+"""Images, videos, sound and arrays as files: PNG, MP4, WAV and `.npy`, written and read.
 
 Evaluation, `diffusion-grpo sample`, the report and datasets share these files. No other module writes with PyAV.
 """

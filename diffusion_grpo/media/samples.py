@@ -1,6 +1,7 @@
-"""Convert a pipeline's samples to the forms that rewards receive: PIL images, or one tensor.
+"""Samples in memory: taken from a pipeline's output, and converted to the forms that rewards receive.
 
-Samples are converted once, and frames of videos chosen by one rule, so that all rewards see the same pixels.
+Samples are converted once, to PIL images or one tensor, and frames of videos are chosen by one rule, so that all
+rewards see the same pixels.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from .samples import VideoWithSound
+
 
 def pack_samples(samples: list | None, latents: list[Tensor] | None) -> Tensor:
     """Pack samples and their latents into one packet, (bytes,) uint8 on the CPU."""
@@ -37,8 +39,6 @@ def unpack_samples(packet: Tensor, device: torch.device) -> tuple[list | None, l
 
 def _form(sample: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Describe a sample in JSON, and add its numbers to `tensors`."""
-    from .samples import VideoWithSound
-
     name = str(len(tensors))
     if sample is None or isinstance(sample, (bool, int, float, str)):
         return {"plain": sample}
@@ -70,8 +70,6 @@ def _form(sample: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _sample(form: dict[str, Any], tensors: dict[str, Tensor], device: torch.device) -> Any:
-    from .samples import VideoWithSound
-
     (kind, content), *_ = form.items()
     if kind == "plain":
         return content

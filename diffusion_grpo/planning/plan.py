@@ -1,8 +1,8 @@
-"""Plan a run: compute its counts and the memory that it will need before anything is loaded.
+"""`Plan`: read a run's settings as for another machine, and put together its counts, measurement and memory.
 
-The counts come from the settings. The memory is measured on a pipeline without weights (`weightless.py`), which is
-prepared by the same code as the real one and updated by the real optimizer's class. DeepSpeed and FSDP2 are assumed to
-divide the memory as documented.
+The counts (`batches.py`) come from the settings. The memory (`memory.py`) comes from a measurement (`measure.py`) on a
+pipeline without weights (`weightless.py`), which is prepared by the same code as the real one and updated by the real
+optimizer's class. DeepSpeed and FSDP2 are assumed to divide the memory as documented.
 """
 
 import contextlib

@@ -1,4 +1,7 @@
-"""The base of all policies: the pipeline, its trained networks, and how they are called."""
+"""The base of all policies: the pipeline, its trained networks, and how they are called.
+
+Calls are made with seeds, and without the safety checkers and watermarkers of the pipeline.
+"""
 
 import contextlib
 import inspect

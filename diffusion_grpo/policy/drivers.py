@@ -1,7 +1,8 @@
 """The base of drivers, which decide what each step of a stochastic scheduler does.
 
 A driver gets each step of the pipeline's loop from the scheduler and returns the latent with which the pipeline goes
-on. The drivers of rollouts are in `recording.py`, those of replays in `replaying.py`.
+on. The drivers of rollouts are in `recording.py`, those of replays in `replaying.py`. `ProbeDriver` only notes which
+steps call the trained networks. What drivers do with joined latents is here too.
 """
 
 import sys

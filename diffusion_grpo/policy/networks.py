@@ -2,6 +2,7 @@
 
 While a driver is active, the forward of each trained network is replaced by a gate. If the driver already knows the
 result of a step, the gate returns an empty output of the right shape, which takes no memory and no time.
+`replace_attribute` serves other modules too.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """A cache of prompt embeddings: each distinct prompt is encoded once per rollout, or once for all (`KeptResults`).
 
 Each prompt is encoded alone, so that the last bits of its embeddings do not depend on the prompts beside it: they are
-the same in a rollout, its replay, another process and a resumed run. There is no code for single families. How results
-of single prompts are joined is learned from one call with two.
+the same in a rollout, its replay, another process and a resumed run. No pipeline family has code of its own here. How
+results of single prompts are joined is learned from one call with two. `KeptResults` are in memory or in a folder.
 """
 
 import contextlib

@@ -1,7 +1,8 @@
 """Drivers of replays: they go to one step without the network, and give that step a latent.
 
 A `ReplayDriver` makes the `StepDistribution` of a recorded step, a `RenoiseDriver` predicts finished samples that it
-has noised again, and a `LastStepsDriver` takes the remaining steps.
+has noised again, and a `LastStepsDriver` takes the remaining steps. `InputWatch` finds out which elements of a latent
+the networks get.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
-"""SDEs that turn a deterministic sampler into a stochastic policy.
+"""SDEs that make a deterministic sampler a stochastic policy, and the log-probabilities of their steps.
 
-An SDE is one pure float32 function from a prediction, and the latent it was made for, to mean and standard
-deviation of the next latent. To add one, write the function and an entry of `SDES`: its name, the function, the
-coordinates of the schedulers that it fits, and its usual noise level.
+An SDE is one pure float32 function from a prediction, and the latent it was made for, to the mean and standard
+deviation of the next latent. To add one, write the function and an entry of `SDES`: its name, the function, how the
+schedulers that it fits write latents (`coordinates`), and its usual noise level.
 """
 
 import dataclasses

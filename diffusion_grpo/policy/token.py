@@ -1,9 +1,9 @@
-"""The policy whose actions are tokens: a language model in the pipeline writes, what follows it is a fixed decoder.
+"""The policy whose actions are tokens: a language model in the pipeline writes them, and the rest is a fixed decoder.
 
 A rollout returns samples and a `TokenTrajectory`; a replay returns the `TokenDistribution` of the recorded tokens
 under the current model, with gradient. As with latents, both call the pipeline, so that prompts, images and templates
 come from it and cannot drift apart. In the rollout, `generate` draws tokens; in the replay, it scores the recorded
-tokens, and the call ends there.
+tokens, and the call ends there. `make_policy` chooses between this policy and that of denoising steps.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Data that the stages exchange: requests, trajectories, step distributions and their scales; seeds.
+"""Data that the stages exchange: requests, trajectories, step distributions; the scales and weights of steps; seeds.
 
 A rollout records a `Trajectory`, the buffer keeps it, and each replay reads it and returns a `StepDistribution`. For
 losses on re-noised samples, the rollout keeps `CleanSamples` instead, from which each pass makes a `Denoised`.

@@ -1,4 +1,7 @@
-"""The model card, `README.md`: how to load the weights, rewards, images before and after, how to reproduce the run."""
+"""The model card, `README.md`: how to load the weights, rewards, images before and after, how to reproduce the run.
+
+The name of the repository on the Hub, and which files are uploaded, are decided here too.
+"""
 
 import dataclasses
 import json

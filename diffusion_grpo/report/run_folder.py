@@ -1,4 +1,4 @@
-"""Read what a run left in its folder, as one `Run` from which report, summary and model card are made."""
+"""Read and sum up what a run left in its folder, as one `Run` from which report, summary and model card are made."""
 
 import dataclasses
 import itertools

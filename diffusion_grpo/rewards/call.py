@@ -1,6 +1,7 @@
-"""Call reward functions: what a user's code gets, what it may not change, and what can be wrong with its answer.
+"""Call reward functions: what a user's code gets and may not change, and what can be wrong with its answer.
 
 A user's reward is the least tested code of a run, so its answer is checked here, while the sample can still be saved.
+Gradients of rewards are here too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Decide which process makes which samples of a rollout, and which samples share an update.
 
 The order is drawn once for all processes, and the samples of each update are then divided among them, so that a run
-does not depend on the number of processes.
+does not depend on the number of processes. `gather_by_position` puts the values of all processes together again.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Score samples: call the rewards, measure how much samples differ, and warn if nothing can be learned from them.
 
-Rollouts are scored while the next samples are made, evaluations after some prompts at a time. Rewards get the same
-keywords in both.
+Rollouts are scored while the next samples are made, evaluations a few prompts at a time. Rewards get the same keywords
+in both.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Make the objects that the trainer holds from the settings, which are handed on whole."""
+"""Make the objects that the trainer holds from the settings, handed on whole, and describe the model for `run.json`."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""Callbacks around the updates: the moving reference, grids of samples, warnings and the report.
+"""Callbacks of a run: its start, the moving reference, grids of samples, limits that end it, the report.
 
 Files go to the run's folder; images, videos and sound also go to the trackers that `report_to` names.
 """

@@ -1,4 +1,4 @@
-"""The weights that a run trains, and those that move with them."""
+"""The weights that a run trains, those that move with them, and a check that an optimizer of the user trains them."""
 
 from dataclasses import dataclass
 

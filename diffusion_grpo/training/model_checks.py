@@ -1,4 +1,7 @@
-"""What a pipeline is made of, as `model_index.json` says before weights are loaded, and what cannot be trained."""
+"""What a pipeline is made of, as `model_index.json` says before weights are loaded, and what cannot be trained.
+
+`change_scheduler` makes its scheduler with other settings, and refuses unknown ones.
+"""
 
 import difflib
 import inspect

@@ -1,4 +1,4 @@
-"""Images, videos and sounds for the trackers that `report_to` names: tensorboard, wandb, trackio, mlflow."""
+"""Trackers that `report_to` names: checked, adapted to diffusers' configs, and sent images, videos and sounds."""
 
 import contextlib
 import functools

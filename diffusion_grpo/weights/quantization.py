@@ -1,4 +1,4 @@
-"""Load a pipeline with quantised components, check that a LoRA can be trained on them, and save them as plain weights.
+"""Quantised components: how they are loaded, whether they can be trained, and plain layers in their place for saving.
 
 diffusers and transformers do the work; this module gives each component its configuration object.
 """

@@ -1,7 +1,7 @@
 """The reward `remote`: any reward that `diffusion-grpo rewards serve` serves in another process or on another machine.
 
-Each server takes the next batch when it is free. A server that fails is taken out with a warning, and tried again at
-the next scoring.
+Each server takes the next batch when it is free. A server that fails is dropped with a warning, and tried again at the
+next scoring.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""The reward server, `diffusion-grpo rewards serve NAME`: it receives samples and prompts over HTTP and returns
-scores.
+"""The reward server, `diffusion-grpo rewards serve NAME`: it scores the samples and prompts that it gets over HTTP.
 
 It is for scorers that are too heavy for the training process, or need other packages. Bodies are JSON with PNGs and
-MP4s in base64, or safetensors; nothing that arrives is executed or unpickled, and targets that are paths are refused.
-One thread scores one request at a time. A limited number of requests may wait. Further requests are refused at once
-(503), and the client tries again. `remote.py` is the client.
+MP4s in base64, or safetensors; nothing that arrives is executed or unpickled, and paths in place of images are
+refused. One thread scores one request at a time. A limited number of requests may wait. Further requests are refused
+at once (503), and the client, `remote.py`, retries.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The wire format between `remote.py` and `serve.py`.
+"""The wire format between `remote.py` and `serve.py`, and the HTTP requests of `remote.py` and `vlm_judge.py`.
 
 A body is JSON with PNGs or MP4s in base64, or a safetensors file with the same JSON in one of its tensors. How many
 pixels a few bytes expand to is limited here. Nothing is unpickled.
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ...media.samples import convert_image
+from ...media.samples import VideoWithSound, convert_image
 
 if TYPE_CHECKING:
     import httpx2
@@ -225,8 +225,6 @@ def _read_mp4(text: str, source: _Source) -> list[Image.Image]:
 
 def _write_sounds(samples: list) -> list | None:
     """Write the raw sound of videos that have one."""
-    from ...media.samples import VideoWithSound
-
     sounds = [sample if isinstance(sample, VideoWithSound) else None for sample in samples]
     if not any(sound is not None for sound in sounds):
         return None
@@ -242,8 +240,6 @@ def _write_sounds(samples: list) -> list | None:
 
 
 def _add_sounds(samples: list, sounds: list | None) -> list:
-    from ...media.samples import VideoWithSound
-
     if sounds is None:
         return samples
     whole = []
