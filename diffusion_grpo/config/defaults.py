@@ -43,7 +43,7 @@ class BatchSizes:
 
 
 class Sizes:
-    """What follows from the settings: a base of `DiffusionGRPOConfig`."""
+    """What follows from the settings: a base class of `DiffusionGRPOConfig`."""
 
     def rename(self) -> None:
         """Apply TRL's names, and read dictionaries written as JSON."""

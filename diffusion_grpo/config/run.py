@@ -1,4 +1,4 @@
-"""Settings of the model, the data and what is written: a base class of `DiffusionGRPOConfig`."""
+"""Settings of the model, its memory, the data, what is written and watched: a base class of `DiffusionGRPOConfig`."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -8,7 +8,7 @@ from .declare import Count, Fraction, Range, setting
 
 @dataclass
 class RunSettings:
-    """What is loaded, where it is kept, and what a run leaves on disk."""
+    """What is loaded, where it is kept, what a run leaves on disk, and what stops it."""
 
     # Model, data, log
     offload_frozen: Literal["cpu"] | None = setting(
