@@ -1,7 +1,8 @@
-"""The policy whose actions are denoising steps: a stochastic scheduler in the pipeline, and gates before its networks.
+"""The policy whose actions are denoising steps, taken by a stochastic scheduler in the pipeline.
 
 A `DenoisingPolicy` rolls the pipeline out, replays a recorded step, or predicts clean samples. In each case it calls
-the pipeline as a user would, while a driver decides what each step does.
+the pipeline as a user would, while a driver decides what each step does. Gates (`networks.py`) skip networks whose
+output is known.
 """
 
 import contextlib

@@ -3,7 +3,7 @@
 What a modular pipeline does is written in blocks. They give the parameters of its call and its samples; a component,
 the guider, applies guidance, and text encoders run in blocks of their own. With `as_pipeline` the same object also has
 what policies ask of a pipeline: a call whose signature lists the inputs, gradients in the undecorated call, and
-`encode_prompt`. There is no code for single families.
+`encode_prompt`. There is no code for single families. `ask_for_latents` serves both kinds of pipeline.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Write a run's `report.html` and `summary.json`; both can be written again at any time."""
+"""Write a run's `report.html`, `summary.json` and `curve.png`; all of them can be written again at any time."""
 
 import base64
 import hashlib

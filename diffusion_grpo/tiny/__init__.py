@@ -1,4 +1,4 @@
-"""The embedded model: its folder, the colours it knows, and prompts for it.
+"""The embedded model: its folder, settings that suit it, the colours it knows, and prompts for it.
 
 `PATH` is the folder of a diffusers `StableDiffusion3Pipeline` that writes a given word in a given colour, `COLORS` are
 the six colours, and `prompts` makes datasets of prompts such as `the word "RAINS" in red`. The repository's
