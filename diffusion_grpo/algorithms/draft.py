@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..policy.trajectory import ROUNDING_OF_TWO
-from .base import Algorithm, DriftLimit, PassOutput, Recording, Reference, summarise_samples
+from .base import Algorithm, DriftLimit, PassOutput, Recording, Reference
 from .batch import MicroBatch, Part, Rows
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ class DRaFT(Algorithm):
         max_ratio_error: how far finished latents may be from the rollout's in its first update, relative to their
             size; None never stops the run.
         is_half_precision: whether a network computes in bfloat16 or float16, so that rounding explains a difference.
-        take_turns: whether several networks share the steps.
         warns: whether this process is the one that warns.
 
     Examples:
@@ -43,7 +42,6 @@ class DRaFT(Algorithm):
     beta: float = 0.0
     max_ratio_error: float | None = 1e-4
     is_half_precision: bool = False
-    take_turns: bool = False
     warns: bool = True
 
     def __post_init__(self):
@@ -51,7 +49,7 @@ class DRaFT(Algorithm):
 
     def passes(self, batch: MicroBatch) -> list[list[tuple[Part, int]]]:
         """Return every part at every step at which the gradient of one of its samples ends."""
-        return batch.part_passes(self.take_turns)
+        return batch.part_passes()  # networks take no turns: a pass may go through several
 
     def loss(self, policy: "Policy", reference: Reference | None, part: Part, step: int) -> PassOutput:
         """Take the last steps again; `drift` is how far the finished latents are from the rollout's."""
@@ -64,10 +62,9 @@ class DRaFT(Algorithm):
             distance = now.distance(distant)
             measured |= {"loss/kl": self.beta * distance.mean(), "kl": distance}
             losses = losses + self.beta * distance
-        metrics, counts = summarise_samples({name: value.detach() for name, value in measured.items()}, part.weights)
-        weights = torch.ones_like(losses) if part.weights is None else part.weights.to(losses)
-        error, size = ((x.detach().flatten(1).norm(dim=1)) for x in (now.latents - samples.latents, samples.latents))
-        return PassOutput((weights * losses).sum(), metrics, float((error / size).max()), counts)
+        metrics = {name: value.detach().mean().item() for name, value in measured.items()}
+        error, size = (x.detach().flatten(1).norm(dim=1) for x in (now.latents - samples.latents, samples.latents))
+        return PassOutput(losses.sum(), metrics, float((error / size).max()))
 
     def check(self, batch: MicroBatch, drift: float) -> dict[str, float]:
         """Refuse finished latents that are further from the rollout's than `max_ratio_error`."""

@@ -134,10 +134,11 @@ def _find_steps(args: Sizes) -> Iterator[str]:
     last, sigmas = args.num_inference_steps - args.is_recorded, args.sigmas
     is_range = isinstance(steps, (list, tuple)) and len(steps) == 2
     if steps not in (None, "all") and not (is_range and first <= steps[0] < steps[1] <= last):
-        why = "step 0 cannot be handed a noised sample" if first else "the last step has no noise"
+        why = ", step 0 cannot be handed a noised sample" if first else ""
+        why = ", the last step has no noise" if args.is_recorded else why
         yield (
             f"trained_steps={steps!r} must be all or [start, stop) with {first} <= start < stop <= {last} (of "
-            f"num_inference_steps={args.num_inference_steps}, {why})."
+            f"num_inference_steps={args.num_inference_steps}{why})."
         )
     if args.trained_count > len(args.trainable_steps):
         yield (
@@ -197,14 +198,14 @@ def _find_silent(args: Sizes) -> Iterator[str]:
             f"samples_per_latent={args.samples_per_latent!r} makes samples identical with loss_type="
             f"{args.loss_type!r}, whose rollouts draw no noise in the steps; leave it out."
         )
+    of_groups = ["multi_objective_aggregation", "best_of_n", "drop_zero_advantages"]
+    if args.takes_gradients and (name := _find_changed(args, of_groups)):
+        yield f"{name} has no meaning for loss_type={args.loss_type!r}, which differentiates a sum; leave it out."
     if args.multi_objective_aggregation == "loss_per_reward":
         yield (
             f"multi_objective_aggregation='loss_per_reward' works on recorded steps only; with loss_type="
             f"{args.loss_type!r} use normalize_then_sum."
         )
-    of_groups = ["multi_objective_aggregation", "best_of_n", "drop_zero_advantages"]
-    if args.takes_gradients and (name := _find_changed(args, of_groups)):
-        yield f"{name} has no meaning for loss_type={args.loss_type!r}, which differentiates a sum; leave it out."
 
 
 def check_token_settings(args: Sizes) -> None:

@@ -166,11 +166,14 @@ def _check_networks(
                 f"trained; train {alone} alone."
             )
     called = set().union(*passing.values())
-    for step in args.trainable_steps:
-        if step not in called:
+    # gradients of rewards pass through all steps from there on
+    length = args.num_inference_steps if args.takes_gradients else 1
+    trained = {step: range(step, step + length) for step in args.trainable_steps}
+    for step, steps in trained.items():
+        if called.isdisjoint(steps):
             policy.refuse_step(step, called)
     for name in experts:
-        if passing[name].isdisjoint(args.trainable_steps):
+        if all(map(passing[name].isdisjoint, trained.values())):
             logger.warning(
                 "%s will not be trained: it runs in %s, and only %s may be trained. Set trained_steps to train it "
                 "too, or train_component=%r to spare its memory.",

@@ -434,12 +434,13 @@ def differentiate(
     rewards: list[Reward], weights: list[float], pixels: Tensor, prompts: list[str] | None, columns: dict[str, list]
 ) -> Tensor:
     """Return the (batch,) weighted sum of rewards of images or videos, with gradient; one without a value counts 0."""
+    videos = pixels if pixels.ndim == 5 else pixels[:, None]
     total = 0 * pixels.float().flatten(1).sum(1)  # so that there is a gradient, of 0, even without a value
     for reward, weight in zip(rewards, weights, strict=True):
         if not weight:
             continue
-        frames = frame_positions(reward.frames, pixels.shape[1]) if pixels.ndim == 5 else [0]
-        images = (pixels[:, frames].flatten(0, 1) if pixels.ndim == 5 else pixels).float()
+        frames = frame_positions(reward.frames, videos.shape[1])
+        images = videos[:, frames].flatten(0, 1).float()
         lists = {"prompts": prompts} | {name: column for name, column in columns.items() if name not in reward.fixed}
         known = {name: [value for value in column or () for _ in frames] for name, column in lists.items()}
         known |= {"images": images, "completions": images}

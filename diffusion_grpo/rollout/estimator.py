@@ -97,6 +97,9 @@ class AdvantageEstimator:
         metrics["frac_advantage_zero"] = (every == 0).reshape(len(every), -1).all(1).double().mean().item()
         if self._clip is not None:
             metrics["frac_advantage_clipped"] = (every.abs() >= self._clip).double().mean().item()
+        if args.takes_gradients:  # nothing is weighted by advantages, and equal rewards are no reason for a warning
+            silent = ("spread/advantage", "frac_")
+            metrics = {name: value for name, value in metrics.items() if not name.startswith(silent)}
         return Estimate(result, SampleAdvantages(every, targets), columns, metrics)
 
     def weigh(self, found: Estimate, trained: Tensor) -> SampleAdvantages:

@@ -196,7 +196,7 @@ class SignalCheck:
                 "The samples of each prompt in this rollout look the same, so their rewards say nothing about what to "
                 "change; raise noise_level, or add noise to earlier steps (trained_steps)."
             )
-        elif metrics["frac_advantage_zero"] == 1 and metrics["frac_reward_zero_std"] == 1:
+        elif metrics.get("frac_advantage_zero") == 1 and metrics["frac_reward_zero_std"] == 1:
             self._warn(
                 "All samples of a prompt in this rollout got the same reward, so every gradient is 0 (%s: %s). If "
                 "that is the best score, take harder prompts; otherwise use a reward that tells better samples from "
@@ -204,7 +204,7 @@ class SignalCheck:
                 self.names,
                 _describe_range(rewards),
             )
-        elif metrics["frac_advantage_zero"] == 1:
+        elif metrics.get("frac_advantage_zero") == 1:
             self._warn("All advantages of this rollout are 0, so every gradient is; check reward_threshold.")
         elif metrics.get("frac_advantage_clipped") == 1:
             self._warn(

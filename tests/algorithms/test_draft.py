@@ -124,10 +124,11 @@ def test_a_run_raises_its_reward_and_logs_as_every_other(tmp_path):
         ("flux", {"trained_steps": "all", "step_selection": "sample"}),
         ("wan", {"trained_steps": [1, 3], "step_selection": "prompt", "gradient_checkpointing": True}),
         ("wan_experts", {"num_trained_steps": 3, "num_inference_steps": 4}),
-        ("modular_sd3", {}),
+        ("wan_experts", {"trained_steps": "all", "train_component": "transformer_2", "step_selection": "sample"}),
+        ("modular_sd3", {"per_device_train_batch_size": 1}),
     ],
 )
-def test_kinds_of_runs(tmp_path, name, settings):
+def test_kinds_of_runs(tmp_path, name, settings, caplog):
     trainer = trainer_for(tmp_path, name, rewards=blue, **(SHORT | {"eval_strategy": "steps"} | settings))
     before = trained_weights(trainer)
     trainer.train()
@@ -135,6 +136,8 @@ def test_kinds_of_runs(tmp_path, name, settings):
     assert max(logged(trainer, "prediction/max_error")) < 1e-5  # those that enter alone have another batch
     assert any(not torch.equal(value, before[key]) for key, value in trained_weights(trainer).items())
     assert ("kl" in trainer.state.log_history[-3]) == ("beta" in settings)
+    assert "will not be trained" not in caplog.text and "every gradient is 0" not in caplog.text
+    assert not logged(trainer, "frac_reward_zero_std") and not logged(trainer, "spread/advantage_mean")
 
 
 def test_checkpointed_activations_and_a_resumed_run_give_the_same_weights(tmp_path):
