@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
 from torch import Tensor
 
 from ..policy.trajectory import ROUNDING_OF_TWO

@@ -166,20 +166,20 @@ def _check_networks(
                 f"trained; train {alone} alone."
             )
     called = set().union(*passing.values())
-    # gradients of rewards pass through all steps from there on
-    length = args.num_inference_steps if args.takes_gradients else 1
-    trained = {step: range(step, step + length) for step in args.trainable_steps}
-    for step, steps in trained.items():
-        if called.isdisjoint(steps):
+    for step in args.trainable_steps:
+        if step not in called:
             policy.refuse_step(step, called)
+    trained = args.trainable_steps
+    if args.takes_gradients:  # through all steps from there on
+        trained = range(trained.start, args.num_inference_steps)
     for name in experts:
-        if all(map(passing[name].isdisjoint, trained.values())):
+        if passing[name].isdisjoint(trained):
             logger.warning(
                 "%s will not be trained: it runs in %s, and only %s may be trained. Set trained_steps to train it "
                 "too, or train_component=%r to spare its memory.",
                 name,
                 _describe_steps(passing[name]),
-                _describe_steps(args.trainable_steps),
+                _describe_steps(trained),
                 ", ".join(other for other in policy.component if other != name),
             )
 

@@ -215,7 +215,14 @@ class DenoisingPolicy(Policy):
             pixels = found
             if not torch.is_tensor(pixels) or pixels.requires_grad < latents.requires_grad:
                 raise refusal
-        return Finished(pixels, latents, join_latents(driver.predictions))
+        return Finished(pixels, latents)
+
+    @torch.no_grad()
+    def predict_entry(self, inputs: dict[str, Any], samples: CleanSamples) -> Tensor:
+        """Return the (batch, ...) prediction in the first of the last steps, without gradient."""
+        driver = LastStepsDriver(samples, is_one_step=True)
+        self._call_until_scored(driver, inputs | ask_for_latents(self.pipe), samples.num_inference_steps, None)
+        return join_latents(driver.predictions)
 
     def _call_until_scored(
         self, driver: Driver, inputs: dict[str, Any], num_inference_steps: int, forwards: Sequence[Callable] | None

@@ -155,18 +155,19 @@ class RenoiseDriver(Driver):
 class LastStepsDriver(Driver):
     """Drives the last steps of a loop with the network, from the latents that entered them in a rollout."""
 
-    def __init__(self, samples: CleanSamples):
+    def __init__(self, samples: CleanSamples, is_one_step: bool = False):
         super().__init__(samples.initial_seeds, samples.tokens)
         self.index, self.latents = int(samples.steps[0, 0]), samples.entered
-        self.network_steps = range(self.index, sys.maxsize)
+        self.network_steps = range(self.index, self.index + 1 if is_one_step else sys.maxsize)
         self.predictions: list[Tensor] = []
 
     def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
         self.enter(scheduler, index, sample)
         if index < self.index:
             return sample if index < self.index - 1 else self.hand_over(sample)
-        if index == self.index:
-            self.predictions.append(prediction[: self.count].detach())
+        if index >= self.network_steps.stop:
+            raise StepScored
+        self.predictions.append(prediction[: self.count].detach())
         latents = scheduler.deterministic(prediction, timestep, sample)
         self.left[id(scheduler)] = latents.clone()  # with gradient
         return latents

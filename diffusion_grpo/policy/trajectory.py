@@ -239,7 +239,6 @@ class Finished:
 
     pixels: Tensor | None  # (batch, 3, height, width) or (batch, frames, 3, height, width) in [0, 1]
     latents: Tensor  # (batch, ...) float32
-    prediction: Tensor  # (batch, ...) of the first of these steps, without gradient
 
     def distance(self, other: "Finished") -> Tensor:
         """Return the (batch,) mean squared distance of the latents."""

@@ -154,7 +154,7 @@ class Passes:
 
     def _predict(self, part: Part, step: int) -> Tensor:
         if self.recording.keeps == "entered":
-            return self._policy.finish(part.inputs, part.trajectory, is_decoded=False).prediction.float()
+            return self._policy.predict_entry(part.inputs, part.trajectory).float()
         if isinstance(part.trajectory, CleanSamples):
             return self._policy.denoise(part.inputs, part.trajectory, step).prediction.float()
         return self._policy.replay(**part.replay_arguments(step)).prediction.float()
