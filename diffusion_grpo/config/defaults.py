@@ -138,8 +138,6 @@ class Sizes:
     @property
     def anchor(self) -> Anchor:
         """Where the values of the policy that made a rollout come from: the ratio's denominator, means or errors."""
-        if self.takes_gradients:
-            return "own"
         if self.batch_sizes.updates_per_rollout == 1 and self.old_log_prob != "rollout":
             return "own"
         old = self.recording.old

@@ -263,7 +263,7 @@ def _decode_with_gradient(policy: Policy, inputs: dict[str, Any], trajectory: Tr
         for part in find_decoders(policy.pipe):
             stack.enter_context(replace_attribute(part, "decode", watched(part.decode)))
         stack.enter_context(contextlib.suppress(StepScored))
-        policy.finish(inputs, samples)
+        tensors.append(policy.finish(inputs, samples).pixels)  # without a decoder
     return tensors[0]
 
 

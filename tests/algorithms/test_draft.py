@@ -221,8 +221,8 @@ def test_what_cannot_be_differentiated_is_refused(tmp_path):
 def test_defaults(tmp_path):
     def steps(**settings):
         args = DiffusionGRPOConfig(str(tmp_path), loss_type="draft", use_cpu=True, **settings)
-        return args.num_generations, args.trainable_steps, args.trained_count, args.anchor
+        return args.num_generations, args.trainable_steps, args.trained_count
 
-    assert steps() == (1, range(9, 10), 1, "own")
-    assert steps(num_trained_steps=3, num_generations=4, num_iterations=2) == (4, range(7, 8), 1, "own")
+    assert steps() == (1, range(9, 10), 1)
+    assert steps(num_trained_steps=3, num_generations=4) == (4, range(7, 8), 1)
     assert steps(trained_steps="all")[1] == range(10) and steps(trained_steps=[2, 10])[1] == range(2, 10)

@@ -78,6 +78,12 @@ def test_the_most_bytes_of_each_phase_are_those_of_a_real_run(name, settings, tm
 
 
 @pytest.mark.slow
+def test_pixels_without_a_decoder_are_measured(tmp_path):
+    made = plan(write_run(tmp_path, "deepfloyd", **DRAFT), [])
+    assert next(item.accelerator for item in made.memory if item.name == "activations") > 0
+
+
+@pytest.mark.slow
 def test_checkpointing_keeps_less(tmp_path):
     config = write_run(tmp_path, "sd3")
     network = tmp_path / "model" / "transformer" / "config.json"
