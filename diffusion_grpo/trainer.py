@@ -39,8 +39,9 @@ from .training.checkpoints import count_updates, explain_interrupt, holds_run
 from .training.finite import NonFiniteError, refuse_non_finite
 from .training.learner import check_own_optimizer, make_learner
 from .training.loading import load_policy
+from .training.memory import weigh_run
 from .training.metrics import Metrics
-from .training.out_of_memory import explain_out_of_memory, train_with_smaller_batches, weigh_run
+from .training.out_of_memory import explain_out_of_memory, train_with_smaller_batches
 from .training.progress import UpdateProgress
 from .training.update import Place
 

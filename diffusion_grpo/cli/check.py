@@ -35,7 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.table import Table
 
     from ..data.inputs import find_missing
-    from ..training.model_checks import check_packages, pipeline_class
+    from ..training.model_checks import check_packages
+    from ..training.model_index import pipeline_class
 
     pipeline = pipeline_class(arguments.model, arguments)
     check_packages(arguments.model, arguments)

@@ -1,15 +1,11 @@
 """Values derived from the settings: defaults taken from other settings, and the sizes of a rollout and an update."""
 
 import dataclasses
-import json
 
 import torch
 
 from ..algorithms.base import Anchor, Recording
 from ..algorithms.registry import find_recording
-
-DICTIONARIES = ("pipeline_kwargs", "eval_pipeline_kwargs", "scheduler_kwargs", "model_init_kwargs", "loss_kwargs")
-DICTIONARIES += ("quantization", "stop_when")
 
 
 @dataclasses.dataclass
@@ -45,22 +41,8 @@ class BatchSizes:
 class Sizes:
     """What follows from the settings: a base class of `DiffusionGRPOConfig`."""
 
-    def rename(self) -> None:
-        """Apply TRL's names, and read dictionaries written as JSON."""
-        if self.gradient_checkpointing is not None:  # the name that users of TRL know
-            self.activation_checkpointing = self.gradient_checkpointing
-            self.gradient_checkpointing = None
-        names = {"true": "group", "false": "none"}  # TRL takes both
-        vars(self)["scale_rewards"] = names.get(str(self.scale_rewards).lower(), self.scale_rewards)
-        for name in DICTIONARIES:
-            text = getattr(self, name)
-            if isinstance(text, str):
-                try:
-                    setattr(self, name, dict(json.loads(text)))
-                except (ValueError, TypeError):
-                    raise ValueError(f"{name}={text!r} must be a dictionary, written as JSON.") from None
-
     def fill_in(self) -> None:
+        """Set what the user did not, where other settings suggest a value."""
         if self.takes_gradients and "num_generations" not in self.given:  # there is no group to compare with
             self.num_generations, self.given = 1, self.given | {"num_generations"}
         if self.recording.whole_groups and "per_device_train_batch_size" not in self.given:

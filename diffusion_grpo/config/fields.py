@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import json
 import math
 import numbers
 from collections.abc import Mapping, Sequence
@@ -41,6 +42,8 @@ remove_unused_columns label_names train_sampling_strategy length_column_name ddp
 ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout fsdp fsdp_config deepspeed
 debug skip_memory_metrics do_train do_eval do_predict resume_from_checkpoint local_rank
 """.split()
+DICTIONARIES = ("pipeline_kwargs", "eval_pipeline_kwargs", "scheduler_kwargs", "model_init_kwargs", "loss_kwargs")
+DICTIONARIES += ("quantization", "stop_when")
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,17 @@ def _convert(value: Any, kinds: tuple[Any, ...]) -> Any:
         except ValueError:
             return value
     return str(value) if kinds == (str,) else value
+
+
+def read_dictionaries(settings: Any) -> None:
+    """Read settings that are dictionaries and were written as JSON."""
+    for name in DICTIONARIES:
+        text = getattr(settings, name)
+        if isinstance(text, str):
+            try:
+                setattr(settings, name, dict(json.loads(text)))
+            except (ValueError, TypeError):
+                raise ValueError(f"{name}={text!r} must be a dictionary, written as JSON.") from None
 
 
 def check_fields(settings: Any) -> None:

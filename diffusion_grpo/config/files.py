@@ -62,6 +62,7 @@ def check_resume_folder(wanted: Any) -> None:
 
 
 def check_hub_access(token: str | None) -> None:
+    """Refuse to push to the Hub while offline or without a token."""
     from huggingface_hub import constants, get_token
 
     if constants.HF_HUB_OFFLINE:

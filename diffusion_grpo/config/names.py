@@ -117,6 +117,15 @@ def check_name(name: Any, what: str, remedy: str) -> None:
         )
 
 
+def apply_trl_names(settings: Any) -> None:
+    """Move what a user of TRL sets as `gradient_checkpointing` and `scale_rewards` to our setting and words."""
+    if settings.gradient_checkpointing is not None:
+        settings.activation_checkpointing = settings.gradient_checkpointing
+        settings.gradient_checkpointing = None
+    names = {"true": "group", "false": "none"}  # TRL takes both
+    vars(settings)["scale_rewards"] = names.get(str(settings.scale_rewards).lower(), settings.scale_rewards)
+
+
 def suggest(name: object, known: Iterable[str]) -> str:
     """Return ` Did you mean 'x'?` for the nearest of the known names; empty if none is near."""
     near = difflib.get_close_matches(str(name), list(known), n=1)

@@ -19,10 +19,10 @@ from transformers import SchedulerType, TrainingArguments
 from ..algorithms.advantages import load_advantage_fn
 from ..algorithms.registry import check_loss_kwargs, check_run_settings
 from .declare import Count, NotNegative, setting
-from .defaults import DICTIONARIES, Sizes
-from .fields import check_fields
+from .defaults import Sizes
+from .fields import DICTIONARIES, check_fields, read_dictionaries
 from .files import expand_home, read_text
-from .names import explain_unknown
+from .names import apply_trl_names, explain_unknown
 from .quantization import QuantizationSettings
 from .run import RunSettings
 from .sampling import SamplingSettings
@@ -127,7 +127,8 @@ class DiffusionGRPOConfig(
         if "given" not in vars(self):  # a dataclass that inherits from this one has an __init__ of its own
             self.given = find_changed(self)
         vars(self).update(expand_home(vars(self)))
-        self.rename()
+        apply_trl_names(self)
+        read_dictionaries(self)
         check_fields(self)
         self.fill_in()
         if self.max_steps == 0:  # transformers would run all epochs

@@ -1,4 +1,4 @@
-"""Choose the backend of a run: the only place that checks which engine shards the weights."""
+"""Choose the backend of a run: the only place that makes one."""
 
 import os
 

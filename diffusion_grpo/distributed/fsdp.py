@@ -30,6 +30,8 @@ from .trained_weights import TrainedWeights, as_dtensor, as_shard, is_sharded
 
 
 class FSDP2Backend(DistributedBackend):
+    """Several processes under FSDP2; [`DistributedBackend`] says what each method is for."""
+
     sharding = "fsdp2"
     shards_weights = passes_together = _reduces_every_pass = True
 

@@ -1,7 +1,8 @@
-"""DeepSpeed: its configuration, ZeRO-1 to 3, and gathering of sharded weights where whole ones are needed.
+"""DeepSpeed: its backend and configuration, ZeRO-1 to 3, and whole weights gathered from shares where they are needed.
 
-ZeRO-1 shards the optimizer's state, ZeRO-2 also the gradients, ZeRO-3 also the parameters. DeepSpeed itself is
-imported where it is used, since it is optional.
+ZeRO-1 shards the optimizer's state, ZeRO-2 also the gradients, ZeRO-3 also the parameters. `ZeroWeights` reads and
+writes the trained parameters in all three; `IdleNetworks` lets the optimizer skip networks that an update did not
+train. DeepSpeed itself is imported where it is used, since it is optional.
 """
 
 import collections
@@ -33,6 +34,8 @@ from .trained_weights import TrainedWeights
 
 
 class DeepSpeedBackend(DistributedBackend):
+    """Several processes whose engine is DeepSpeed's; [`DistributedBackend`] says what each method is for."""
+
     def __init__(
         self, half: torch.dtype | None, groups: ContextGroups, plugin: DeepSpeedPlugin, gathers_whole: bool = True
     ):
@@ -198,9 +201,8 @@ def hide_deepspeed() -> None:
     unset_hf_deepspeed_config()
 
 
-def set_learning_rate(args: TrainingArguments, learning_rate: float) -> None:
-    """Set a default that is known late, also in a DeepSpeed configuration that says "auto"."""
-    args.learning_rate = learning_rate
+def read_config_again(args: TrainingArguments) -> None:
+    """Read the DeepSpeed configuration, if there is one, again: "auto" becomes a setting that was decided late."""
     if args.deepspeed:
         args.hf_deepspeed_config = HfTrainerDeepSpeedConfig(args.deepspeed)
         args.hf_deepspeed_config.trainer_config_process(args)

@@ -31,7 +31,7 @@ from ..policy.rollout import Policy, Trajectory, replay, rollout, run_prefix
 from ..policy.token_process import TokenTrajectory
 from ..policy.trajectory import CleanSamples
 from ..policy.unguided import switch_guidance_off
-from ..training.out_of_memory import list_weights
+from ..training.memory import list_weights
 
 ENCODING, DENOISING, DECODING, UPDATE = "encoding", "denoising", "decoding", "update"  # phases of a run
 INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)

@@ -28,7 +28,8 @@ from ..distributed.refusals import check_optimizer, check_quantization
 from ..policy.networks import NetworkAccess
 from ..policy.token import make_policy
 from ..training.model import check_reentrant
-from ..training.model_checks import check_peft_config, list_components, read_index
+from ..training.model_checks import check_peft_config
+from ..training.model_index import list_components, read_index
 from ..weights.quantization import choose_specs, name_method
 from .batches import Batches, count_batches, count_evaluations
 from .measure import CallSizes, Measurement, measure

@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..config.settings import DiffusionGRPOConfig
 from ..training.model import choose_dtype, load_pipeline, prepare_model
-from ..training.model_checks import check_processors, list_components, read_index
+from ..training.model_checks import check_processors
+from ..training.model_index import list_components, read_index
 from ..training.modular_loading import is_modular, read_modular
 
 WEIGHTS = ["*.safetensors", "*.bin", "*.msgpack", "*.h5", "*.ckpt", "*.pt", "*.onnx*", "*.gguf"]

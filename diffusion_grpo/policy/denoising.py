@@ -23,7 +23,6 @@ from .networks import NetworkAccess, NetworkGates, replace_attribute
 from .recording import EntryRecorder, FinishDriver, PrefixDriver, Recorder, SolverRecorder
 from .replaying import LastStepsDriver, RenoiseDriver, ReplayDriver
 from .schedulers import StochasticScheduler, stochastic_scheduler, watch_solver
-from .sde import NOISE_UP_TO_1
 from .trajectory import CleanSamples, Denoised, Finished, Prefix, RolloutRequest, StepDistribution, Trajectory
 from .unguided import switch_guidance_off
 
@@ -76,11 +75,11 @@ class DenoisingPolicy(Policy):
         return self.scheduler.sde.noise_level
 
     def check_noise_level(self, noise_level: float | None) -> None:
-        name = self.scheduler.sde.name
-        if noise_level is not None and noise_level > 1 and name in NOISE_UP_TO_1:
+        sde = self.scheduler.sde
+        if noise_level is not None and noise_level > sde.max_noise_level:
             raise ValueError(
-                f"noise_level must lie in (0, 1] for the SDE {name!r} of {type(self.pipe).__name__}, got "
-                f"{noise_level}."
+                f"noise_level must lie in (0, {sde.max_noise_level:g}] for the SDE {sde.name!r} of "
+                f"{type(self.pipe).__name__}, got {noise_level}."
             )
 
     @property

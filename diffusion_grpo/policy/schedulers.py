@@ -2,11 +2,13 @@
 
 `stochastic_scheduler` keeps class, config and schedule of a pipeline's scheduler if possible, so that the pipeline
 sees no difference. The `step` of its result asks a driver for the next latent (`stochastic_steps.py`). Schedulers that
-cannot be trained are refused with a reason.
+cannot be trained are refused with a reason. `change_scheduler` makes one with other settings, for any use of it.
 """
 
 import copy
+import difflib
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -138,6 +140,19 @@ _DRAWS_NOISE = (  # or hands over a sample without an axis of the batch
     UnCLIPScheduler,
     *CONSISTENCY_STEPS,
 )
+
+
+def change_scheduler(scheduler: SchedulerMixin, settings: dict[str, Any]) -> SchedulerMixin:
+    """Build a scheduler anew with some settings changed, e.g. `{"shift": 3.0}`; diffusers ignores unknown ones."""
+    cls = type(scheduler)
+    known = sorted(set(inspect.signature(cls.__init__).parameters) - {"self", "kwargs"})
+    for name in settings:
+        if name not in known:
+            hint = "".join(f" Did you mean {near!r}?" for near in difflib.get_close_matches(name, known, n=1))
+            raise ValueError(
+                f"scheduler_kwargs: {cls.__name__} has no setting {name!r}; it has {', '.join(known)}.{hint}"
+            )
+    return cls.from_config(scheduler.config, **settings) if settings else scheduler
 
 
 def watch_solver(scheduler: SchedulerMixin, keep: Callable[[Any, Tensor], None]) -> SchedulerMixin | None:

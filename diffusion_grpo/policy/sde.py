@@ -2,7 +2,7 @@
 
 An SDE is one pure float32 function from a prediction, and the latent it was made for, to the mean and standard
 deviation of the next latent. To add one, write the function and an entry of `SDES`: its name, the function, how the
-schedulers that it fits write latents (`coordinates`), and its usual noise level.
+schedulers that it fits write latents (`coordinates`), its usual noise level and the largest one.
 """
 
 import dataclasses
@@ -55,7 +55,6 @@ def squared_error(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     return (error * moves).sum(1) / moves.sum(1)
 
 
-NOISE_UP_TO_1 = ("cps", "ddim", "ancestral", "consistency", "tcd")  # their level is a share of the latent's noise
 LOG_PROBS = {"gaussian": log_density, "squared_error": squared_error}
 
 
@@ -326,13 +325,14 @@ class SDE:
             * "trajectory": the same for TCD. Positional arguments are the predicted clean sample and noise, and
               alpha_cumprod after the step and at the level jumped to.
         noise_level: the usual noise level, the default of the setting `noise_level`.
+        max_noise_level: the largest that a user may set: 1 if it is a share of the latent's noise, or `math.inf`.
 
     Examples:
         >>> def fading(prediction, sample, sigma, sigma_next, *, noise_level):
         ...     std = noise_level * sigma_next
         ...     clean, noise = sample - sigma * prediction, sample + (1 - sigma) * prediction
         ...     return (1 - sigma_next) * clean + torch.sqrt(sigma_next**2 - std**2) * noise, std
-        >>> sde = SDE("fading", fading, "flow", noise_level=0.5)
+        >>> sde = SDE("fading", fading, "flow", noise_level=0.5, max_noise_level=1)
         >>> sigmas = torch.tensor(0.8), torch.tensor(0.6)
         >>> mean, std = sde(torch.ones(1, 4), torch.zeros(1, 4), *sigmas, noise_level=0.5)
         >>> round(float(std), 1)
@@ -343,6 +343,7 @@ class SDE:
     function: Callable[..., MeanStd]
     coordinates: Coordinates
     noise_level: float
+    max_noise_level: float
 
     def __call__(self, *tensors: Tensor, noise_level: float, **offered: Any) -> MeanStd:
         """Return mean and standard deviation of the next latent."""
@@ -353,15 +354,15 @@ class SDE:
 
 # the first entry for each kind of coordinates is the one that sde_type="auto" selects
 SDES = {
-    "flow_sde": SDE("flow_sde", flow_sde, "flow", 0.7),
-    "dance_sde": SDE("dance_sde", dance_sde, "flow", 0.3),
-    "wan_sde": SDE("wan_sde", wan_sde, "flow", 1.0),
-    "cps": SDE("cps", cps, "flow", 0.8),
-    "precise": SDE("precise", precise, "flow", 1.5),
-    "ddim": SDE("ddim", ddim, "variance_preserving", 1.0),
-    "ancestral": SDE("ancestral", ancestral, "sigma", 1.0),
-    "consistency": SDE("consistency", consistency, "consistency", 1.0),
-    "tcd": SDE("tcd", tcd, "trajectory", 0.3),
+    "flow_sde": SDE("flow_sde", flow_sde, "flow", 0.7, math.inf),
+    "dance_sde": SDE("dance_sde", dance_sde, "flow", 0.3, math.inf),
+    "wan_sde": SDE("wan_sde", wan_sde, "flow", 1.0, math.inf),
+    "cps": SDE("cps", cps, "flow", 0.8, 1),
+    "precise": SDE("precise", precise, "flow", 1.5, math.inf),
+    "ddim": SDE("ddim", ddim, "variance_preserving", 1.0, 1),
+    "ancestral": SDE("ancestral", ancestral, "sigma", 1.0, 1),
+    "consistency": SDE("consistency", consistency, "consistency", 1.0, 1),
+    "tcd": SDE("tcd", tcd, "trajectory", 0.3, 1),
 }
 
 

@@ -26,7 +26,7 @@ from .runtime import Runtime
 PASSES_MEASURED = 3  # of a micro-batch, at most, for the change of an update
 
 
-class OldPolicy(Protocol):
+class MovingCopy(Protocol):
     """A moving copy of the policy's weights."""
 
     has_moved: bool
@@ -46,7 +46,7 @@ class Passes:
         runtime: Runtime,
         *,
         reference: Reference | None = None,
-        old_policy: OldPolicy | None = None,
+        old_policy: MovingCopy | None = None,
         run: Callable = lambda method, *args: method(*args),
     ):
         self._args, self._policy, self._inputs, self.run = args, policy, inputs, run

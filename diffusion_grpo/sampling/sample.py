@@ -33,7 +33,8 @@ from ..rewards import Reward, reward_weights, score
 from ..rewards.contract import is_marked
 from ..rollout.steps import SamplingPlan
 from ..training.model import choose_device, load_pipeline, load_plain_pipeline, make_block_swap, plan_quantization
-from ..training.model_checks import check_packages, pipeline_class
+from ..training.model_checks import check_packages
+from ..training.model_index import pipeline_class
 from ..training.offload import place_frozen_parts
 from ..weights.files import load_weights
 from .settings import SampleSettings

@@ -23,6 +23,7 @@ from ..distributed import late_weights
 from ..distributed.backend import DistributedBackend
 from ..pipelines import family_of
 from ..policy.base import POLICY_COMPONENTS, policy_component, split_component
+from ..policy.schedulers import change_scheduler
 from ..weights import lora
 from ..weights.files import find_variant
 from ..weights.quantization import QuantizedLoading, check_given_pipeline, check_quantized_training, choose_specs
@@ -30,17 +31,8 @@ from .block_swap import BlockSwap
 from .compiling import compile_blocks
 from .decoding import set_decoding
 from .lazy_modules import LazyModule, is_part_of_encoding, make_lazy_modules, restore_encoders
-from .model_checks import (
-    change_scheduler,
-    check_peft_config,
-    check_sigmas,
-    choose_networks,
-    hub_kwargs,
-    list_components,
-    name_source,
-    pipeline_class,
-    read_index,
-)
+from .model_checks import check_peft_config, check_sigmas
+from .model_index import choose_networks, hub_kwargs, list_components, name_source, pipeline_class, read_index
 from .modular_loading import is_modular, load_components
 
 

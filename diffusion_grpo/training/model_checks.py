@@ -1,13 +1,9 @@
-"""What a pipeline is made of, as `model_index.json` says before weights are loaded, and what cannot be trained.
+"""Refuse a pipeline that cannot be trained: its packages, scheduler, guidance, networks, LoRA and given parts.
 
-`change_scheduler` makes its scheduler with other settings, and refuses unknown ones.
+Most checks need only its `model_index.json` (`model_index.py`), so they come before its weights are loaded.
 """
 
-import difflib
-import inspect
-import os
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -20,79 +16,19 @@ from diffusers.utils.torch_utils import is_compiled_module
 from peft import PeftConfig
 from torch import nn
 
-from .. import tiny
 from ..config.settings import DiffusionGRPOConfig
 from ..config.validate import check_token_settings
 from ..distributed.backend import DistributedBackend
 from ..pipelines import family_of
-from ..policy.base import POLICY_COMPONENTS, policy_component, split_component
-from ..policy.schedulers import stochastic_scheduler
+from ..policy.base import split_component
+from ..policy.schedulers import change_scheduler, stochastic_scheduler
 from ..policy.unguided import refuse_guider, refuse_unknown_scales
 from .block_swap import find_hook
-from .modular_loading import HUB_KWARGS, is_modular, list_parts, read_modular
+from .model_index import hub_kwargs, list_components, name_source, read_index
+from .modular_loading import is_modular
 
 SPACINGS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
 SAFE_INITS = ("true", "false", "gaussian", "orthogonal")  # they leave the base model unchanged
-
-
-# What a model is made of
-
-
-def name_source(model: str) -> str | Path:
-    """Return what diffusers calls a named model: a Hub id, or a folder."""
-    return tiny.PATH if model == "tiny" else os.path.expanduser(model)
-
-
-def hub_kwargs(args: Any) -> dict[str, Any]:
-    """Return the entries of `model_init_kwargs` that say where files come from."""
-    kwargs = args.model_init_kwargs or {}
-    return {name: kwargs[name] for name in HUB_KWARGS if name in kwargs}
-
-
-def read_index(model: str, args: Any) -> dict[str, Any]:
-    """Return the contents of a named model's `model_index.json`: the class of each component."""
-    if is_modular(name_source(model), hub_kwargs(args)):
-        pipe = read_modular(name_source(model), args.model_init_kwargs or {})
-        return {"_class_name": type(pipe).__name__, **list_parts(pipe)}
-    return DiffusionPipeline.load_config(name_source(model), **hub_kwargs(args))
-
-
-def pipeline_class(model: str | DiffusionPipeline, args: Any) -> type[DiffusionPipeline] | None:
-    """Return the pipeline's class, read from `model_index.json` alone; None if its code comes from elsewhere."""
-    if isinstance(model, DiffusionPipeline):
-        return type(model)
-    if "custom_pipeline" in (args.model_init_kwargs or {}):
-        return None
-    if is_modular(name_source(model), hub_kwargs(args)):
-        return type(read_modular(name_source(model), args.model_init_kwargs or {}))
-    return getattr(diffusers, str(read_index(model, args).get("_class_name")), None)
-
-
-def list_components(index: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Return library and class of each component that a `model_index.json` names."""
-    pairs = {name: tuple(entry) for name, entry in index.items() if isinstance(entry, (list, tuple))}
-    return {name: pair for name, pair in pairs.items() if len(pair) == 2 and None not in pair}
-
-
-def choose_networks(components: Collection[str], train_component: str | None) -> tuple[str, ...]:
-    """Return the names of the networks to train, from the names of a pipeline's components."""
-    if train_component:
-        return split_component(train_component)
-    names = (name for name in POLICY_COMPONENTS if name in components or f"{name}_2" in components)
-    first = next(names, POLICY_COMPONENTS[0])
-    return tuple(name for name in (first, f"{first}_2") if name in components)
-
-
-def find_networks(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) -> tuple[str, ...]:
-    """Return the names of the networks to train, in a pipeline or in a named model that is not loaded yet."""
-    if isinstance(model, DiffusionPipeline):
-        return policy_component(model, args.train_component)
-    given = args.model_init_kwargs or {}
-    index = {name: entry for name, entry in read_index(model, args).items() if given.get(name, entry) is not None}
-    return choose_networks(list_components(index), args.train_component)
-
-
-# What cannot be trained
 
 
 def check_named_model(
@@ -148,19 +84,6 @@ def _check_named_scheduler(model: str, args: DiffusionGRPOConfig) -> None:
     libraries = [(index.get(name) or [None])[0] for name in trained]
     if "transformers" not in libraries:  # a language model draws tokens and has no scheduler
         stochastic_scheduler(scheduler, args.sde_type, args.log_prob_type)
-
-
-def change_scheduler(scheduler: SchedulerMixin, settings: dict[str, Any]) -> SchedulerMixin:
-    """Build a scheduler anew with some settings changed, e.g. `{"shift": 3.0}`; diffusers ignores unknown ones."""
-    cls = type(scheduler)
-    known = sorted(set(inspect.signature(cls.__init__).parameters) - {"self", "kwargs"})
-    for name in settings:
-        if name not in known:
-            hint = "".join(f" Did you mean {near!r}?" for near in difflib.get_close_matches(name, known, n=1))
-            raise ValueError(
-                f"scheduler_kwargs: {cls.__name__} has no setting {name!r}; it has {', '.join(known)}.{hint}"
-            )
-    return cls.from_config(scheduler.config, **settings) if settings else scheduler
 
 
 def check_sigmas(scheduler: SchedulerMixin) -> None:

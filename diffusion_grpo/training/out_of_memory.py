@@ -1,19 +1,19 @@
-"""Handle running out of memory: start again with smaller micro-batches, or end with one clear message."""
+"""Handle running out of memory: start again with smaller micro-batches, or end with one clear message.
+
+The message says what uses memory and which settings to change. What makes a batch smaller is decided here.
+"""
 
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
-from diffusers import DiffusionPipeline
-from torch import Tensor, nn
 
 from ..config.quantization import asks_for_quantization
 from ..config.settings import DiffusionGRPOConfig
-from ..rollout.loader import RolloutLoader
-from .memory import count_bytes, format_size
+from .memory import format_size
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -32,32 +32,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in OTHER_WORDS)
-
-
-def weigh_run(model: nn.Module, pipe: DiffusionPipeline, optimizer: Any, feed: RolloutLoader) -> dict[str, int]:
-    """Return the bytes of a run on the model's device by kind, as in `diffusion-grpo plan`, the largest first."""
-    device = next((p.device.type for p in model.parameters() if p.requires_grad), "cpu")
-    known = {id(x) for x in list_weights(model)}
-    parts = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
-    states = (getattr(optimizer, "state", None) or {}).values()
-    samples = [] if feed.buffer is None else feed.buffer.samples
-    groups = {
-        "parameters": list_weights(model),
-        "gradients": (p.grad for p in model.parameters()),
-        "optimizer": (x for state in states for x in state.values() if torch.is_tensor(x)),
-        "frozen parts": (x for part in parts for x in list_weights(part) if id(x) not in known),
-        "trajectory": (tensor for sample in samples for tensor in sample.tensors().values()),
-    }
-    counts = {
-        name: count_bytes(x for x in tensors if x is not None and x.device.type == device)
-        for name, tensors in groups.items()
-    }
-    return dict(sorted(counts.items(), key=lambda item: -item[1]))
-
-
-def list_weights(module: nn.Module) -> list[Tensor]:
-    """Return the weights of a module, and its buffers, which take memory too."""
-    return [*module.parameters(), *module.buffers()]
 
 
 def list_changes(args: DiffusionGRPOConfig, stage: str) -> list[str]:
@@ -93,6 +67,7 @@ def shrink_factor(args: DiffusionGRPOConfig) -> int:
 
 
 def smallest_divisor(number: int) -> int:
+    """Return the smallest divisor above 1, by which a batch is made smaller."""
     return next(divisor for divisor in range(2, number + 1) if number % divisor == 0)
 
 

@@ -27,7 +27,7 @@ from ..data.sampler import check_accelerator_config
 from ..distributed import refusals
 from ..distributed.backend import DistributedBackend
 from ..distributed.choose import choose_backend
-from ..distributed.zero import set_learning_rate
+from ..distributed.zero import read_config_again
 from ..policy.modular import as_pipeline
 from ..policy.prompt_cache import check_encode_prompt
 from ..report.record import describe_script, find_license, make_record
@@ -48,14 +48,8 @@ from ..weights.lora import continues_lora
 from ..weights.public_names import strip_folders, strip_secrets
 from ..weights.quantization import QuantizedLoading, list_trained_methods
 from .model import check_gradient_range, check_reentrant, name_model, name_networks, plan_quantization
-from .model_checks import (
-    check_given_parts,
-    check_named_model,
-    check_peft_config,
-    check_trained_networks,
-    find_networks,
-    pipeline_class,
-)
+from .model_checks import check_given_parts, check_named_model, check_peft_config, check_trained_networks
+from .model_index import find_networks, pipeline_class
 from .modular_loading import check_components
 from .trackers import check_trackers
 
@@ -232,7 +226,8 @@ def prepare_training(args: DiffusionGRPOConfig, peft_config: PeftConfig | None) 
         raise ValueError("sync_ref_model=True needs full training: a LoRA's reference is the frozen base.")
     if args.learning_rate is None:
         usual = FULL_LEARNING_RATE if is_full_training else LORA_LEARNING_RATE
-        set_learning_rate(args, usual if args.target_change is None else LARGEST_LEARNING_RATE)
+        args.learning_rate = usual if args.target_change is None else LARGEST_LEARNING_RATE
+        read_config_again(args)
     return is_full_training
 
 

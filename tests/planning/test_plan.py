@@ -26,7 +26,7 @@ from diffusion_grpo.planning.measure import CallSizes
 from diffusion_grpo.planning.plan import make_planned_config, plan, read_run
 from diffusion_grpo.planning.sharding import Sharding
 from diffusion_grpo.policy.stochastic_steps import StochasticScheduler
-from diffusion_grpo.training.out_of_memory import weigh_run
+from diffusion_grpo.training.memory import weigh_run
 
 
 def size(tensors):

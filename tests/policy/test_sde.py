@@ -371,7 +371,7 @@ def constant(prediction, sample, sigma, sigma_next, *, noise_level):
 
 
 def test_a_process_from_outside_trains_and_fits_the_schedulers_it_names(monkeypatch, tmp_path):
-    monkeypatch.setitem(sde.SDES, "mine", sde.SDE("mine", constant, "flow", 0.5))
+    monkeypatch.setitem(sde.SDES, "mine", sde.SDE("mine", constant, "flow", 0.5, 1))
     with pytest.raises(ValueError, match="sde_type='mine' does not fit PNDMScheduler; use auto or one of ddim"):
         DenoisingPolicy(tiny_pipelines.build("sd15")[0], sde_type="mine")
     with pytest.raises(ValueError, match="sde_type .*, mine"):

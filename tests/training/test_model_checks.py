@@ -22,10 +22,8 @@ from diffusion_grpo.training.model_checks import (
     check_peft_config,
     check_processors,
     check_trained_networks,
-    choose_networks,
-    find_networks,
-    pipeline_class,
 )
+from diffusion_grpo.training.model_index import choose_networks
 
 CPU = torch.device("cpu")
 CHANGES = {
@@ -123,29 +121,6 @@ def test_a_processor_is_not_refused_where_torchvision_is_installed_or_it_is_give
             monkeypatch.setattr(transformers, name, object)  # what transformers puts there without torchvision
     check_processors(index)
     check_processors({"_class_name": "A", "processor": ["transformers", "Gemma3Processor"], "safety": [None, None]})
-
-
-# What model_index.json says
-
-
-def test_the_class_of_a_pipeline_is_known_before_its_weights_are_loaded(tmp_path):
-    pipe = tiny_pipelines.build("sd3")[0]
-    (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
-    assert pipeline_class(pipe, make_config()) is type(pipe)
-    assert pipeline_class(str(tmp_path), make_config()) is diffusers.FluxPipeline
-    assert pipeline_class("tiny", make_config()) is diffusers.StableDiffusion3Pipeline
-    elsewhere = make_config(model_init_kwargs={"custom_pipeline": "mine"})
-    assert pipeline_class(str(tmp_path), elsewhere) is None
-
-
-@pytest.mark.parametrize("name", ["sd3", "sd15", "wan_experts", "glm_image"])
-def test_an_index_and_its_pipeline_train_the_same_networks(tmp_path, name):
-    pipe, _ = tiny_pipelines.build(name)
-    (tmp_path / "model_index.json").write_text(pipe.to_json_string())
-    args = make_config()
-    assert find_networks(str(tmp_path), args) == find_networks(pipe, args)
-    without = make_config(model_init_kwargs={"transformer_2": None})
-    assert "transformer_2" not in find_networks(str(tmp_path), without)
 
 
 def test_a_named_model_is_refused_before_its_weights_are_read(tmp_path):

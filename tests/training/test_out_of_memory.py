@@ -6,12 +6,11 @@ from command_line import make_config
 from tiny_runs import logged, trained_weights, trainer_for
 
 from diffusion_grpo.data.columns import RowError
-from diffusion_grpo.training.memory import format_size
+from diffusion_grpo.training.memory import format_size, weigh_run
 from diffusion_grpo.training.out_of_memory import (
     NotEnoughMemoryError,
     is_out_of_memory,
     list_changes,
-    weigh_run,
 )
 
 RUN = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4, "max_steps": 2}

@@ -10,7 +10,8 @@ from tiny_runs import brightness
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.policy.drivers import UnsupportedPipeline
-from diffusion_grpo.training.model_checks import change_scheduler, check_sigmas
+from diffusion_grpo.policy.schedulers import change_scheduler
+from diffusion_grpo.training.model_checks import check_sigmas
 
 BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 
