@@ -1,4 +1,4 @@
-"""What is written to the terminal: useless or repeated messages of libraries are dropped, no character ends a run."""
+"""Keep the terminal quiet: drop useless or repeated messages and progress bars, replace characters that it lacks."""
 
 import io
 import logging

@@ -1,6 +1,6 @@
 """The interface of algorithms: which data each one needs, which passes it makes, and what one pass computes.
 
-The check that a first pass reproduces its rollout, and metrics that algorithms share, are here too.
+The reference's interface, the check that a first pass reproduces its rollout, and shared metrics are here too.
 """
 
 import dataclasses

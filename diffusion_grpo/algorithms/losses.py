@@ -2,8 +2,8 @@
 
 Most algorithms of the GRPO family differ in nothing else. To use a loss of your own, set `loss_type` to its dotted
 path, and give its keyword arguments, besides its `LossInputs`, as `loss_kwargs`. A loss is the mean over one
-micro-batch at one step: the caller divides by the number of trained steps. The loss of the value model and the weights
-of samples are here too.
+micro-batch at one step: the caller divides by the number of trained steps. The loss of the value model, the weights of
+samples, and sums of losses are here too.
 """
 
 import dataclasses

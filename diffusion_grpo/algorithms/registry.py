@@ -1,4 +1,4 @@
-"""From the settings `loss_type` and `loss_kwargs` to the algorithm: one that ships here, or one of the user's own."""
+"""From the settings `loss_type` and `loss_kwargs`, checked, to the algorithm: ours or one of the user's own."""
 
 import difflib
 import functools

@@ -1,4 +1,4 @@
-"""What algorithms on re-noised samples share: passes, the distance to the reference, the check of the first pass.
+"""What algorithms on re-noised samples share: passes, the distance to the reference, checks of passes and settings.
 
 A rollout keeps only the finished samples. Each pass adds noise to them again, to the level of one of the rollout's own
 steps, predicts clean samples, and compares the predictions with the finished samples, weighted by their advantages.

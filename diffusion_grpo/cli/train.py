@@ -1,4 +1,4 @@
-"""`diffusion-grpo train`: start processes, train from a YAML file of settings, write weights, samples and a report."""
+"""`diffusion-grpo train`: start processes, train from a YAML file, measure baselines, write weights and a report."""
 
 import argparse
 import functools

@@ -1,4 +1,4 @@
-"""Settings that only the command line takes: model, data and rewards, LoRA, and processes."""
+"""Settings that only the command line takes: model, data, rewards, an earlier experiment, LoRA, processes."""
 
 import json
 import re

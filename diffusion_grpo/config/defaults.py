@@ -1,4 +1,4 @@
-"""Values derived from the settings: defaults taken from other settings, and the sizes of a rollout and an update."""
+"""What follows from settings: defaults taken from others, batch sizes, trained steps, what the algorithm needs."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The settings by name and annotation, without importing torch: words become values, and values are checked."""
+"""The settings by name and annotation, without importing torch: words and JSON become values, which are checked."""
 
 import functools
 import inspect

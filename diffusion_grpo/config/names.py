@@ -1,4 +1,4 @@
-"""Names of settings, and what to write in place of an unknown one; also which names files and metrics may have."""
+"""Names of settings: TRL's become ours, unknown ones get advice; also which names files and metrics may have."""
 
 import difflib
 import re

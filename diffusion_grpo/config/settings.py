@@ -2,7 +2,7 @@
 
 Settings that cannot work are refused here in one sentence, before any model is loaded. Most fields are in
 `sampling.py`, `update.py` and `run.py`; what follows from them is in `defaults.py`. What the machine and the launcher
-ask for, such as a precision, is read here.
+ask for, such as a precision, is read here, and values are described as JSON.
 """
 
 import dataclasses

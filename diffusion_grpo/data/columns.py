@@ -1,4 +1,4 @@
-"""Dataset columns that hold images, videos or sound: how they are decoded, and what a dataset says of its columns.
+"""Read a dataset's rows: which columns it has and what they hold, paths, and images, videos and sound, decoded.
 
 The pipeline and the rewards get the same objects, decoded once for all samples of a prompt. The type of a column says
 what it holds; a column of strings is read as files if the pipeline's parameter of that name does not take text. Images

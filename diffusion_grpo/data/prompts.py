@@ -1,4 +1,4 @@
-"""Datasets of prompts: loaded from a file, a folder or the Hub, and checked before any model is loaded."""
+"""Datasets of prompts: loaded from a file, a folder or the Hub, named, hashed, checked before a model is loaded."""
 
 import hashlib
 import json

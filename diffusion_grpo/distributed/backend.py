@@ -1,7 +1,7 @@
 """The interface between a run and its processes. The base class serves a single process and DDP.
 
 [`~diffusion_grpo.distributed.zero.DeepSpeedBackend`] and [`~diffusion_grpo.distributed.fsdp.FSDP2Backend`] serve
-sharded training. Nothing outside this package checks for a ZeRO stage or for FSDP.
+sharded training. Only this package checks for ZeRO stages or FSDP. `NetworkPasses` calls networks outside updates.
 """
 
 import contextlib

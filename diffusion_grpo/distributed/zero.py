@@ -48,6 +48,7 @@ class DeepSpeedBackend(DistributedBackend):
 
     @property
     def stage(self) -> int:
+        """The stage of ZeRO, 0 to 3."""
         return self._plugin.zero_stage
 
     @property

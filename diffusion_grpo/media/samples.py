@@ -1,4 +1,4 @@
-"""Samples in memory: taken from a pipeline's output, and converted to the forms that rewards receive.
+"""Samples in memory: taken from a pipeline's output, converted to the forms that rewards receive, copied, measured.
 
 Samples are converted once, to PIL images or one tensor, and frames of videos are chosen by one rule, so that all
 rewards see the same pixels.

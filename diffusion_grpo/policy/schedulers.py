@@ -2,7 +2,7 @@
 
 `stochastic_scheduler` keeps class, config and schedule of a pipeline's scheduler if possible, so that the pipeline
 sees no difference. The `step` of its result asks a driver for the next latent (`stochastic_steps.py`). Schedulers that
-cannot be trained are refused with a reason. `change_scheduler` makes one with other settings, for any use of it.
+cannot be trained are refused with a reason. `change_scheduler` sets settings, `watch_solver` reports steps.
 """
 
 import copy

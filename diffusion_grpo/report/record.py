@@ -1,4 +1,7 @@
-"""What a run writes about itself: `run.json`, by which it is recognised when it is resumed, and `train.yaml`."""
+"""What a run writes about itself, without secrets: `run.json`, by which it is recognised again, and `train.yaml`.
+
+The task and the licence of the base model, for the model card, are found here too.
+"""
 
 import dataclasses
 import importlib.metadata

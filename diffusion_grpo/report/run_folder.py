@@ -1,4 +1,4 @@
-"""Read and sum up what a run left in its folder, as one `Run` from which report, summary and model card are made."""
+"""Read and sum up what a run left in its folder as one `Run`, for report, summary and card; put results into words."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""Write the code on a model card, which loads the weights and makes a sample as in the run's evaluations."""
+"""Write a model card's code, which loads the weights and makes a sample as in evaluations; recognise Hub names."""
 
 import json
 from collections.abc import Mapping

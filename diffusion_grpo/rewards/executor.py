@@ -1,9 +1,10 @@
-"""Where rewards are called: in the main thread after the rollout, or beside it while the next samples are made.
+"""Where and when rewards are called: after the rollout, or group by group in a thread while samples are made.
 
-Beside it, one thread of the run calls ordinary rewards in order, and the process's event loop awaits async ones. All
-rewards of the run are then called there, because a connection to a database, for example, works only in the thread
-that opened it. The result is that of scoring afterwards, bit for bit: rewards get the same samples, their answers are
-checked and logged in the same order, and nothing is overlapped that shares random numbers or memory with the rollout.
+`GroupScoring` takes samples as they are made, and scores the groups that are complete. During the rollout, one thread
+of the run calls ordinary rewards in order, and the process's event loop awaits async ones. All rewards of the run are
+then called there, because a connection to a database, for example, works only in the thread that opened it. The result
+is that of scoring afterwards, bit for bit: rewards get the same samples, their answers are checked and logged in the
+same order, and nothing is overlapped that shares random numbers or memory with the rollout.
 """
 
 from __future__ import annotations

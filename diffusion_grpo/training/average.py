@@ -1,7 +1,7 @@
 """The moving average of the policy: kept during training, evaluated, and published.
 
 While it is shown, it replaces the policy's own weights in the network; training continues from the policy's weights.
-The old policy of losses on re-noised samples is such an average too.
+Checkpoints hold both. The old policy of losses on re-noised samples is such an average too.
 """
 
 import contextlib

@@ -1,4 +1,8 @@
-"""Overrides of transformers' `Trainer` that diffusers models need: wrapping, saving, loading and pushing."""
+"""Overrides of transformers' `Trainer` that diffusers models need: wrapping, evaluating, saving, loading and pushing.
+
+Around them it locks the run's folder, finds where a run starts, notes the best metric, and has the card written.
+Methods that are never called, or cannot work here, are refused.
+"""
 
 import contextlib
 import logging

@@ -1,4 +1,4 @@
-"""Make the objects that the trainer holds from the settings, handed on whole; describe the model for `run.json`."""
+"""Make the objects that the trainer holds from the settings, and its callbacks; describe the model for `run.json`."""
 
 import functools
 import json

@@ -1,8 +1,8 @@
 """Checkpoints, and the run's folder that holds them: written at once, verified, found again, resumed from exactly.
 
 Folders `checkpoint-N` are written under a temporary name and renamed into place, so that a kill at any moment leaves
-the older ones as they were. Each lists the hashes of its files in `manifest.json`. A run locks its folder, and clears
-or sets aside what an earlier one left.
+the older ones as they were. Each lists the hashes of its files in `manifest.json`. A run locks its folder, clears or
+sets aside what an earlier one left, and says after Ctrl-C how to resume.
 """
 
 import contextlib

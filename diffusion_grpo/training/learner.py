@@ -1,4 +1,4 @@
-"""The weights that a run trains, those that move with them, and a check that an optimizer of the user trains them."""
+"""The weights that a run trains, their algorithm, and the weights beside them; a user's own optimizer is checked."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,8 @@
 """Load and prepare the pipeline to train.
 
 A Hub id, a folder, "tiny" or a pipeline becomes a pipeline with everything frozen and in eval mode, and the model to
-train: its network, or a LoRA around it.
+train: its network, or a LoRA around it. Device, dtype, quantisation, lazy encoders and checkpointing are chosen here
+too.
 """
 
 import contextlib
