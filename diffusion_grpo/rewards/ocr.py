@@ -56,6 +56,7 @@ def _check_reader(
         load_scene_reader()
     else:
         load_recogniser()
+    check_package("rapidfuzz", INSTALL)
 
 
 @reads_text
@@ -127,12 +128,9 @@ MATCHES = {"edit": similarity, "exact": lambda reading, wanted: float(reading ==
 
 def edit_distance(reading: str, wanted: str) -> int:
     """Return the Levenshtein distance, the number of letters to insert, delete or replace."""
-    row = list(range(len(wanted) + 1))
-    for i, other in enumerate(reading, start=1):
-        diagonal, row[0] = row[0], i
-        for j, letter in enumerate(wanted, start=1):
-            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (other != letter))
-    return row[-1]
+    from rapidfuzz.distance import Levenshtein
+
+    return Levenshtein.distance(reading, wanted)
 
 
 def read(images: list[Image.Image]) -> list[str]:
@@ -263,6 +261,11 @@ class ModelText(ModelReward):
     def sources(self) -> list[Source]:
         return [Source("model", self.model, CONFIG + WEIGHTS + TOKENIZER + IMAGE_PROCESSOR, self.revision)]
 
+    def check_needs(self) -> None:
+        """Raise ImportError also if rapidfuzz is missing."""
+        super().check_needs()
+        check_package("rapidfuzz", INSTALL)
+
     def load(self) -> nn.Module:
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -302,6 +305,7 @@ class ModelText(ModelReward):
 
 def _check_tesseract(**options) -> None:
     load_tesseract()
+    check_package("rapidfuzz", INSTALL)
 
 
 @reads_text

@@ -109,7 +109,7 @@ def test_the_pages_have_every_reward_and_its_weights() -> None:
             assert f"`{reward.model}`" in page or reward.model == "official", name
 
 
-OPTIONAL = ("onnxruntime", "rapidocr", "tesserocr", "httpx2", "scipy", "timm", "paddleocr", "paddle")
+OPTIONAL = ("onnxruntime", "rapidfuzz", "rapidocr", "tesserocr", "httpx2", "scipy", "timm", "paddleocr", "paddle")
 REQUIRED = {
     "geneval": {"detector": "owner/detector"},
     "remote": {"url": "http://127.0.0.1:1"},
@@ -174,7 +174,8 @@ PLACES = {"lpips": {"model": "owner/lpips"}}  # the official files are not of th
 
 
 @pytest.mark.parametrize("name", WITH_WEIGHTS)
-def test_every_file_of_a_folder_is_looked_for(name, bare) -> None:
+def test_every_file_of_a_folder_is_looked_for(name, bare, monkeypatch) -> None:
+    monkeypatch.delitem(sys.modules, "rapidfuzz")  # text_by_model needs it besides its files
     options, files = pretended(name, bare)
     assert refusal({name: options}) == "" and files
     for setting in options:
@@ -251,6 +252,14 @@ def test_readers_of_text_are_tried(bare) -> None:
     assert "engine_kwargs are arguments of PaddleOCR" in refusal({"text": {"engine_kwargs": {"lang": "ch"}}})
     text = functools.partial(REWARDS["text"], engine="paddleocr")
     assert "paddleocr is not installed" in refusal(text)
+
+
+@pytest.mark.parametrize("name", ["text", "tesseract", "text_by_model"])
+def test_readers_of_text_need_the_edit_distance(name, monkeypatch, tmp_path) -> None:
+    options = pretended(name, tmp_path)[0] if name in WITH_WEIGHTS else {}
+    assert refusal({name: options}) == ""
+    monkeypatch.setitem(sys.modules, "rapidfuzz", None)
+    assert "rapidfuzz is not installed" in refusal({name: options})
 
 
 def test_a_function_or_object_of_the_user_says_what_it_needs(tmp_path) -> None:
