@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ..media.samples import convert_image
-from .contract import opens_images
+from .contract import check_package, needs, opens_images
 from .models.base import ModelReward, Source, as_pixels, compare, open_image, read_weights, weights_path
 
 WINDOW, SIGMA = 11, 1.5  # the Gaussian window of SSIM: side and standard deviation in pixels
@@ -33,6 +33,10 @@ OFFICIAL = {
 VGG = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 
 
+def _check_metrics(**options) -> None:
+    check_package("torchmetrics", 'pip install "diffusion-grpo[metrics]"')
+
+
 @opens_images
 def ssim(images: list[Image.Image], target_column: str = "target", **columns) -> list[float | None]:
     """Return the mean structural similarity of the lumas in 0 to 255 per image: in [-1, 1], 1 if equal."""
@@ -41,6 +45,7 @@ def ssim(images: list[Image.Image], target_column: str = "target", **columns) ->
 
 
 @opens_images
+@needs(_check_metrics)
 def psnr(images: list[Image.Image], target_column: str = "target", **columns) -> list[float | None]:
     """Return the peak signal-to-noise ratio per image, in dB: 10 log10(255^2 / MSE) over RGB, at most 100."""
     return compare(lambda *pairs: list(map(_psnr, *pairs)), images, columns[target_column])
@@ -53,14 +58,21 @@ def _like(other: Image.Image | str | Path, size: tuple[int, int]) -> Image.Image
     return other.convert("RGB").resize(size, Image.Resampling.LANCZOS)
 
 
-def _read_pixels(image: Image.Image, mode: str) -> np.ndarray:
-    return np.asarray(convert_image(image, mode), dtype=np.float64)
+def _read_pair(image: Image.Image, target: Image.Image | str | Path, mode: str) -> list[Tensor]:
+    """Return the pixels of both in 0 to 255, each `(1, channels, height, width)` float32."""
+    pair = (convert_image(each, mode) for each in (image, _like(target, image.size)))
+    arrays = (np.array(each, dtype=np.float32).reshape(1, each.height, each.width, -1) for each in pair)
+    return [torch.from_numpy(array).permute(0, 3, 1, 2) for array in arrays]
 
 
 def _psnr(image: Image.Image, target: Image.Image | str | Path) -> float:
-    x, y = _read_pixels(image, "RGB"), _read_pixels(_like(target, image.size), "RGB")
-    error = ((x - y) ** 2).mean()
-    return 100.0 if error == 0 else min(100.0, float(10 * np.log10(255**2 / error)))
+    from torchmetrics.functional.image import peak_signal_noise_ratio
+
+    return min(100.0, peak_signal_noise_ratio(*_read_pair(image, target, "RGB"), data_range=255.0).item())
+
+
+def _read_pixels(image: Image.Image, mode: str) -> np.ndarray:
+    return np.asarray(convert_image(image, mode), dtype=np.float64)
 
 
 def _ssim(image: Image.Image, target: Image.Image | str | Path) -> float:

@@ -109,7 +109,8 @@ def test_the_pages_have_every_reward_and_its_weights() -> None:
             assert f"`{reward.model}`" in page or reward.model == "official", name
 
 
-OPTIONAL = ("onnxruntime", "rapidfuzz", "rapidocr", "tesserocr", "httpx2", "scipy", "timm", "paddleocr", "paddle")
+OPTIONAL = ("onnxruntime", "rapidfuzz", "rapidocr", "tesserocr", "torchmetrics", "httpx2", "scipy", "timm")
+OPTIONAL += ("paddleocr", "paddle")
 REQUIRED = {
     "geneval": {"detector": "owner/detector"},
     "remote": {"url": "http://127.0.0.1:1"},
@@ -254,12 +255,16 @@ def test_readers_of_text_are_tried(bare) -> None:
     assert "paddleocr is not installed" in refusal(text)
 
 
-@pytest.mark.parametrize("name", ["text", "tesseract", "text_by_model"])
-def test_readers_of_text_need_the_edit_distance(name, monkeypatch, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [("psnr", "torchmetrics")]
+    + [(name, "rapidfuzz") for name in ("text", "tesseract", "text_by_model")],
+)
+def test_a_reward_needs_the_library_of_its_metric(name, package, monkeypatch, tmp_path) -> None:
     options = pretended(name, tmp_path)[0] if name in WITH_WEIGHTS else {}
     assert refusal({name: options}) == ""
-    monkeypatch.setitem(sys.modules, "rapidfuzz", None)
-    assert "rapidfuzz is not installed" in refusal({name: options})
+    monkeypatch.setitem(sys.modules, package, None)
+    assert f"{package} is not installed" in refusal({name: options})
 
 
 def test_a_function_or_object_of_the_user_says_what_it_needs(tmp_path) -> None:
