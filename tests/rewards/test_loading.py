@@ -257,7 +257,7 @@ def test_readers_of_text_are_tried(bare) -> None:
 
 @pytest.mark.parametrize(
     ("name", "package"),
-    [("psnr", "torchmetrics")]
+    [("ssim", "torchmetrics"), ("psnr", "torchmetrics")]
     + [(name, "rapidfuzz") for name in ("text", "tesseract", "text_by_model")],
 )
 def test_a_reward_needs_the_library_of_its_metric(name, package, monkeypatch, tmp_path) -> None:
