@@ -52,7 +52,7 @@ class RolloutGenerator:
         self._backend, self._monitor = runtime.backend, runtime.monitor
         self._metrics, self._progress = runtime.metrics, runtime.progress
         self._plan, self._recording, self._anchor = SamplingPlan(args), passes.recording, args.anchor
-        self._device, self._call_size = args.trajectory_device, args.rollout_call_size
+        self._device = args.trajectory_device
         takes_latents = list(map(takes_only_latents, scorer.rewards))
         self._takes_latents, self._needs_pixels = any(takes_latents), not all(takes_latents)
         self._signal = SignalCheck(estimator.names, warns=args.process_index == 0)
@@ -119,7 +119,7 @@ class RolloutGenerator:
         divergences = self._passes.rollout_divergences(rows, trajectories) if self._args.kl_reward > 0 else None
         states = None
         if observes:
-            calls = self.inputs.calls(rows, self._call_size)
+            calls = self.inputs.calls(rows, self._args.rollout_call_size)
             states = reduce_calls(trajectories, conditions[: len(calls)], calls)  # without repeated calls
         return scoring.samples, trajectories, divergences, states
 
@@ -130,7 +130,7 @@ class RolloutGenerator:
         plan = self._plan.draw(order.generation, order.own())
         is_decoded = self._writer.saves_all(step) or self._needs_pixels
         trajectories: list = [None] * len(rows)
-        calls, prefixes = self.inputs.calls(rows, self._call_size), None
+        calls, prefixes = self.inputs.calls(rows, self._args.rollout_call_size), None
         # where a group shares one latent, only if samples with equal inputs make equal calls of the network
         differs = self._policy.draws_tokens or self.inputs.draws_globally
         has_several = 1 < self._plan.samples_per_latent < self._plan.num_generations
