@@ -11,7 +11,7 @@ from torch.nn.functional import softplus
 from ..policy.trajectory import Denoised
 from .base import Recording
 from .batch import Part
-from .renoised import Renoised, RenoisedWithOldPolicy, check_number, refuse_torn_groups, sum_over_group
+from .renoised import Renoised, RenoisedWithOldPolicy, check_number, refuse_torn_groups
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -113,3 +113,11 @@ class DPO(Renoised):
             losses = losses + share * softplus(self.preference_beta / 2 * difference)
         losses = losses + 0.0 * excess  # for a gradient in any case
         return losses, {"dpo/accuracy": accuracy}
+
+
+def sum_over_group(values: Tensor, groups: Tensor) -> Tensor:
+    """Return the (batch,) sum over each sample's group."""
+    index = groups.unique(return_inverse=True)[1].to(values.device)
+    return torch.zeros(int(index.max()) + 1, dtype=values.dtype, device=values.device).index_add(0, index, values)[
+        index
+    ]

@@ -1,9 +1,9 @@
-"""What algorithms on re-noised samples share: passes, the distance to the reference, checks of passes and settings.
+"""What algorithms on re-noised samples share: passes, reference, old policy, checks of passes, groups, settings.
 
 A rollout keeps only the finished samples. Each pass adds noise to them again, to the level of one of the rollout's own
 steps, predicts clean samples, and compares the predictions with the finished samples, weighted by their advantages.
 The rollout needs no noise, so any solver can sample. To first order, all of these algorithms have the same gradient,
-the advantage times the gradient of the denoising error, up to a weight that depends on time. They differ in how they
+the advantage times the gradient of the denoising error, up to a weight that depends on time; they differ in how they
 limit the update.
 """
 
@@ -177,14 +177,6 @@ def check_number(name: str, value: Any, is_within: Callable[[float], bool], limi
     """Refuse a setting in `loss_kwargs` that is out of range or not a number, like `1e-3` in YAML 1.1."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not is_within(value):
         raise ValueError(f"loss_kwargs: {name} must be a number {limits}, got {value!r}.")
-
-
-def sum_over_group(values: Tensor, groups: Tensor) -> Tensor:
-    """Return the (batch,) sum over each sample's group."""
-    index = groups.unique(return_inverse=True)[1].to(values.device)
-    return torch.zeros(int(index.max()) + 1, dtype=values.dtype, device=values.device).index_add(0, index, values)[
-        index
-    ]
 
 
 def refuse_torn_groups(part: Part, loss_type: str) -> None:

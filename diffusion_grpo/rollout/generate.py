@@ -1,4 +1,4 @@
-"""Make rollouts: sample, score, estimate advantages, and keep what updates need. Nothing here needs gradients."""
+"""Make rollouts: take shared first steps, sample, score, estimate advantages, keep what updates need; no gradients."""
 
 import contextlib
 import functools

@@ -12,10 +12,10 @@ from diffusion_grpo.algorithms import ALGORITHMS
 from diffusion_grpo.algorithms.awm import AWM
 from diffusion_grpo.algorithms.base import RatioError, Recording
 from diffusion_grpo.algorithms.batch import MicroBatch
-from diffusion_grpo.algorithms.dgpo import DGPO, DPO
+from diffusion_grpo.algorithms.dgpo import DGPO, DPO, sum_over_group
 from diffusion_grpo.algorithms.nft import NFT
 from diffusion_grpo.algorithms.registry import check_loss_kwargs, load_algorithm
-from diffusion_grpo.algorithms.renoised import Renoised, sum_over_group
+from diffusion_grpo.algorithms.renoised import Renoised
 from diffusion_grpo.policy.trajectory import Denoised
 
 RENOISED = {name: ALGORITHMS[name] for name in ("nft", "awm", "dgpo", "dpo")}
