@@ -19,8 +19,6 @@ from ..media.samples import convert_image
 from .contract import check_package, needs, opens_images
 from .models.base import ModelReward, Source, as_pixels, compare, open_image, read_weights, weights_path
 
-WINDOW = 11  # pixels, the side of SSIM's Gaussian window
-
 # LPIPS. The layers are rebuilt here under torchvision's names, so that the official weights load without torchvision.
 SHIFT, SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)
 SMALLEST = 32  # pixels; on smaller images, a network's last feature maps are empty
@@ -33,16 +31,13 @@ VGG = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 
 
 def _check_metrics(**options) -> None:
-    check_package("torchmetrics", 'pip install "diffusion-grpo[metrics]"')
+    check_package("skimage", 'pip install "diffusion-grpo[metrics]"')
 
 
 @opens_images
 @needs(_check_metrics)
 def ssim(images: list[Image.Image], target_column: str = "target", **columns) -> list[float | None]:
-    """Return the mean structural similarity of the lumas in 0 to 255 per image: in [-1, 1], 1 if equal.
-
-    Computed in float32, so flat areas are up to 0.001 off.
-    """
+    """Return the mean structural similarity of the lumas in 0 to 255 per image: in [-1, 1], 1 if equal."""
     # https://doi.org/10.1109/TIP.2003.819861, without the authors' optional downsampling
     return compare(lambda *pairs: list(map(_ssim, *pairs)), images, columns[target_column])
 
@@ -61,28 +56,23 @@ def _like(other: Image.Image | str | Path, size: tuple[int, int]) -> Image.Image
     return other.convert("RGB").resize(size, Image.Resampling.LANCZOS)
 
 
-def _read_pair(image: Image.Image, target: Image.Image | str | Path, mode: str) -> list[Tensor]:
-    """Return the pixels of both in 0 to 255, each `(1, channels, height, width)` float32."""
-    pair = (convert_image(each, mode) for each in (image, _like(target, image.size)))
-    arrays = (np.array(each, dtype=np.float32).reshape(1, each.height, each.width, -1) for each in pair)
-    return [torch.from_numpy(array).permute(0, 3, 1, 2) for array in arrays]
+def _read_pair(image: Image.Image, target: Image.Image | str | Path, mode: str) -> list[np.ndarray]:
+    return [np.asarray(convert_image(each, mode)) for each in (image, _like(target, image.size))]
 
 
 def _psnr(image: Image.Image, target: Image.Image | str | Path) -> float:
-    from torchmetrics.functional.image import peak_signal_noise_ratio
+    from skimage.metrics import peak_signal_noise_ratio
 
-    return min(100.0, peak_signal_noise_ratio(*_read_pair(image, target, "RGB"), data_range=255.0).item())
+    with np.errstate(divide="ignore"):  # infinite if equal
+        return min(100.0, float(peak_signal_noise_ratio(*_read_pair(image, target, "RGB"), data_range=255)))
 
 
 def _ssim(image: Image.Image, target: Image.Image | str | Path) -> float:
-    from torchmetrics.functional.image import structural_similarity_index_measure
+    from skimage.metrics import structural_similarity
 
-    if min(image.size) < WINDOW:
-        raise ValueError(f"ssim needs images of at least {WINDOW} x {WINDOW} pixels, got {image.size}.")
-    pair = _read_pair(image, target, "L")  # float32, since in float64 an image of 1024 x 1024 would take 5 GB
-    _, values = structural_similarity_index_measure(*pair, data_range=255.0, return_full_image=True)
-    inside = slice(WINDOW // 2, -(WINDOW // 2))  # leaves out the windows that reach beyond the edges
-    return values[..., inside, inside].mean().item()
+    # as published: Gaussian windows of 11 x 11 pixels, those inside the image
+    published = {"gaussian_weights": True, "sigma": 1.5, "use_sample_covariance": False, "data_range": 255}
+    return float(structural_similarity(*_read_pair(image, target, "L"), **published))
 
 
 @opens_images

@@ -109,7 +109,7 @@ def test_the_pages_have_every_reward_and_its_weights() -> None:
             assert f"`{reward.model}`" in page or reward.model == "official", name
 
 
-OPTIONAL = ("onnxruntime", "rapidfuzz", "rapidocr", "tesserocr", "torchmetrics", "httpx2", "scipy", "timm")
+OPTIONAL = ("onnxruntime", "rapidfuzz", "rapidocr", "tesserocr", "skimage", "httpx2", "scipy", "timm")
 OPTIONAL += ("paddleocr", "paddle")
 REQUIRED = {
     "geneval": {"detector": "owner/detector"},
@@ -257,7 +257,7 @@ def test_readers_of_text_are_tried(bare) -> None:
 
 @pytest.mark.parametrize(
     ("name", "package"),
-    [("ssim", "torchmetrics"), ("psnr", "torchmetrics")]
+    [("ssim", "skimage"), ("psnr", "skimage")]
     + [(name, "rapidfuzz") for name in ("text", "tesseract", "text_by_model")],
 )
 def test_a_reward_needs_the_library_of_its_metric(name, package, monkeypatch, tmp_path) -> None:
