@@ -1,4 +1,7 @@
-"""GRPO on recorded steps (https://huggingface.co/papers/2402.03300, for flows 2505.05470), with any step loss."""
+"""GRPO on recorded steps (https://huggingface.co/papers/2402.03300, for flows 2505.05470), with any step loss.
+
+A replay whose ratio is not 1 before the first update of a rollout ends the run.
+"""
 
 import dataclasses
 from collections.abc import Sequence

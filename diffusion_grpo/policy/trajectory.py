@@ -2,7 +2,7 @@
 
 A rollout records a `Trajectory`, the buffer keeps it, and each replay reads it and returns a `StepDistribution`. For
 losses on re-noised samples, the rollout keeps `CleanSamples` instead, from which each pass makes a `Denoised`.
-Nothing here needs a pipeline.
+They measure themselves: divergence, errors of predictions, what half precision may change. No pipeline is needed.
 """
 
 import dataclasses

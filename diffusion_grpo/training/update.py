@@ -1,4 +1,4 @@
-"""One update of the weights, micro-batch by micro-batch: forward and backward passes, and their metrics."""
+"""The passes of a micro-batch, forward and backward, of the policy and the value model, without the optimizer."""
 
 import dataclasses
 import logging
