@@ -145,6 +145,12 @@ RECIPES = {
             FIRST_OF_3 | {"loss_type": "fdfo"},
         ),
         Recipe(
+            "first_of_3_fdfo_regulated",
+            "the same with loss fdfo, with a learning rate that regulates itself (target_change 0.25)",
+            FIRST_OF_3 | {"loss_type": "fdfo"} | REGULATED,
+            passes_per_update=1.24,
+        ),
+        Recipe(
             "first_of_4_even",
             "the first of 4 even steps trained, one latent per prompt, each rollout used twice",
             FIRST_OF_3 | {"num_inference_steps": 4, "sigmas": [1.0, 0.75, 0.5, 0.25]},
