@@ -297,6 +297,12 @@ RECIPES = {
             SHORT_CLEAN | {"loss_type": "nft", "loss_kwargs": {"decay_max": 0.0}},
         ),
         Recipe(
+            "nft_tuned_regulated",
+            "the same as nft_tuned, with a learning rate that regulates itself (target_change 0.25)",
+            SHORT_CLEAN | {"loss_type": "nft", "loss_kwargs": {"decay_max": 0.0}} | REGULATED,
+            passes_per_update=19.5,
+        ),
+        Recipe(
             "awm",
             "AWM: 14 steps without noise, trained at 6 levels of the first 90 %, with average and reference",
             CLEAN
