@@ -145,6 +145,16 @@ RECIPES = {
             FIRST_OF_3 | {"loss_type": "fdfo"},
         ),
         Recipe(
+            "first_two_of_3_fdfo",
+            "the same with loss fdfo in the first two steps",
+            FIRST_OF_3 | {"loss_type": "fdfo", "trained_steps": [0, 2]},
+        ),
+        Recipe(
+            "fdfo_pairs",
+            "the same with loss fdfo and pairs in place of groups of 16",
+            FIRST_OF_3 | {"loss_type": "fdfo", "num_generations": 2},
+        ),
+        Recipe(
             "first_of_3_fdfo_regulated",
             "the same with loss fdfo, with a learning rate that regulates itself (target_change 0.25)",
             FIRST_OF_3 | {"loss_type": "fdfo"} | REGULATED,
