@@ -38,8 +38,9 @@ def reported_means():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_three_numbers_in_a_sentence_are_those_of_three_rows(page):
     known = set()
-    for name, rate in {(row["recipe"], row["learning_rate"]) for row in ROWS}:
-        rows = [row for row in ROWS if (row["recipe"], row["learning_rate"]) == (name, rate)]
+    runs = [(row["recipe"], row["learning_rate"], row["max_passes"]) for row in ROWS]
+    for run in {*runs}:
+        rows = [row for row, of_row in zip(ROWS, runs, strict=True) if of_row == run]
         for seeds in (TUNE_SEEDS, REPORT_SEEDS, *FRESH_SEEDS):
             curves = [row["curves"] for row in rows if row["seed"] in seeds]
             for key in curves[0] if len(curves) == 3 else ():
