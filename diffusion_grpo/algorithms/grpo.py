@@ -1,6 +1,6 @@
 """GRPO on recorded steps (https://huggingface.co/papers/2402.03300, for flows 2505.05470), with any step loss.
 
-A replay whose ratio is not 1 before the first update of a rollout ends the run.
+The run ends if ratios before the first update of a rollout are further from 1 than `max_ratio_error`.
 """
 
 import dataclasses

@@ -1,4 +1,5 @@
-"""Samples for the report: the same prompts and seeds in every evaluation, and some samples of training.
+"""Choose the samples that the report shows, as data without HTML: the same prompts and seeds in every evaluation, with
+a count of those that got better or worse, and some samples of training.
 
 All files are embedded as data URIs, so that the page needs no other file.
 """

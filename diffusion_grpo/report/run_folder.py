@@ -1,4 +1,7 @@
-"""Read and sum up what a run left in its folder as one `Run`, for report, summary and card; put results into words."""
+"""Read and sum up what a run left in its folder as one `Run`, for report, summary and card; put results into words.
+
+Evaluations of a running job use its means, and `stop_when` its comparison of metrics with their limits.
+"""
 
 import dataclasses
 import itertools

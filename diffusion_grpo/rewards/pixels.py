@@ -1,4 +1,7 @@
-"""Rewards computed from pixels alone: light, colour, JPEG size and sharpness of images, and the motion of videos."""
+"""Rewards without a model: light, colour, JPEG size and sharpness of images, and the motion of videos.
+
+`color` compares the ink with the colour that the prompt names.
+"""
 
 from __future__ import annotations
 
