@@ -289,7 +289,7 @@ def describe_mode(trainer: Any, file: Path, is_plain: bool) -> dict[str, Any]:
 
 
 def measure_demo(name: str, work: Path, is_tiny: bool) -> dict[str, Any]:
-    """Train `examples/demo.yaml` for a third of its updates, without Tesseract, which needs a library of its own."""
+    """Train `examples/demo.yaml` for 50 updates, without Tesseract, which needs a library of its own."""
     from diffusion_grpo.config.parse import read_yaml
 
     settings = read_yaml("examples/demo.yaml")

@@ -29,16 +29,6 @@ BASE = {
     "steps_per_generation": None,
 }
 
-# Read from the demo and left to no recipe, so that all train the same weights on the same prompts, groups and rewards
-SHARED = {
-    *("model", "dataset", "height", "width", "pipeline_kwargs", "seed", "output_dir"),
-    *("reward_funcs", "reward_weights", "eval_reward_funcs"),
-    *("use_peft", "lora_r", "lora_alpha", "lora_target_modules"),
-    *("num_generations", "per_device_train_batch_size", "gradient_accumulation_steps"),
-    *("eval_dataset", "eval_max_prompts", "eval_num_inference_steps"),
-    *("learning_rate", "lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs"),
-}
-
 
 @dataclass(frozen=True)
 class Recipe:

@@ -170,5 +170,5 @@ def _read_words(words: list[str]) -> Any:
         try:
             return yaml.load(words[0], Yaml12Loader)
         except yaml.YAMLError:
-            pass  # a text that starts with a bracket
+            return words[0]  # a text that starts with a bracket
     return words[0]
