@@ -51,7 +51,11 @@ class Sizes:
                 self.gradient_accumulation_steps = max(1, self.gradient_accumulation_steps * batch // group)
             self.per_device_train_batch_size = batch if batch % group == 0 else group
         evaluating, saving = (str(getattr(e, "value", e)) for e in (self.eval_strategy, self.save_strategy))
+        if evaluating == "steps" and self.eval_steps is None:  # transformers would take logging_steps, 1 by default
+            self.eval_steps = self.logging_steps if "logging_steps" in self.given else self.save_steps
         saves = "save_strategy" not in self.given or saving == evaluating
+        if evaluating == "steps" and "save_steps" in self.given and self.eval_steps:
+            saves &= self.save_steps % self.eval_steps == 0  # else transformers refuses what the user has not set
         guards = self.stop_when or (self.stop_when is None and self.takes_gradients)  # `preflight.guard_gradients`
         if guards and evaluating != "no" and saves and "load_best_model_at_end" not in self.given:
             best = {"load_best_model_at_end": True, "save_strategy": evaluating, "save_steps": self.eval_steps}

@@ -143,11 +143,8 @@ class DiffusionGRPOConfig(
         asks_for_best = watches or self.load_best_model_at_end or self.save_strategy == "best"
         if self.metric_for_best_model is None and asks_for_best:
             self.metric_for_best_model = "eval_reward"  # there is no eval_loss here
-        strategy = getattr(self.eval_strategy, "value", self.eval_strategy)
         if self.eval_on_start is None:  # a result says little without the one before training
-            self.eval_on_start = strategy != "no"
-        if strategy == "steps" and self.eval_steps is None and "logging_steps" not in self.given:
-            self.eval_steps = self.save_steps  # transformers would take logging_steps, which is 1 by default
+            self.eval_on_start = self.eval_strategy != "no"
         # accelerate would compile the whole network; `training/model.py` compiles its repeated blocks instead
         compiles = bool(self.torch_compile or self.torch_compile_backend or self.torch_compile_mode)
         backend, mode = self.torch_compile_backend or ("inductor" if compiles else None), self.torch_compile_mode

@@ -64,7 +64,15 @@ def test_the_warning_comes_once_and_stands_in_the_report(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "is_kept"), [({}, True), ({"save_strategy": "no"}, False), ({"load_best_model_at_end": False}, False)]
+    ("given", "is_kept"),
+    [
+        ({}, True),
+        ({"save_strategy": "no"}, False),
+        ({"load_best_model_at_end": False}, False),
+        ({"save_steps": 10}, True),
+        ({"save_steps": 12}, False),  # not after evaluations; transformers would refuse load_best_model_at_end
+        ({"eval_steps": None, "logging_steps": 7}, True),
+    ],
 )
 def test_the_best_evaluation_is_kept_unless_the_user_saves_otherwise(given, is_kept) -> None:
     own = {"eval_strategy": "steps", "eval_steps": 5, "stop_when": {"eval_reward": 2}}
