@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tiny_pipelines
 import torch
+from datasets import Dataset
 from tiny_runs import blue, logged, policy_weights, trained_weights, trainer_for
 from tiny_runs import brightness as not_differentiable
 
@@ -15,6 +16,8 @@ from diffusion_grpo.media.samples import as_tensor
 from diffusion_grpo.policy.drivers import UnsupportedPipeline
 from diffusion_grpo.policy.rollout import DenoisingPolicy
 from diffusion_grpo.policy.trajectory import CleanSamples, RolloutRequest
+from diffusion_grpo.rewards import load_rewards
+from diffusion_grpo.training.preflight import RunRewards, guard_gradients, prepare_args
 
 STEPS = 4
 DRAFT = {"loss_type": "draft", "trained_steps": None, "noisy_steps": "trained", "num_generations": 1}
@@ -179,7 +182,7 @@ def not_blue(images, **columns):
     return [1 - value for value in blue(as_tensor(images)[:, 0]).tolist()]
 
 
-def test_a_run_that_hacks_stops_by_default(tmp_path, caplog):
+def test_a_run_that_hacks_stops_by_default(tmp_path):
     own = SHORT | {"max_steps": 20, "learning_rate": 5e-3, "eval_strategy": "steps", "eval_steps": 2}
     own |= {"eval_reward_funcs": not_blue, "save_strategy": "steps"}
     trainer = trainer_for(tmp_path / "guarded", rewards=blue, **own)
@@ -187,11 +190,25 @@ def test_a_run_that_hacks_stops_by_default(tmp_path, caplog):
     trainer.train()
     assert "not_blue" in trainer.run["stopped"] and 2 < trainer.state.global_step < 20
     assert trainer.args.load_best_model_at_end
-    assert trainer_for(tmp_path / "free", rewards=blue, **own, stop_when={}).args.stop_when == {}
-    alike = SHORT | {"num_generations": 2}
+    free = trainer_for(tmp_path / "free", rewards=blue, **own, stop_when={}).args
+    assert free.stop_when == {} and not free.load_best_model_at_end
+
+
+def test_what_guards_a_run_is_what_its_evaluations_measure(tmp_path, caplog):
+    prompts = Dataset.from_dict({"prompt": ["a", "b"]})
+    alone, beside = (RunRewards(load_rewards(blue), [1.0], load_rewards(others)) for others in ([], not_blue))
+
+    def guard(rewards, dataset, **settings):
+        own = {"loss_type": "draft", "eval_strategy": "steps", "eval_steps": 2} | settings
+        return guard_gradients(rewards, DiffusionGRPOConfig(str(tmp_path), use_cpu=True, **own), dataset)
+
+    alike = {"diversity": 0.4, "eval_diversity": 0.4}
+    assert guard(beside, prompts, num_generations=2) == {"eval_rewards/not_blue/mean": 3}
+    assert guard(alone, prompts, num_generations=2, num_generations_eval=2) == alike
+    assert guard(beside, {"one": prompts, "two": prompts}, num_generations=2) == {"diversity": 0.4}
+    assert guard(alone, None, eval_strategy="no", num_generations=2) == {"diversity": 0.4}
     assert "eval_reward_funcs" not in caplog.text
-    assert trainer_for(tmp_path / "alike", rewards=blue, **alike).args.stop_when == {"diversity": 0.4}
-    assert trainer_for(tmp_path / "none", rewards=blue, **SHORT).args.stop_when == {}
+    assert guard(beside, prompts.select([0]), num_generations_eval=2) == {}  # without standard errors
     assert "eval_reward_funcs" in caplog.text
 
 
@@ -200,8 +217,8 @@ def test_what_cannot_be_differentiated_is_refused(tmp_path):
     pipe.vae.half().register_to_config(force_upcast=True)  # decoding casts its weights to float32 and back
     with pytest.raises(ValueError, match="float16"):
         trainer_for(tmp_path, "sdxl", rewards=blue, model=pipe, **SHORT)
-    with pytest.raises(ValueError, match="'brightness' has none"):
-        trainer_for(tmp_path, rewards=not_differentiable, **SHORT)
+    with pytest.raises(ValueError, match="'brightness' has none"):  # before the model, which is nowhere, is looked for
+        trainer_for(tmp_path, rewards=not_differentiable, model="nobody/nothing", **SHORT)
     with pytest.raises(ValueError, match="'blue' has none"):
         trainer_for(tmp_path, rewards={blue: {"threshold": 0.5}}, **SHORT)
     trainer_for(tmp_path, rewards=[not_differentiable, blue], reward_weights=[0.0, 1.0], **SHORT)
@@ -224,5 +241,7 @@ def test_defaults(tmp_path):
         return args.num_generations, args.trainable_steps, args.trained_count
 
     assert steps() == (1, range(9, 10), 1)
+    own = DiffusionGRPOConfig(str(tmp_path), loss_type="draft", use_cpu=True)
+    assert prepare_args("tiny", own).num_generations == 1  # other losses have the tiny model's own default
     assert steps(num_trained_steps=3, num_generations=4) == (4, range(7, 8), 1)
     assert steps(trained_steps="all")[1] == range(10) and steps(trained_steps=[2, 10])[1] == range(2, 10)

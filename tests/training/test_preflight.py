@@ -36,9 +36,7 @@ def test_debug_lines_have_a_mark_of_their_own(tmp_path, caplog):
         trainer_for(tmp_path, max_steps=1, log_level="debug").train()
     finally:
         ours.setLevel(before)
-        transformers.utils.logging.set_verbosity(
-            of_transformers
-        )  # which it sets too; tests see its lines where CI is set
+        transformers.utils.logging.set_verbosity(of_transformers)  # set too; tests see its lines where CI is set
     ours = [record for record in caplog.records if "diffusion_grpo" in record.name]
     lines = [record.getMessage() for record in ours if record.levelno == logging.DEBUG]
     assert lines and all(line.startswith("RL_METRIC: ") for line in lines)
