@@ -51,7 +51,7 @@ class AdvantageEstimator:
         self._ranks = args.recording.ranks
         self._clip = None if self._ranks else args.advantage_clip
         # a value model needs no groups: it also learns from equal rewards
-        self._baseline = args.reward_baseline if values is None and args.compares_groups else "batch"
+        self._baseline = "group" if values is None and args.compares_groups else "batch"
         self._advantage_fn = load_advantage_fn(args.advantage_fn)
 
     def __call__(
