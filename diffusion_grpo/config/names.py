@@ -1,4 +1,4 @@
-"""Names of settings: TRL's become ours, unknown ones get advice; also which names files and metrics may have."""
+"""Names of settings: TRL's become ours, unknown ones get advice. Names of files and metrics are checked."""
 
 import difflib
 import re

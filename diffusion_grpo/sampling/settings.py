@@ -1,8 +1,7 @@
 """Options and settings of `diffusion-grpo sample`, given as a model with options or as the YAML file of a run.
 
-Rewards, and the call of a run, are read here too. `diffusion-grpo check` shares the options of the pipeline's call.
-So is what two jobs must share for their samples to stand in one table. This module does not import torch, so that
-invalid options are refused at once.
+So are rewards, the call of a run, and what two jobs must share for their samples to stand in one table.
+`diffusion-grpo check` shares the options of the pipeline's call. Without torch, invalid options are refused at once.
 """
 
 import argparse

@@ -225,7 +225,7 @@ class LastLogCallback(TrainerCallback):
 class GuardCallback(TrainerCallback):
     """Callback that ends a run once a metric passes its limit in `stop_when`.
 
-    It warns, once per run, if the samples of a prompt have become alike, whether the reward rose by it or not.
+    It warns, once per run, if the samples of a prompt have become alike.
 
     Args:
         limits: the setting `stop_when`.

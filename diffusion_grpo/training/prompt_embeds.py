@@ -1,8 +1,8 @@
 """Encode the prompts of a run once, before it begins, and free the text encoders' memory (`cache_prompt_embeds`).
 
 Each process encodes its share of the distinct prompts, and sends it to the processes that lack it. The pipeline itself
-is called, up to the first call of its network, so that every prompt is encoded as in a rollout. With "disk",
-later runs find the results in a folder whose name identifies the text encoders.
+is called, up to the first call of its network, so that every prompt is encoded as in a rollout. With "disk", later
+runs find the results in a folder whose name identifies the text encoders.
 """
 
 import contextlib
