@@ -114,6 +114,7 @@ class Sizes:
 
     @property
     def takes_gradients(self) -> bool:
+        """Whether rewards are differentiated through the last steps, so that nothing is weighted by advantages."""
         return self.recording.keeps == "entered"
 
     @property

@@ -1,6 +1,6 @@
 """Handle running out of memory: start again with smaller micro-batches, or end with one clear message.
 
-The message says what uses memory and which settings to change. What makes a batch smaller is decided here.
+The message says what uses memory and which settings to change.
 """
 
 import contextlib
@@ -67,7 +67,6 @@ def shrink_factor(args: DiffusionGRPOConfig) -> int:
 
 
 def smallest_divisor(number: int) -> int:
-    """Return the smallest divisor above 1, by which a batch is made smaller."""
     return next(divisor for divisor in range(2, number + 1) if number % divisor == 0)
 
 
