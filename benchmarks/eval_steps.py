@@ -21,12 +21,12 @@ OFF = ("--eval_strategy=no", "--eval_on_start=false", "--baseline_guidance_scale
 
 
 def measure(steps: int, evaluated: list[int], words: list[str]) -> list[float]:
-    """Train the demo with `steps` per rollout, and return its held-out reward at each number of steps.
+    """Train with `steps` per rollout, and return its held-out reward at each number of steps.
 
     Args:
         steps: per rollout; 0 trains nothing.
         evaluated: numbers of steps of the evaluations.
-        words: settings over the demo's, as on the command line.
+        words: settings over `GRPO` and the demo's, as on the command line.
     """
     with tempfile.TemporaryDirectory() as folder:
         given = [*GRPO.split(), *OFF, f"--output_dir={folder}", f"--num_inference_steps={steps or 6}", *words]

@@ -34,8 +34,8 @@ METHODS = {
 ROLLOUTS = ("diversity", "frac_reward_zero_std", "clip_ratio/region_mean", "frac_advantage_clipped")
 LOG_OF_EVALUATIONS = "evaluations/trainer_state.json"  # the log of a run that is active
 WINDOW = 5  # number of updates at the start and at the end that are compared to find reward hacking
-# by metric, what every run warns of, whatever its own limits (`stop_when`). Runs of `make demo` left 0.70, 0.73 and
-# 0.64 of the diversity: samples that are all right are more alike than samples that are wrong in different ways
+# by metric, what every run warns of, whatever its own limits (`stop_when`). Runs of `make demo` left 0.51 to 0.61 of
+# the diversity: samples that are all right are more alike than samples that are wrong in different ways
 LIMITS = {"diversity": 0.4}
 LOOK = 'Look at the samples, and see "Reward hacking" in docs/rewards/hacking.md.'
 
