@@ -55,23 +55,18 @@ def hide_loading_bars(model: str) -> None:
         transformers.utils.logging.disable_progress_bar()
 
 
-class _CutsOnce(logging.Filter):
-    """Drops a message of diffusers that a prompt is cut for CLIP if it was there before."""
+_cuts: set[str] = set()  # messages of diffusers that a prompt is cut for CLIP
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: set[str] = set()
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        is_known = text in self.said
-        if "was truncated because CLIP can only handle" in text:
-            self.said.add(text)
-        return not is_known
+def _is_no_known_cut(record: logging.LogRecord) -> bool:
+    text = record.getMessage()
+    is_known = text in _cuts
+    if "was truncated because CLIP can only handle" in text:
+        _cuts.add(text)
+    return not is_known
 
 
 def say_cuts_once() -> None:
     """Let diffusers say once per prompt that it is cut for CLIP, not in each rollout."""
     for handler in logging.getLogger("diffusers").handlers:
-        if not any(isinstance(each, _CutsOnce) for each in handler.filters):
-            handler.addFilter(_CutsOnce())
+        handler.addFilter(_is_no_known_cut)  # once, however often it is added
