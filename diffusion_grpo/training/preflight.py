@@ -133,6 +133,8 @@ def check_run(
     check_datasets(rewards, args, train_dataset, eval_dataset)
     if args.takes_gradients and args.stop_when is None:
         args.stop_when = guard_gradients(rewards, args, eval_dataset)
+        if not args.stop_when and "load_best_model_at_end" not in args.given:  # the best was to be within limits
+            args.load_best_model_at_end = False
     check_accelerator_config(args.accelerator_config)
     backend = choose_backend(args)
     optimizer = getattr(args.optim, "value", args.optim)

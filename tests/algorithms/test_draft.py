@@ -192,6 +192,9 @@ def test_a_run_that_hacks_stops_by_default(tmp_path):
     assert trainer.args.load_best_model_at_end
     free = trainer_for(tmp_path / "free", rewards=blue, **own, stop_when={}).args
     assert free.stop_when == {} and not free.load_best_model_at_end
+    several = own | {"eval_dataset": dict.fromkeys(("one", "two"), Dataset.from_dict({"prompt": ["a", "b"]}))}
+    several = trainer_for(tmp_path / "several", rewards=blue, **several).args
+    assert several.stop_when == {} and not several.load_best_model_at_end
 
 
 def test_what_guards_a_run_is_what_its_evaluations_measure(tmp_path, caplog):
