@@ -8,6 +8,7 @@ import torch
 from diffusion_grpo.data.call_form import find_form
 from diffusion_grpo.data.inputs import Form
 from diffusion_grpo.policy.base import Policy
+from diffusion_grpo.policy.trajectory import sample_seed
 
 COUNT = 3
 
@@ -26,7 +27,7 @@ class Fake(Policy):
 
     def rollout(self, inputs, request):
         assert list(request.steps) == [[0]] * len(request.seeds) and not request.is_complete
-        return None, SimpleNamespace(next_latents=self.make_latents(inputs["x"], len(request.seeds)))
+        return None, SimpleNamespace(next_latents=self.make_latents(inputs["x"], request.initial_seeds))
 
     def replay(self, *args):
         raise AssertionError
@@ -51,7 +52,7 @@ def find(make_latents):
 
 
 def test_a_batch_in_which_each_sample_has_its_own():
-    def by_row(x, count):
+    def by_row(x, seeds):
         if torch.is_tensor(x):
             raise TypeError("x must be a list")
         return torch.stack(x)[:, None]
@@ -60,7 +61,7 @@ def test_a_batch_in_which_each_sample_has_its_own():
 
 
 def test_a_batch_that_is_an_error_and_a_bare_value_too():
-    def listed(x, count):
+    def listed(x, seeds):
         if torch.is_tensor(x) or len(x) != 1:
             raise TypeError("one value\nin a list.")
         return torch.stack(x)[:, None]
@@ -69,14 +70,23 @@ def test_a_batch_that_is_an_error_and_a_bare_value_too():
 
 
 def test_an_input_that_is_ignored_everywhere_is_no_reason():
-    assert find(lambda x, count: torch.zeros(count, 1)) == Form("batched")
+    assert find(lambda x, seeds: torch.zeros(len(seeds), 1)) == Form("batched")
+
+
+def test_an_input_that_matters_under_some_seeds_is_tried_under_the_same_alone():
+    """As with GLM-Image, where a prompt changes the tokens that one seed draws and not those of another."""
+
+    def drawn(x, seeds):
+        return torch.where(seeds == sample_seed("batching", 0), torch.as_tensor(x), 0.0)[:, None]
+
+    assert find(drawn) == Form("batched")
 
 
 @pytest.mark.parametrize("error", [KeyError, torch.OutOfMemoryError])
 def test_the_pipelines_own_error_where_it_takes_no_form(error):
     tried = []
 
-    def broken(x, count):
+    def broken(x, seeds):
         tried.append(x)
         raise error(f"its own {len(tried)}")
 
