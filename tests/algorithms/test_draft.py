@@ -1,6 +1,7 @@
 """`loss_type: draft`: the last steps are taken again from what entered them, and rewards are differentiated."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,10 +13,11 @@ from tiny_runs import brightness as not_differentiable
 
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.algorithms.base import RatioError
+from diffusion_grpo.algorithms.draft import DRaFT
 from diffusion_grpo.media.samples import as_tensor
 from diffusion_grpo.policy.drivers import UnsupportedPipeline
 from diffusion_grpo.policy.rollout import DenoisingPolicy
-from diffusion_grpo.policy.trajectory import CleanSamples, RolloutRequest
+from diffusion_grpo.policy.trajectory import CleanSamples, Finished, RolloutRequest
 from diffusion_grpo.rewards import load_rewards
 from diffusion_grpo.training.preflight import RunRewards, guard_gradients, prepare_args
 
@@ -57,6 +59,15 @@ def test_cosmos_is_refused_whose_safety_checker_takes_numpy():
         policy.finish(inputs, samples)
 
 
+def test_a_decoder_that_lets_no_gradient_through_is_refused(monkeypatch):
+    pipe, inputs = tiny_pipelines.build("sd3")
+    policy = DenoisingPolicy(pipe)
+    samples = roll_out(policy, inputs, [STEPS - 1] * 2)[1]
+    monkeypatch.setattr(pipe.vae, "decode", torch.no_grad()(pipe.vae.decode))
+    with pytest.raises(UnsupportedPipeline, match="a gradient could flow"):
+        policy.finish(inputs, samples)
+
+
 def hand_written(pipe, inputs, latents, entry):
     """The gradient of Stable Diffusion 3 by the arithmetic of its paper and of guidance; no pipeline is called."""
     embeds = pipe.encode_prompt(
@@ -94,6 +105,9 @@ def test_gradients_are_those_of_a_hand_written_loop(entry):
     size = math.sqrt(sum(float(other.square().sum()) for _, other in found))
     error = math.sqrt(sum(float((one - other).square().sum()) for one, other in found))
     assert len(found) > 20 and size > 1e-6 and error < 1e-5 * size, (error, size)
+    if entry == STEPS - 1:  # to a sigma of 0
+        velocity = (samples.entered - samples.latents) / pipe.scheduler.sigmas[entry]
+        torch.testing.assert_close(policy.predict_entry(inputs, samples).float(), velocity, rtol=1e-3, atol=1e-4)
 
 
 def test_samples_may_enter_at_steps_of_their_own():
@@ -104,6 +118,22 @@ def test_samples_may_enter_at_steps_of_their_own():
     torch.testing.assert_close(
         policy.finish(one, samples[1:]).latents.detach(), samples.latents[1:], rtol=1e-4, atol=1e-5
     )
+    nearby = samples.perturb()  # what the last steps are given, not what they made
+    assert (nearby.entered != samples.entered).all() and torch.equal(nearby.latents, samples.latents)
+
+
+def test_the_distance_to_the_reference_is_weighted_by_beta():
+    latents = torch.randn(2, 3, 4, requires_grad=True)
+    shift = torch.tensor([0.5, 2.0]).view(2, 1, 1).expand(2, 3, 4)
+    policy = SimpleNamespace(finish=lambda *_: Finished(torch.rand(2, 3, 8, 8), latents))
+    reference = SimpleNamespace(finish=lambda *_: Finished(None, (latents - shift).detach()))
+    part = SimpleNamespace(inputs={}, rows=[{}] * 2, trajectory=SimpleNamespace(latents=latents.detach()))
+    algorithm = DRaFT(score_pixels=lambda pixels, rows: torch.tensor([1.0, 2.0]), beta=0.3)
+    output = algorithm.loss(policy, reference, part, 0)
+    torch.testing.assert_close(output.loss.detach(), torch.tensor(-3.0 + 0.3 * (0.5**2 + 2.0**2)))
+    (gradient,) = torch.autograd.grad(output.loss, latents)
+    torch.testing.assert_close(gradient, 0.3 * 2 * shift / 12)
+    assert [output.metrics[name] for name in ("kl", "loss/kl")] == pytest.approx([2.125, 0.3 * 2.125])
 
 
 # Runs

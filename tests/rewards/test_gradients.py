@@ -56,6 +56,17 @@ def test_a_function_of_ones_own_gets_tensors_columns_and_frames():
     torch.testing.assert_close(found.detach(), scored[:, 0])
 
 
+@differentiable
+def scaled(images, scale=1.0, **columns):
+    return scale * images.mean((1, 2, 3))
+
+
+def test_an_option_is_not_replaced_by_a_column_of_its_name():
+    pixels = as_tensor(written())[:, 0]
+    found = differentiate(load_rewards({scaled: {"scale": 2.0}}), [1.0], pixels, PROMPTS, {"scale": ["a", "b", "c"]})
+    torch.testing.assert_close(found, 2 * pixels.mean((1, 2, 3)))
+
+
 def test_an_answer_without_a_gradient_for_each_image_is_refused():
     @differentiable
     def whole(images, **columns):
