@@ -3,6 +3,7 @@
 import pytest
 import tiny_pipelines
 import torch
+from diffusers import TCDScheduler
 
 from diffusion_grpo.policy.rollout import DenoisingPolicy, Trajectory, replay, rollout
 
@@ -171,11 +172,16 @@ def test_latents_that_a_callback_edits_between_steps_replay_exactly():
     assert ratio_error(policy, inputs, trajectory) == 0.0
 
 
-@pytest.mark.parametrize("name", ["sd15", "sdxl"])
-def test_a_step_cannot_draw_more_noise_than_its_latent_holds(name):
-    """`ddim` and `ancestral` take the step's noise from that of the latent."""
+@pytest.mark.parametrize(
+    ("name", "sde"),
+    [("sd15", "ddim"), ("cosmos", "ancestral"), ("sd3", "cps"), ("lcm", "consistency"), ("lcm", "tcd")],
+)
+def test_a_step_cannot_draw_more_noise_than_its_latent_holds(name, sde):
+    """These take the step's noise from that of the latent."""
     pipe, inputs = tiny_pipelines.build(name)
-    policy, call = DenoisingPolicy(pipe), {"seeds": SEEDS, "num_inference_steps": 4, "noise_level": 1.4}
+    if sde == "tcd":
+        pipe.scheduler = TCDScheduler.from_config(pipe.scheduler.config)
+    policy, call = DenoisingPolicy(pipe, sde_type=sde), {"seeds": SEEDS, "num_inference_steps": 4, "noise_level": 1.4}
     policy.check_noise_level(1.0)
     with pytest.raises(ValueError, match="noise_level must lie in"):
         rollout(policy, inputs, **call)
