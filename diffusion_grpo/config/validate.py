@@ -168,6 +168,8 @@ def _find_recorded(args: Sizes) -> Iterator[str]:
             f"loss_type={loss!r} compares samples of one initial latent by one advantage; leave samples_per_latent "
             "and multi_objective_aggregation='loss_per_reward' out."
         )
+    if loss == "fdfo" and (name := _find_changed(args, ["epsilon", "epsilon_high"])):
+        yield f"{name} has no effect with loss_type='fdfo', which clips no ratio; leave it out."
     if loss == "grpo_guard" and args.step_weight != "none":
         yield f"loss_type='grpo_guard' weights the steps by itself; leave step_weight={args.step_weight!r} out."
     if args.log_prob_type != "gaussian" and (loss == "grpo_guard" or args.step_weight != "none"):

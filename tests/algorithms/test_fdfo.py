@@ -7,6 +7,7 @@ import torch
 from tiny_runs import joined_trajectory, latent_mean, logged, trainer_for
 from torch.testing import assert_close
 
+from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.algorithms.batch import Part
 from diffusion_grpo.algorithms.fdfo import FDFO
 from diffusion_grpo.policy.trajectory import StepDistribution, StepScale, Trajectory
@@ -102,3 +103,9 @@ def test_a_rollout_keeps_finished_latents_beside_its_steps(tmp_path):
 def test_groups_that_cannot_be_compared_are_refused(tmp_path, settings):
     with pytest.raises(ValueError, match="loss_type='fdfo'"):
         trainer_for(tmp_path, loss_type="fdfo", **STEPS | settings)
+
+
+@pytest.mark.parametrize("name", ["epsilon", "epsilon_high"])
+def test_a_clip_range_is_refused(tmp_path, name):
+    with pytest.raises(ValueError, match=f"{name} has no effect"):
+        DiffusionGRPOConfig(str(tmp_path), use_cpu=True, loss_type="fdfo", **{name: 0.3})
