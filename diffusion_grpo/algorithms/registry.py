@@ -119,11 +119,11 @@ def load_algorithm(
     """Make the algorithm: [`~diffusion_grpo.algorithms.grpo.GRPO`] around a loss function, or the class itself."""
     check_loss_kwargs(loss_type, loss_kwargs, run.get("anchor", "own"))
     algorithm, given = find_algorithm(loss_type), loss_kwargs or {}
-    if inspect.isclass(algorithm):
-        named = inspect.signature(algorithm).parameters
-        return algorithm(**given, **{name: value for name, value in run.items() if name in named})
-    run.pop("score_pixels", None)
-    return GRPO(functools.partial(algorithm, **given) if given else algorithm, **run)
+    make: Callable[..., Any] = functools.partial(algorithm, **given)
+    if not inspect.isclass(algorithm):
+        make = functools.partial(GRPO, make if given else algorithm)
+    named = inspect.signature(make).parameters
+    return make(**{name: value for name, value in run.items() if name in named})
 
 
 def _run_settings() -> set[str]:
