@@ -153,10 +153,8 @@ def _count_trajectory(args: DiffusionGRPOConfig, counted: Measurement, batches: 
     per_sample, per_step = counted.sample_bytes, counted.step_bytes
     latent = (per_step - 12) // 2  # a step has latents before and after it, a log-probability and an index
     if not args.is_recorded:  # only the finished latents, and those that entered the last steps
-        per_sample, per_step = (
-            per_sample + latent * (1 + args.takes_gradients),
-            8 + (latent if has_old_policy(args) else 0),
-        )
+        per_sample += latent * (1 + args.takes_gradients)
+        per_step = 8 + (latent if has_old_policy(args) else 0)
     elif args.anchor != "own" and args.recording.old == "mean" and not counted.tokens:
         per_step += latent  # the mean of each step
     return batches["samples_per_process"] * (per_sample + batches["trained_steps"] * per_step)

@@ -353,6 +353,10 @@ def test_passes_on_renoised_samples_are_counted(tmp_path):
     assert not {"errors before the first update", "old policy"} & twice.keys()
     twice = count_evaluations(DiffusionGRPOConfig(str(tmp_path), loss_type="awm", **sizes))
     assert twice["errors before the first update"] == 3
+    for settings, passes in (({"num_trained_steps": 2}, 2), ({"trained_steps": "all"}, (4 + 3 + 2 + 1) / 4)):
+        args = DiffusionGRPOConfig(str(tmp_path), loss_type="draft", beta=0.1, **sizes, **settings)
+        found = count_evaluations(args)  # through all steps from the one at which the gradient ends
+        assert found["update, with gradient"] == found["reference in the update"] == 2 * passes
 
 
 def test_passes_of_a_language_model_are_counted_in_tokens(tmp_path):
