@@ -255,7 +255,8 @@ def test_samples_have_the_latents_and_windows_of_the_trainings_branches(training
 
 def test_what_is_noised_after_its_rollout_is_sampled_without_noise(training):
     """By the pipeline's own scheduler, as those rollouts are."""
-    assert settings_of(training, "--loss_type", "nft", "--samples_per_latent", 1).noise_level == 0.0
+    for loss in ("nft", "draft"):
+        assert settings_of(training, "--loss_type", loss, "--samples_per_latent", 1).noise_level == 0.0
     assert settings_of(training).noise_level != 0.0
 
 
