@@ -17,7 +17,7 @@ from diffusion_grpo.algorithms.draft import DRaFT
 from diffusion_grpo.media.samples import as_tensor
 from diffusion_grpo.policy.drivers import UnsupportedPipeline
 from diffusion_grpo.policy.rollout import DenoisingPolicy
-from diffusion_grpo.policy.trajectory import CleanSamples, Finished, RolloutRequest
+from diffusion_grpo.policy.trajectory import ROUNDING_OF_TWO, CleanSamples, Finished, RolloutRequest
 from diffusion_grpo.rewards import load_rewards
 from diffusion_grpo.training.preflight import RunRewards, guard_gradients, prepare_args
 
@@ -136,6 +136,18 @@ def test_the_distance_to_the_reference_is_weighted_by_beta():
     assert [output.metrics[name] for name in ("kl", "loss/kl")] == pytest.approx([2.125, 0.3 * 2.125])
 
 
+def test_half_precision_explains_no_more_than_its_rounding():
+    batch = SimpleNamespace(is_on_policy=True)
+
+    def check(drift, **settings):
+        return DRaFT(score_pixels=blue, **settings).check(batch, drift)
+
+    assert check(ROUNDING_OF_TWO, is_half_precision=True) == {"prediction/max_error": ROUNDING_OF_TWO}
+    for drift, settings in ((2 * ROUNDING_OF_TWO, {"is_half_precision": True}), (ROUNDING_OF_TWO, {})):
+        with pytest.raises(RatioError, match="finished latents"):
+            check(drift, **settings)
+
+
 # Runs
 
 
@@ -169,6 +181,9 @@ def test_kinds_of_runs(tmp_path, name, settings, caplog):
     assert max(logged(trainer, "prediction/max_error")) < 1e-5  # those that enter alone have another batch
     assert any(not torch.equal(value, before[key]) for key, value in trained_weights(trainer).items())
     assert ("kl" in trainer.state.log_history[-3]) == ("beta" in settings)
+    if "beta" in settings:
+        first, *later = logged(trainer, "kl") + logged(trainer, "eval_kl")
+        assert first == 0 < min(later)  # the policy begins as the reference
     assert "will not be trained" not in caplog.text and "every gradient is 0" not in caplog.text
     assert not logged(trainer, "frac_reward_zero_std") and not logged(trainer, "spread/advantage_mean")
 

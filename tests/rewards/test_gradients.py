@@ -61,10 +61,12 @@ def scaled(images, scale=1.0, **columns):
     return scale * images.mean((1, 2, 3))
 
 
-def test_an_option_is_not_replaced_by_a_column_of_its_name():
+def test_an_option_is_not_replaced_by_a_column_of_its_name_and_scores_are_clipped():
     pixels = as_tensor(written())[:, 0]
-    found = differentiate(load_rewards({scaled: {"scale": 2.0}}), [1.0], pixels, PROMPTS, {"scale": ["a", "b", "c"]})
-    torch.testing.assert_close(found, 2 * pixels.mean((1, 2, 3)))
+    rewards = load_rewards({scaled: {"scale": 2.0, "clip": [0.0, 1.2]}})
+    found = differentiate(rewards, [1.0], pixels, PROMPTS, {"scale": ["a", "b", "c"]})
+    torch.testing.assert_close(found, (2 * pixels.mean((1, 2, 3))).clamp(max=1.2))
+    assert found.min() < 1.2 == pytest.approx(found.max().item())
 
 
 def test_an_answer_without_a_gradient_for_each_image_is_refused():
