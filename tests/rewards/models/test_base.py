@@ -109,6 +109,11 @@ def test_offloaded_between_calls(offload) -> None:
         reward.in_batches(fail, [0.0])
     last = ["cpu"] * offload
     assert events == [*last, "cpu", "scored", *last, "cpu", *last]
+    for has_gradient, after in ((True, []), (False, last)):  # a backward pass would follow
+        events.clear()
+        with torch.set_grad_enabled(has_gradient):
+            reward.in_batches(lambda network, numbers: events.append("scored") or numbers, torch.ones(1))
+        assert events == ["cpu", "scored", *after]
 
 
 def test_wrong_settings_are_refused_before_anything_is_loaded() -> None:
