@@ -6,7 +6,7 @@ and has the built-in ones by name, `call.py` calls rewards and checks their answ
 the rollout. Nothing heavy is imported before a reward is called.
 """
 
-from .call import RewardError, check_gradients, differentiate, score
+from .call import RewardError, differentiate, score
 from .contract import (
     Reward,
     batchwise,
@@ -22,7 +22,7 @@ from .contract import (
     takes_tensors,
 )
 from .geneval import GenEval
-from .loading import REWARDS, check_needs, get_reward, load_rewards
+from .loading import REWARDS, check_gradients, check_needs, get_reward, load_rewards
 from .models.aesthetic import Aesthetic, NsfwFilter
 from .models.clip import ClipScore, ClipSimilarity, DinoSimilarity, PickScore
 from .models.hpsv2 import HPSv2

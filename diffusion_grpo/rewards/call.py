@@ -419,17 +419,6 @@ def _read_values(calls: list[Call], count: int, folder: Path | None) -> list[flo
     return [calls[0].reward.value(sum(each) / len(each)) if each else math.nan for each in values]
 
 
-def check_gradients(rewards: list[Reward], weights: list[float]) -> None:
-    """Refuse rewards that cannot be differentiated, unless they have no weight."""
-    for reward, weight in zip(rewards, weights, strict=True):
-        if weight and (not is_marked(reward.function, "has_gradient") or reward.threshold is not None):
-            raise ValueError(
-                f"loss_type='draft' follows the gradient of rewards, and {reward.name!r} has none; use color, "
-                "brightness, sharpness, aesthetic, clip_score, pickscore, hpsv2, imagereward, lpips or a function "
-                "marked @differentiable, all without a threshold, or use loss_type='grpo'."
-            )
-
-
 def differentiate(
     rewards: list[Reward], weights: list[float], pixels: Tensor, prompts: list[str] | None, columns: dict[str, list]
 ) -> Tensor:

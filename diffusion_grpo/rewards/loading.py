@@ -1,4 +1,4 @@
-"""Read `reward_funcs`, from YAML or Python, into `Reward`s; the built-in ones by name, and what they need.
+"""Read `reward_funcs`, from YAML or Python, into `Reward`s; check what they need, and whether they have gradients.
 
 To add a built-in reward, write its function or class and add an entry to `CATALOGUE`.
 """
@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from ..config.names import RENAMED_REWARDS, suggest
 from . import pixels
-from .contract import OPTIONS, TAKEN, Reward, is_number, reward_name, settable_parameters
+from .contract import OPTIONS, TAKEN, Reward, is_marked, is_number, reward_name, settable_parameters
 from .geneval import GenEval
 from .models.aesthetic import Aesthetic, NsfwFilter
 from .models.clip import ClipScore, ClipSimilarity, DinoSimilarity, PickScore
@@ -257,3 +257,14 @@ def check_needs(rewards: Iterable[Reward]) -> None:
             getattr(function, "check_needs", dict)(**arguments)
         except (OSError, ImportError, ValueError) as error:
             raise ValueError(f"The reward {reward.name!r} cannot score: {error}") from error
+
+
+def check_gradients(rewards: list[Reward], weights: list[float]) -> None:
+    """Refuse rewards that cannot be differentiated, unless they have no weight."""
+    for reward, weight in zip(rewards, weights, strict=True):
+        if weight and (not is_marked(reward.function, "has_gradient") or reward.threshold is not None):
+            built_in = ", ".join(name for name, function in REWARDS.items() if is_marked(function, "has_gradient"))
+            raise ValueError(
+                f"loss_type='draft' follows the gradient of rewards, and {reward.name!r} has none; use {built_in} or "
+                "a function marked @differentiable, all without a threshold, or use loss_type='grpo'."
+            )
