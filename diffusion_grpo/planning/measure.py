@@ -31,6 +31,7 @@ from ..policy.rollout import Policy, Trajectory, replay, rollout, run_prefix
 from ..policy.token_process import TokenTrajectory
 from ..policy.trajectory import CleanSamples
 from ..policy.unguided import switch_guidance_off
+from ..training.decoding import find_decoders
 from ..training.memory import list_weights
 
 ENCODING, DENOISING, DECODING, UPDATE = "encoding", "denoising", "decoding", "update"  # phases of a run
@@ -208,11 +209,6 @@ class PhaseWatch:
             raise StepScored  # later code needs the values of pixels
 
         return run
-
-
-def find_decoders(pipe: DiffusionPipeline) -> list[nn.Module]:
-    parts = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
-    return [part for part in parts if callable(getattr(part, "decode", None))]
 
 
 def list_pipeline_weights(pipe: DiffusionPipeline) -> list[Tensor]:

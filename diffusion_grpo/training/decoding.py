@@ -20,12 +20,17 @@ def set_decoding(
         for part in parts if is_wanted else []:
             with contextlib.suppress(AttributeError, NotImplementedError):  # all autoencoders inherit the method
                 getattr(part, method)()
-    for decoder in [part for part in parts if callable(getattr(part, "decode", None))]:
+    for decoder in find_decoders(pipe):
         if isinstance(vars(decoder).get("decode"), DecodeInPieces):
             del decoder.decode  # set by an earlier run
         if batch_size is not None:
             decoder.decode = DecodeInPieces(decoder.decode, batch_size)
     return pipe
+
+
+def find_decoders(pipe: DiffusionPipeline) -> list[nn.Module]:
+    parts = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
+    return [part for part in parts if callable(getattr(part, "decode", None))]
 
 
 class DecodeInPieces:
