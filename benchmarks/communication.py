@@ -1,7 +1,7 @@
 """
 What processes send each other in one update: counted in a run on two processes, by formula for hundreds.
 
-`python benchmarks/communication.py` prints what docs/scaling.md sums up. `--count ddp` trains the embedded model on
+`python benchmarks/communication.py` prints what docs/distributed.md sums up. `--count ddp` trains the embedded model on
 two CPU processes and counts the bytes that each hands to each collective in its second update, rollout included, as
 torch's profiler records them. tests/distributed/test_communication.py compares DDP's formula with that count.
 """
@@ -150,7 +150,7 @@ def seconds(sent: float, processes: int) -> float:
 
 
 def print_tables() -> None:
-    """docs/scaling.md's tables."""
+    """Print the tables that docs/distributed.md sums up."""
     print("| model | trained | processes | mode | gradients sent | weights sent | seconds | of the arithmetic |")
     print("|---|---|---|---|---|---|---|---|")
     for name in MODELS:
