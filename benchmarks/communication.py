@@ -1,8 +1,8 @@
 """
 What processes send each other in one update: counted in a run on two processes, by formula for hundreds.
 
-`python benchmarks/communication.py` prints what docs/distributed.md sums up. `--count ddp` trains the embedded model on
-two CPU processes and counts the bytes that each hands to each collective in its second update, rollout included, as
+`python benchmarks/communication.py` prints what docs/distributed.md sums up. `--count ddp` trains the embedded model
+on two CPU processes and counts the bytes that each hands to each collective in its second update, rollout included, as
 torch's profiler records them. tests/distributed/test_communication.py compares DDP's formula with that count.
 """
 
