@@ -1,7 +1,8 @@
 """Count what one steady update passes: `python benchmarks/trace.py` prints the package's files and functions.
 
-The second of three updates of the embedded model is traced in the main thread, rollout included. `--list`
-also prints the functions by file.
+The second of three updates of the embedded model is traced in the main thread: from its begin through its rollout to
+its first backward pass, then also from the end of the first update to its own end, with optimizer, log and progress.
+`--list` also prints the functions by file; a `+` marks those that only the whole update passes.
 """
 
 import argparse
@@ -17,22 +18,44 @@ import diffusion_grpo
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, tiny
 
 PACKAGE = str(Path(diffusion_grpo.__file__).parent)
+Functions = dict[str, set[str]]
 
 
 class TraceSecondUpdate(TrainerCallback):
-    """Notes each function of the package that runs between the first update's end and the second's."""
+    """Notes each function of the package that runs in the second update, and those before its first backward pass."""
 
     def __init__(self):
-        self.functions: dict[str, set[str]] = defaultdict(set)
+        self.whole: Functions = defaultdict(set)
+        self.before_backward: Functions = defaultdict(set)
+        self.is_before_backward = False
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.is_before_backward = state.global_step == 1
 
     def on_step_end(self, args, state, control, **kwargs):
-        trace = self.note if state.global_step == 1 else None
-        sys.setprofile(trace)
+        sys.setprofile(self.note if state.global_step == 1 else None)
+
+    def end_at(self, backward):
+        """Return `backward` as a call that ends the first part."""
+
+        def call(*args, **kwargs):
+            self.is_before_backward = False
+            return backward(*args, **kwargs)
+
+        return call
 
     def note(self, frame, event, argument):
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(PACKAGE) and not code.co_name.startswith("<"):
-            self.functions[code.co_filename.removeprefix(PACKAGE)[1:]].add(code.co_qualname)
+            file = code.co_filename.removeprefix(PACKAGE)[1:]
+            self.whole[file].add(code.co_qualname)
+            if self.is_before_backward:
+                self.before_backward[file].add(code.co_qualname)
+
+
+def count(functions: Functions) -> str:
+    """Return the numbers of files and functions, in words."""
+    return f"{len(functions)} files, {sum(map(len, functions.values()))} functions"
 
 
 def main() -> None:
@@ -46,10 +69,14 @@ def main() -> None:
         trainer = DiffusionGRPOTrainer(
             "tiny", "color", args, tiny.prompts("train"), peft_config=lora, callbacks=[trace]
         )
+        trainer.backend.backward = trace.end_at(trainer.backend.backward)
         trainer.train()
-    for file, names in sorted(trace.functions.items()) if wants_list else ():
-        print(f"{file}: {', '.join(sorted(names))}")
-    print(f"{len(trace.functions)} files, {sum(map(len, trace.functions.values()))} functions")
+    for file, names in sorted(trace.whole.items()) if wants_list else ():
+        marked = sorted((name not in trace.before_backward[file], name) for name in names)
+        mark = " " if any(trace.before_backward[file]) else "+"
+        print(f"{mark} {file}: {', '.join('+' * later + name for later, name in marked)}")
+    first = {file: names for file, names in trace.before_backward.items() if names}
+    print(f"{count(first)} before the first backward pass; {count(trace.whole)} in the whole update")
 
 
 if __name__ == "__main__":
