@@ -21,6 +21,7 @@ class BatchSizes:
     data_processes: int = 1
     data_process: int = 0
     num_batches: int = 1
+    rollout_call: int = 1  # samples of a pipeline call in rollouts
 
     def __post_init__(self):
         self.update_share = self.micro_batch * self.accumulation
@@ -217,6 +218,7 @@ class Sizes:
             data_processes=self.data_processes,
             data_process=self.data_process,
             num_batches=self.num_batches_per_step,
+            rollout_call=self.rollout_call_size,
         )
 
     @property

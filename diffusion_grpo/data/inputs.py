@@ -132,6 +132,10 @@ class PipelineInputs:
         """Return the names of the pipeline's inputs that a row holds; `forms` has a form for each such set."""
         return frozenset(name for name in self.accepted & row.keys() if row[name] is not None)
 
+    def has_new(self, rows: list[dict[str, Any]]) -> bool:
+        """Return whether the form of some rows is not known yet."""
+        return any(self.find_given(row) not in self.forms for row in rows)
+
     def columns(self, dataset: Dataset) -> Columns:
         if id(dataset) not in self._columns:
             self._columns[id(dataset)] = dataset, Columns(dataset, self.parameters, self._image_mode)

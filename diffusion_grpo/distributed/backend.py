@@ -15,10 +15,10 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..policy.networks import NetworkAccess
+from ..policy.networks import NetworkAccess, replace_attribute
 from . import late_weights
 from .checkpoints import restore_optimizer
-from .collectives import EqualCalls, redirect
+from .collectives import EqualCalls
 from .context_parallel import ContextGroups
 from .failure import ProcessGroupMonitor
 from .trained_weights import TrainedWeights
@@ -206,3 +206,17 @@ class NetworkPasses:
         watch = self._monitor.propagate_errors() if meets else contextlib.nullcontext()
         with watch, backend.gather_for_passes(self._networks, self._reference()) as run:
             return run(method, *args)
+
+
+def redirect(wrapper: nn.Module, model: nn.Module, method: Callable, *args: Any) -> Any:
+    """Call `method` inside the forward of `wrapper` (DDP, DeepSpeed), so that the wrapper's hooks run."""
+    if wrapper is model:
+        return method(*args)
+    real = model.forward
+
+    def detour(*given: Any) -> Any:
+        with replace_attribute(model, "forward", real):
+            return method(*given)
+
+    with replace_attribute(model, "forward", detour):
+        return wrapper(*args)

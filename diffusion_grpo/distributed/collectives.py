@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..policy.networks import CallHook, replace_attribute
+from ..policy.networks import CallHook
 
 DONE, PLAIN, GRAPH = 0, 1, 2  # next action of a process: no more calls, a call without gradient, one with gradient
 
@@ -60,20 +60,6 @@ class EqualCalls(CallHook):
                 output = pytree.tree_leaves(self._last_calls[number]())
             if kind + 1 == GRAPH:
                 self._spare.append(sum((leaf * 0.0).sum() for leaf in output if torch.is_tensor(leaf)))
-
-
-def redirect(wrapper: nn.Module, model: nn.Module, method: Callable, *args: Any) -> Any:
-    """Call `method` inside the forward of `wrapper` (DDP, DeepSpeed), so that the wrapper's hooks run."""
-    if wrapper is model:
-        return method(*args)
-    real = model.forward
-
-    def detour(*given: Any) -> Any:
-        with replace_attribute(model, "forward", real):
-            return method(*given)
-
-    with replace_attribute(model, "forward", detour):
-        return wrapper(*args)
 
 
 def gather_bytes(accelerator: Accelerator, own: bytes) -> list[bytes]:

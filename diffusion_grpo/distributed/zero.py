@@ -26,9 +26,8 @@ from trl.models.utils import add_hooks, remove_hooks
 
 from ..policy.networks import HOOKS, NetworkAccess, replace_attribute
 from . import late_weights, refusals
-from .backend import DistributedBackend
+from .backend import DistributedBackend, redirect
 from .checkpoints import restore_engine
-from .collectives import redirect
 from .context_parallel import ContextGroups
 from .trained_weights import TrainedWeights
 

@@ -14,7 +14,7 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
-from ..pipelines import family_of
+from ..pipelines import Family, family_of
 from .drivers import UnsupportedPipeline
 from .language_model import Drawn, draw
 from .modular import as_pipeline
@@ -153,6 +153,12 @@ class Policy(ABC):
             raise ValueError(f"{type(self.pipe).__name__} does not sample tokens; leave out {', '.join(named)}.")
         return None
 
+    def call_arguments(
+        self, inputs: dict[str, Any], num_inference_steps: int | None, initial_seeds: Tensor
+    ) -> dict[str, Any]:
+        """Build the arguments of a call of the pipeline; see the function of this name."""
+        return call_arguments(self.pipe, inputs, num_inference_steps, initial_seeds, self.family)
+
     @contextlib.contextmanager
     def _calling(self, seeds: Tensor) -> Iterator[None]:
         """Answer prompts from the cache, show no bars, and seed torch's generator in calls of the pipeline inside."""
@@ -173,12 +179,16 @@ class Policy(ABC):
 
 
 def call_arguments(
-    pipe: DiffusionPipeline, inputs: dict[str, Any], num_inference_steps: int | None, initial_seeds: Tensor
+    pipe: DiffusionPipeline,
+    inputs: dict[str, Any],
+    num_inference_steps: int | None,
+    initial_seeds: Tensor,
+    family: Family | None = None,
 ) -> dict[str, Any]:
     """Build the arguments of a pipeline call with (batch,) seeds; they are the same in rollout and replay."""
     drawn = make_generators(initial_seeds)
     parameters = inspect.signature(inspect.unwrap(type(pipe).__call__)).parameters
-    arguments = dict(family_of(pipe).arguments(pipe, inputs))
+    arguments = dict((family or family_of(pipe)).arguments(pipe, inputs))
     if num_inference_steps is not None and "num_inference_steps" in parameters:  # pure token writers have no loop
         arguments["num_inference_steps"] = num_inference_steps
     if "generator" in parameters:  # not every pipeline takes a list

@@ -16,7 +16,7 @@ from diffusers import DiffusionPipeline, ModelMixin, ModularPipeline, SchedulerM
 from torch import Tensor, nn
 
 from ..media.samples import extract_samples
-from .base import POLICY_COMPONENTS, Policy, call_arguments, without_filters
+from .base import POLICY_COMPONENTS, Policy, without_filters
 from .drivers import Driver, ProbeDriver, StepScored, UnsupportedPipeline, join_latents
 from .modular import as_pipeline, ask_for_latents
 from .networks import NetworkAccess, NetworkGates, replace_attribute
@@ -125,7 +125,7 @@ class DenoisingPolicy(Policy):
     ) -> Any:
         """Run the pipeline under the recorder and return its samples; add their latents to the request if wanted."""
         shown = inputs if request.is_decoded else inputs | ask_for_latents(self.pipe)
-        arguments = call_arguments(self.pipe, shown, request.num_inference_steps, request.initial_seeds)
+        arguments = self.call_arguments(shown, request.num_inference_steps, request.initial_seeds)
         samples = None
         with self.acting(recorder, scheduler=scheduler), contextlib.suppress(StepScored):
             samples = extract_samples(self.pipe, self.pipe(**arguments))
@@ -151,7 +151,7 @@ class DenoisingPolicy(Policy):
     ) -> Prefix:
         """Take the first steps of the loop without noise; see [`~diffusion_grpo.policy.rollout.run_prefix`]."""
         driver = PrefixDriver(length, torch.as_tensor(initial_seeds, dtype=torch.int64), device)
-        arguments = call_arguments(self.pipe, inputs, num_inference_steps, driver.initial_seeds)
+        arguments = self.call_arguments(inputs, num_inference_steps, driver.initial_seeds)
         with self.acting(driver), contextlib.suppress(StepScored):
             self.pipe(**arguments)
         if driver.prefix is None:
@@ -203,7 +203,7 @@ class DenoisingPolicy(Policy):
             "checker may stand between), so rewards cannot be differentiated; use another loss_type."
         )
         wanted = {"output_type": "pt"} if is_decoded else ask_for_latents(self.pipe)
-        arguments = call_arguments(self.pipe, inputs | wanted, samples.num_inference_steps, driver.initial_seeds)
+        arguments = self.call_arguments(inputs | wanted, samples.num_inference_steps, driver.initial_seeds)
         try:
             with self.acting(driver, forwards):
                 found = extract_samples(self.pipe, self.undecorated(self.pipe, **arguments))
@@ -227,7 +227,7 @@ class DenoisingPolicy(Policy):
         self, driver: Driver, inputs: dict[str, Any], num_inference_steps: int, forwards: Sequence[Callable] | None
     ) -> None:
         """Call the pipeline with gradients allowed, until the driver leaves it."""
-        arguments = call_arguments(self.pipe, inputs, num_inference_steps, driver.initial_seeds)
+        arguments = self.call_arguments(inputs, num_inference_steps, driver.initial_seeds)
         with self.acting(driver, forwards), contextlib.suppress(StepScored):
             self.undecorated(self.pipe, **arguments)
 
@@ -242,7 +242,7 @@ class DenoisingPolicy(Policy):
             NetworkAccess(self.access.forward_context, self.access.casts_outputs),
             self.family.network_call,
         )
-        arguments = call_arguments(self.pipe, inputs, num_inference_steps, driver.initial_seeds)
+        arguments = self.call_arguments(inputs, num_inference_steps, driver.initial_seeds)
         with self.acting(driver), frozen.put_up(ProbeDriver(driver.initial_seeds)), contextlib.suppress(StepScored):
             self.pipe(**arguments)
         return {name: driver.passing.get(number, set()) for number, name in enumerate(self.component)}
@@ -264,7 +264,7 @@ class DenoisingPolicy(Policy):
         seeds = torch.zeros(1, dtype=torch.int64)
         with self._until_network(seeds), replace_attribute(self.pipe, "encode_prompt", keep):
             try:
-                self.pipe(**call_arguments(self.pipe, inputs, num_inference_steps, seeds))
+                self.pipe(**self.call_arguments(inputs, num_inference_steps, seeds))
             except (StepScored, UnsupportedPipeline, torch.OutOfMemoryError):
                 raise
             except Exception:
@@ -343,7 +343,7 @@ class DenoisingPolicy(Policy):
     def _call_for_latents(self, inputs: dict[str, Any], request: RolloutRequest, recorder: Recorder) -> Any:
         """Return the latents of the same call, without running a network or a decoder for them."""
         inputs = inputs | ask_for_latents(self.pipe)
-        arguments = call_arguments(self.pipe, inputs, request.num_inference_steps, recorder.initial_seeds)
+        arguments = self.call_arguments(inputs, request.num_inference_steps, recorder.initial_seeds)
         with self.acting(FinishDriver(recorder)):
             return extract_samples(self.pipe, self.pipe(**arguments))
 

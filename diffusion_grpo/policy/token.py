@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from ..media.samples import extract_samples
 from ..pipelines import family_of
-from .base import Policy, call_arguments, policy_component
+from .base import Policy, policy_component
 from .denoising import DenoisingPolicy
 from .drivers import StepScored, UnsupportedPipeline
 from .language_model import Drawn, recomputing, score, select_prompt
@@ -77,7 +77,7 @@ class TokenPolicy(Policy):
         """
         if request.prefix is not None:
             self.run_prefix()
-        arguments = call_arguments(self.pipe, inputs, request.num_inference_steps, request.initial_seeds)
+        arguments = self.call_arguments(inputs, request.num_inference_steps, request.initial_seeds)
         is_recorded = request.noise_level is None
         made: list[TokenTrajectory | None] = []
 
@@ -123,7 +123,7 @@ class TokenPolicy(Policy):
         sources: Tensor | None = None,
     ) -> TokenDistribution:
         """Score the recorded tokens, which are one step of number 0, whose call samples never share."""
-        arguments = call_arguments(self.pipe, inputs, trajectory.num_inference_steps, trajectory.initial_seeds)
+        arguments = self.call_arguments(inputs, trajectory.num_inference_steps, trajectory.initial_seeds)
         scored: list[Tensor] = []
         here = trajectory.to(self.network.device)
         length = int(here.mask.any(0).sum())  # the length of this batch in the rollout

@@ -48,7 +48,7 @@ class AdvantageEstimator:
         self, args: DiffusionGRPOConfig, names: list[str], weights: list[float], values: ValueModel | None = None
     ):
         self._args, self.names, self._weights, self.values = args, names, torch.tensor(weights), values
-        self._ranks = args.recording.ranks
+        self._ranks, self._takes_gradients = args.recording.ranks, args.takes_gradients
         self._clip = None if self._ranks else args.advantage_clip
         # a value model needs no groups: it also learns from equal rewards
         self._baseline = "group" if values is None and args.compares_groups else "batch"
@@ -97,7 +97,7 @@ class AdvantageEstimator:
         metrics["frac_advantage_zero"] = (every == 0).reshape(len(every), -1).all(1).double().mean().item()
         if self._clip is not None:
             metrics["frac_advantage_clipped"] = (every.abs() >= self._clip).double().mean().item()
-        if args.takes_gradients:  # nothing is weighted by advantages, and equal rewards are no reason for a warning
+        if self._takes_gradients:  # nothing is weighted by advantages, and equal rewards are no reason for a warning
             silent = ("spread/advantage", "frac_")
             metrics = {name: value for name, value in metrics.items() if not name.startswith(silent)}
         return Estimate(result, SampleAdvantages(every, targets), columns, metrics)

@@ -104,7 +104,8 @@ class RolloutGenerator:
     def learn_inputs(self, rows: Rows) -> None:
         """Do the same as `learn`, when called by `Passes.run`."""
         all_ask = self._backend.accelerator if self._backend.passes_together else None
-        learn_forms(self.inputs, self._policy, rows, self._args.noise_level, accelerator=all_ask)
+        if all_ask is not None or self.inputs.has_new(rows):
+            learn_forms(self.inputs, self._policy, rows, self._args.noise_level, accelerator=all_ask)
         if self._recording.whole_groups:
             refuse_single(self.inputs, rows, self._args.loss_type)
 
@@ -119,7 +120,7 @@ class RolloutGenerator:
         divergences = self._passes.rollout_divergences(rows, trajectories) if self._args.kl_reward > 0 else None
         states = None
         if observes:
-            calls = self.inputs.calls(rows, self._args.rollout_call_size)
+            calls = self.inputs.calls(rows, order.sizes.rollout_call)
             states = reduce_calls(trajectories, conditions[: len(calls)], calls)  # without repeated calls
         return scoring.samples, trajectories, divergences, states
 
@@ -130,7 +131,7 @@ class RolloutGenerator:
         plan = self._plan.draw(order.generation, order.own())
         is_decoded = self._writer.saves_all(step) or self._needs_pixels
         trajectories: list = [None] * len(rows)
-        calls, prefixes = self.inputs.calls(rows, self._args.rollout_call_size), None
+        calls, prefixes = self.inputs.calls(rows, order.sizes.rollout_call), None
         # where a group shares one latent, only if samples with equal inputs make equal calls of the network
         differs = self._policy.draws_tokens or self.inputs.draws_globally
         has_several = 1 < self._plan.samples_per_latent < self._plan.num_generations

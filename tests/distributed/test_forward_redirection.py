@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from diffusion_grpo.distributed.collectives import redirect
+from diffusion_grpo.distributed.backend import redirect
 
 
 class Model(nn.Module):
