@@ -27,29 +27,27 @@ class ScriptArguments:
     )
     reward_funcs: list[str] | dict[str, Any] = setting(
         MISSING,
-        "Rewards to train on: names of built-in rewards or dotted paths of functions, such as `my_module.my_reward`; "
-        "or a mapping from these to weights or options, such as `{text: 0.6, color: {weight: 0.4}}` "
-        "(docs/rewards/own.md).",
+        "Rewards to train on: names of built-in ones or dotted paths of functions, such as `my_module.my_reward`; or "
+        "a mapping from these to weights or options (docs/rewards/own.md).",
     )
     dataset_train_split: str = setting("train", "Split of `dataset` to train on.")
     eval_dataset: str | None = setting(
         None,
-        "Held-out prompts for evaluations, in any form that `dataset` accepts. Without them nothing is evaluated.",
+        "Held-out prompts, in any form that `dataset` accepts. Without them nothing is evaluated.",
     )
     dataset_test_split: str = setting("test", "Split of `eval_dataset` to evaluate on.")
     eval_max_prompts: Count | None = setting(None, "Evaluate on the first N held-out prompts; by default on all.")
     eval_reward_funcs: list[str] | dict[str, Any] | None = setting(
         None,
-        "Evaluation-only rewards, which are measured in evaluations but never trained on. They are written like "
-        "`reward_funcs`.",
+        "Evaluation-only rewards, written like `reward_funcs`.",
     )
     baseline_guidance_scales: list[float] | None = setting(
-        None, "Guidance scales at which the untrained model is evaluated before training, for comparison."
+        None, "Guidance scales at which the untrained model is evaluated before training."
     )
     report_experiment: str | None = setting(
         None,
-        "JSON file of an earlier experiment to show in the report (docs/metrics.md). In a YAML file of settings, the "
-        "path is relative to that file.",
+        "JSON file of an earlier experiment to show in the report (docs/metrics.md); in a YAML file, relative to "
+        "that file.",
     )
 
     def __post_init__(self):
@@ -92,13 +90,12 @@ class LoraArguments:
     lora_alpha: int = setting(32, "Scale of the LoRA: its output is multiplied by lora_alpha / lora_r.")
     lora_target_modules: list[str] | None = setting(
         None,
-        "Layers that get a LoRA, given by the last part of their names; a single entry may be a regular expression "
-        "or `all-linear`. By default to_q, to_k, to_v, to_out.0, and in a language model q_proj, k_proj, v_proj, "
-        "o_proj.",
+        "Layers that get a LoRA, by the last part of their names; a single entry may be a regular expression or "
+        "`all-linear`. By default to_q, to_k, to_v, to_out.0, and in a language model q_proj, k_proj, v_proj, o_proj.",
     )
     lora_init: Literal["kaiming", "gaussian"] = setting(
         "kaiming",
-        "How the first factor of the LoRA is initialised: kaiming (PEFT's default), or gaussian with std 1 / lora_r "
+        "Initial values of the LoRA's first factor: kaiming (PEFT's default), or gaussian with std 1 / lora_r "
         "(Flow-GRPO). The second factor starts at 0.",
     )
     lora_dropout: Annotated[float, Range(0, 0)] = setting(0.0, "Must be 0: dropout makes the replay inexact.")
@@ -132,21 +129,20 @@ class LaunchArguments:
 
     accelerate_config: str | None = setting(
         None,
-        "Configuration with which accelerate starts the processes: single_gpu, multi_gpu, multi_node, zero1, zero2, "
-        "zero3, zero3_offload or fsdp2 (docs/distributed.md), or a file written by `accelerate config`.",
+        "What the processes share: single_gpu, multi_gpu, multi_node, zero1, zero2, zero3, zero3_offload or fsdp2 "
+        "(docs/distributed.md), or a file written by `accelerate config`.",
     )
     num_processes: Count | None = setting(
         None,
-        "Total number of processes on all machines. By default one, or one per accelerator if accelerate_config is "
-        "set.",
+        "Number of processes on all machines. By default one, or one per accelerator with accelerate_config.",
     )
     num_machines: Count | None = setting(
-        None, "Number of machines. Start the same command on each machine, with its own machine_rank."
+        None, "Number of machines. Start the same command on each, with its own machine_rank."
     )
     machine_rank: int | None = setting(None, "Index of this machine, from 0.")
     main_process_ip: str | None = setting(None, "Address of the machine with rank 0.")
     main_process_port: int | None = setting(
-        None, "Port on the machine with rank 0. With a single machine, a free port is used by default."
+        None, "Port on that machine. With a single machine, by default a free one."
     )
 
     @property

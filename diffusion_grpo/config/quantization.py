@@ -18,28 +18,25 @@ class QuantizationSettings:
     # Quantised base
     load_in_4bit: bool = setting(
         False,
-        "Load the trained network and the large text encoders (all except CLIP's) in 4-bit precision with "
-        "bitsandbytes, and train a LoRA on top. Requires a GPU.",
+        "Load the trained network and the large text encoders (not CLIP's) in 4-bit precision with bitsandbytes, and "
+        "train a LoRA on top. Requires a GPU.",
     )
     load_in_8bit: bool = setting(
         False,
-        "Like load_in_4bit, but in 8-bit precision (LLM.int8), which rounds the inputs of the quantised layers to "
-        "fp16. Requires a GPU.",
+        "Like load_in_4bit, but in 8-bit precision (LLM.int8). Requires a GPU.",
     )
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = setting(
         "nf4", "Data type of the weights with load_in_4bit: nf4 or fp4."
     )
-    use_bnb_nested_quant: bool = setting(
-        False, "With load_in_4bit, also quantise the scales of the blocks (double quantisation)."
-    )
+    use_bnb_nested_quant: bool = setting(False, "With load_in_4bit, also quantise the scales of the blocks.")
     bnb_4bit_quant_storage: str | None = setting(
-        None, "With load_in_4bit, dtype in which the packed weights are stored, such as bfloat16; by default uint8."
+        None, "With load_in_4bit, dtype in which the weights are stored, such as bfloat16; by default uint8."
     )
     quantization: dict[str, Any] | str | None = setting(
         None,
-        "Quantisation backend of diffusers or transformers for each component of the pipeline, for example "
-        "{transformer: torchao, text_encoder_3: {backend: bitsandbytes_8bit}}. null leaves a component unquantised. "
-        "docs/memory.md lists the backends and their options.",
+        "Quantisation backend for each component of the pipeline, such as {transformer: torchao, text_encoder_3: "
+        "{backend: bitsandbytes_8bit}}. null leaves a component unquantised. docs/memory.md lists the backends and "
+        "their options.",
     )
 
 

@@ -13,8 +13,7 @@ class RunSettings:
     # Model, data, log
     offload_frozen: Literal["cpu"] | None = setting(
         None,
-        "cpu: keep text encoders, image encoders and the VAE in CPU memory, and move each to the accelerator only "
-        "while it is used.",
+        "cpu: keep text encoders, image encoders and the VAE in CPU memory except while they are used.",
     )
     offload_rewards: Literal["cpu"] | None = setting(
         None,
@@ -23,36 +22,35 @@ class RunSettings:
     )
     group_offload: Literal["block_level", "leaf_level"] | None = setting(
         None,
-        "Keep the trained network's frozen weights in CPU memory, and move them to the accelerator only while they "
-        "are used: whole blocks (block_level), or single layers (leaf_level), which takes the least memory and the "
-        "most transfers. Only for a LoRA; see docs/memory.md.",
+        "Keep the frozen weights beneath a LoRA in CPU memory except while they are used (docs/memory.md): whole "
+        "blocks (block_level), or single layers (leaf_level), which takes the least memory and the most transfers.",
     )
     group_offload_blocks: Count = setting(1, "Number of blocks that group_offload='block_level' moves together.")
     group_offload_stream: bool = setting(
         False,
         "With group_offload, fetch the next block while the current one computes. This takes page-locked CPU memory "
-        "for all frozen weights of the network, and accelerator memory for one more block.",
+        "for all frozen weights, and accelerator memory for one more block.",
     )
     cache_prompt_embeds: Literal["off", "memory", "disk"] = setting(
         "off",
-        "Encode all prompts of the run once, before it begins, and then free the text encoders. memory keeps the "
-        "embeddings for this run only; disk also for later runs, which then do not load the text encoders at all.",
+        "Encode all prompts once, before the run begins, and then free the text encoders. memory keeps the "
+        "embeddings for this run; disk also for later runs, which then do not load the text encoders.",
     )
     prompt_embeds_dir: str | None = setting(
         None,
-        "Folder for the embeddings of cache_prompt_embeds: disk. By default diffusion_grpo/prompt_embeds in the "
-        "Hugging Face cache, which all runs share.",
+        "Folder for cache_prompt_embeds: disk. By default diffusion_grpo/prompt_embeds in the Hugging Face cache, "
+        "which all runs share.",
     )
     context_parallel_size: Count = setting(
         1,
-        "Number of processes that share the sequence of each sample, for videos too long for one process. Must "
-        "divide the number of processes. Each such group counts as one process.",
+        "Number of processes that share the sequence of each sample, for videos too long for one process "
+        "(docs/distributed.md). Must divide the number of processes.",
     )
     context_parallel_type: Literal["ulysses", "ring"] = setting(
         "ulysses",
-        "How processes share a sequence (context_parallel_size). ulysses: each process computes some of the "
-        "attention heads, and context_parallel_size must divide their number. ring: keys and values are passed "
-        "around; requires CUDA and half precision.",
+        "How processes share a sequence. ulysses: each computes some of the attention heads, whose number "
+        "context_parallel_size must divide. ring: keys and values are passed around; requires CUDA and half "
+        "precision.",
     )
     train_component: str | None = setting(
         None, "Name of the network to train; by default transformer, unet, prior or decoder."
@@ -64,12 +62,12 @@ class RunSettings:
     )
     lora_adapter: str | None = setting(
         None,
-        "Name of a LoRA to train further. It must already be loaded into the pipeline that is given to the trainer.",
+        "Name of a LoRA to train further that is already loaded into the pipeline given to the trainer.",
     )
     keep_adapters: bool = setting(
         False,
-        "Keep other LoRAs of the pipeline active but frozen while one is trained; by default they are refused. Only "
-        "the trained LoRA is saved.",
+        "Keep other LoRAs of the pipeline active but frozen, and unsaved, while one is trained; by default they are "
+        "refused.",
     )
     model_init_kwargs: dict[str, Any] | str | None = setting(
         None,
@@ -78,30 +76,28 @@ class RunSettings:
     )
     selective_checkpointing: Fraction = setting(
         1.0,
-        "Fraction of the network's blocks, evenly spread, whose activations are recomputed. 0.5 recomputes every "
-        "other block, which takes more memory and less time than 1.0.",
+        "Fraction of the network's blocks, evenly spread, whose activations are recomputed. 0.5 takes more memory "
+        "and less time than 1.0.",
     )
     prompt_column: str | None = setting(
         None,
-        "Column of the dataset that holds the prompts. By default prompt; without such a column, caption or the only "
-        "column of texts.",
+        "Column of the dataset that holds the prompts. By default prompt, else caption or the only column of texts.",
     )
     shuffle_dataset: bool = setting(True, "Shuffle the prompts in each epoch.")
     log_completions: bool = setting(
         True, "Write the prompts, rewards and advantages of each rollout to a parquet file."
     )
     num_completions_to_log: Annotated[int, Range(0)] = setting(
-        16, "Number of samples to save and show from an evaluation or from a rollout (log_samples_steps)."
+        16, "Number of samples to save and show from an evaluation, or from a rollout (log_samples_steps)."
     )
     log_samples_steps: Count | None = setting(
         50,
-        "Save num_completions_to_log samples for the report every N updates, and in the first and the last rollout; "
-        "null for none. Has no effect if save_samples_steps is set or log_completions is False.",
+        "Save num_completions_to_log samples of a rollout for the report every N updates, and of the first and the "
+        "last; null for none. No effect if save_samples_steps is set or log_completions is False.",
     )
     save_samples_steps: Count | None = setting(
         None,
-        "Save all samples of the rollout (PNG, MP4 or WAV) every N updates, next to the table of its prompts, "
-        "rewards and advantages.",
+        "Save all samples of the rollout (PNG, MP4 or WAV) every N updates.",
     )
     push_samples: bool = setting(
         False,
@@ -110,8 +106,8 @@ class RunSettings:
     )
     validation_prompts: list[str] | None = setting(
         None,
-        "Prompts from which samples are generated with fixed seeds every validation_steps updates. The samples are "
-        "saved and sent to report_to, but never scored.",
+        "Prompts from which samples are generated with fixed seeds every validation_steps updates, saved and sent to "
+        "report_to, but never scored.",
     )
     validation_steps: Count = setting(
         10, "Number of updates between two rounds of validation_prompts. The first round is before training."
@@ -121,25 +117,25 @@ class RunSettings:
     )
     stop_when: dict[str, Any] | str | None = setting(
         None,
-        "Limits of logged metrics; the first that is passed ends the run with the weights of its best evaluation "
-        "before that (load_best_model_at_end is then on by default). A reward of evaluations (eval_reward, "
-        "eval_rewards/NAME/mean or eval_watch/NAME/mean) may fall below its best by so many standard errors; "
-        "diversity and eval_diversity may fall to this share of their start; any other metric of evaluations may rise "
-        "to its limit: {eval_rewards/tesseract/mean: 2, diversity: 0.4, eval_velocity/ratio_to_ref: 1.15}. By default "
-        "there are none, but for draft those of docs/algorithms/draft.md; {} sets none.",
+        "Limits of logged metrics (docs/rewards/hacking.md), such as {eval_rewards/tesseract/mean: 2, diversity: "
+        "0.4, eval_velocity/ratio_to_ref: 1.15}; the first that is passed ends the run with the weights of its best "
+        "evaluation before that (load_best_model_at_end is then on by default). A reward of evaluations may fall "
+        "below its best by so many standard errors; diversity and eval_diversity may fall to this share of their "
+        "start; any other metric of evaluations may rise to its limit. By default there are none, but for draft "
+        "those of docs/algorithms/draft.md; {} sets none.",
     )
     watch_rewards: list[str] | None = setting(
         ["auto"],
-        "Rewards that evaluations measure only to show what gets worse during training: names, or auto for cheap "
-        "ones that fit the kind of samples; null for none.",
+        "Rewards that evaluations measure only to show what gets worse: names, or auto for cheap ones that fit the "
+        "kind of samples; null for none.",
     )
     overwrite_output_dir: bool = setting(
         False,
         "Start anew in an output_dir that holds a run, whose checkpoints, samples and log are deleted. No effect on "
-        "a run that is resumed.",
+        "a resumed run.",
     )
     resume_without_optimizer: bool = setting(
         False,
-        "Allow resuming from a checkpoint without optimizer or schedule state (save_only_model). The optimizer then "
-        "starts afresh, the learning rate continues.",
+        "Allow resuming from a checkpoint without optimizer state (save_only_model). The optimizer then starts "
+        "afresh; the learning rate continues.",
     )

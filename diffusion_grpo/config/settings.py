@@ -86,25 +86,23 @@ class DiffusionGRPOConfig(
         "rollout_batch_size is set.",
     )
     per_device_eval_batch_size: Count | None = setting(
-        None, "Number of samples generated together in evaluations; by default the same as in rollouts."
+        None, "Number of samples generated together in evaluations; by default as in rollouts."
     )
     gradient_accumulation_steps: Count = setting(32, "Number of micro-batches in one optimizer update.")
     activation_checkpointing: bool | None = setting(
         True,
-        "Recompute activations in the backward pass, which takes less memory and more time. gradient_checkpointing "
-        "is another name.",
+        "Recompute activations in the backward pass: less memory, more time. gradient_checkpointing is another name.",
     )
     bf16: bool | None = setting(
         None,
-        "Train in mixed bfloat16 precision. By default on if the GPU supports bfloat16 natively; on older GPUs, set "
-        "fp16.",
+        "Train in mixed bfloat16 precision. By default on if the GPU supports it natively; on older GPUs, set fp16.",
     )
     logging_steps: float = setting(1, "Log every N updates.")
     save_steps: float = setting(50, "Write a checkpoint every N updates.")
     eval_steps: float | None = setting(
         None,
-        "Evaluate every N updates. A number below 1 is a fraction of the run. By default the value of logging_steps "
-        "if that is set, otherwise that of save_steps.",
+        "Evaluate every N updates; below 1, a fraction of the run. By default logging_steps if that is set, "
+        "otherwise save_steps.",
     )
     eval_on_start: bool | None = setting(
         None, "Also evaluate before the first update. By default on wherever eval_strategy is set."

@@ -13,14 +13,13 @@ class UpdateSettings:
     # Optimisation
     loss_type: str = setting(
         "grpo",
-        "Algorithm to train with: grpo, grpo_guard, dppo and fdfo on the recorded steps of a rollout; nft, awm, dgpo "
-        "and dpo on re-noised samples, that is, finished samples to which noise is added again; draft, which follows "
-        "the gradient of rewards; or the dotted path of a loss function or of an algorithm's class.",
+        "Algorithm: grpo, grpo_guard, dppo and fdfo train on the recorded steps of a rollout; nft, awm, dgpo and dpo "
+        "on re-noised samples; draft follows the gradient of rewards; or the dotted path of a loss function or of an "
+        "algorithm's class (docs/algorithms/own.md).",
     )
     loss_kwargs: dict[str, Any] | str | None = setting(
         None,
-        "Settings of the loss or algorithm selected by loss_type; on the command line, as JSON. The page of each "
-        "algorithm lists its settings (docs/algorithms/index.md); grpo has none.",
+        "Settings of the loss or algorithm, which its page lists (docs/algorithms/index.md).",
     )
     target_change: Positive | None = setting(
         None,
@@ -31,7 +30,7 @@ class UpdateSettings:
     )
     beta: NotNegative = setting(
         0.0,
-        "Weight of the KL divergence to the reference model. For losses on re-noised samples, weight of the squared "
+        "Weight of the KL divergence to the reference. For losses on re-noised samples, weight of the squared "
         "distance between the predictions of the policy and the reference.",
     )
     step_weight: Literal["none", "noise", "velocity", "guard"] = setting(
@@ -41,54 +40,51 @@ class UpdateSettings:
     )
     kl_reward: NotNegative = setting(
         0.0,
-        "Weight of a penalty that is subtracted from each sample's reward: the KL divergence to the reference, "
-        "averaged over the sample's trained steps. This takes two more forward passes per step.",
+        "Weight of the KL divergence to the reference, averaged over a sample's trained steps, that is subtracted "
+        "from its reward. This takes two more forward passes per step.",
     )
     epsilon: NotNegative = setting(
         1e-4,
-        "Lower end of the clip range: the ratio is clipped to at least 1 - epsilon. For tokens (a language model in "
-        "train_component) use about 0.2. grpo_guard and dppo have limits of their own in loss_kwargs.",
+        "Lower end of the clip range: the ratio is clipped to at least 1 - epsilon. For tokens use about 0.2. "
+        "grpo_guard and dppo have limits of their own in loss_kwargs.",
     )
     epsilon_high: NotNegative | None = setting(
         None,
-        "Upper end of the clip range: the ratio is clipped to at most 1 + epsilon_high. By default equal to epsilon.",
+        "Upper end of the clip range, 1 + epsilon_high. By default equal to epsilon.",
     )
     importance_sampling_level: Literal["token", "sequence"] = setting(
         "token",
-        "Level at which ratios are computed. token: each denoising step or token has its own ratio. sequence: all of "
-        "a sample share the geometric mean of their ratios (GSPO), which takes one more forward pass per step if a "
-        "rollout is trained on more than once.",
+        "token: each denoising step or token has its own ratio. sequence: all of a sample share the geometric mean "
+        "of their ratios (GSPO), which takes one more forward pass per step if a rollout is trained on more than "
+        "once.",
     )
     num_iterations: Count = setting(1, "Number of times each rollout is trained on.")
     steps_per_generation: Count | None = setting(
         None,
-        "Number of micro-batches in one rollout. Must be a multiple of gradient_accumulation_steps. By default equal "
-        "to it, which gives one update per rollout.",
+        "Number of micro-batches in one rollout, a multiple of gradient_accumulation_steps. By default equal to it, "
+        "which gives one update per rollout.",
     )
     scale_rewards: Literal["group", "batch", "none"] = setting(
         "group",
-        "How rewards are scaled. group or batch: divide them by the standard deviation of the group or of the batch. "
-        "none: do not divide them. true and false, as in TRL, mean group and none.",
+        "group or batch: divide rewards by the standard deviation of the group or of the batch. none: do not divide "
+        "them. true and false, as in TRL, mean group and none.",
     )
     reward_baseline: Literal["group", "batch"] = setting(
         "group",
-        "Mean that rewards are compared with: that of the group, or of the batch. With batch, num_generations may be "
-        "1.",
+        "Mean that rewards are compared with: of the group, or of the batch (num_generations may then be 1).",
     )
     num_batches_per_step: Count = setting(
         1,
-        "Number of batches in one rollout. Batch statistics (scale_rewards, reward_baseline, the scale of gae) are "
-        "computed for each batch separately, and updates mix as few batches as possible. Must divide the number of "
-        "prompts in a rollout.",
+        "Number of batches in one rollout, with statistics of their own (scale_rewards, reward_baseline, the scale "
+        "of gae); updates mix as few of them as possible. Must divide the number of prompts in a rollout.",
     )
     reward_weights: list[float] | None = setting(None, "One weight per reward function; by default 1 each.")
     multi_objective_aggregation: Literal[
         "sum_then_normalize", "normalize_then_sum", "min_then_normalize", "product_then_normalize", "loss_per_reward"
     ] = setting(
         "sum_then_normalize",
-        "How several rewards are combined: sum_then_normalize, normalize_then_sum (GDPO), min_then_normalize or "
-        "product_then_normalize. loss_per_reward sums the clipped losses of each reward's own advantage "
-        "(docs/rewards/hacking.md).",
+        "How several rewards are combined (docs/rewards/hacking.md): sum_then_normalize, normalize_then_sum (GDPO), "
+        "min_then_normalize, product_then_normalize or loss_per_reward.",
     )
     advantage_fn: str | None = setting(
         None,
@@ -103,14 +99,13 @@ class UpdateSettings:
     )
     drop_zero_advantages: bool = setting(
         False,
-        "Average the loss over samples whose advantage is not 0 only (as in Flow-GRPO's code). By default the others "
-        "count too, with a policy loss of 0.",
+        "Average the loss only over samples whose advantage is not 0 (as in Flow-GRPO's code).",
     )
     old_log_prob: Literal["auto", "rollout", "replay"] = setting(
         "auto",
-        "What the ratio compares with. rollout: the log-probabilities of the rollout. replay: those of a replay "
-        "before the first update, in the batches that are trained. auto: replay if a rollout serves only one update "
-        "or if loss_type is grpo_guard or dppo, otherwise rollout (docs/how_it_works.md).",
+        "What the ratio compares with (docs/how_it_works.md). rollout: the log-probabilities of the rollout. replay: "
+        "those of a replay before the first update, in the batches that are trained. auto: replay if a rollout "
+        "serves only one update or if loss_type is grpo_guard or dppo, otherwise rollout.",
     )
     max_ratio_error: Positive | None = setting(
         1e-4,
@@ -122,8 +117,8 @@ class UpdateSettings:
     # Value model
     advantage_estimator: Literal["group", "gae"] = setting(
         "group",
-        "How advantages are estimated. group: compare rewards within the group (GRPO). gae: generalized advantage "
-        "estimation with a value model that is trained together with the policy (PPO); num_generations may be 1.",
+        "group: compare rewards within the group (GRPO). gae: generalized advantage estimation with a value model "
+        "that is trained together with the policy (PPO); num_generations may be 1.",
     )
     value_learning_rate: NotNegative = setting(1e-3, "Learning rate of the value model.")
     value_clip: Positive | None = setting(
@@ -138,16 +133,14 @@ class UpdateSettings:
 
     # Reference and average
     sync_ref_model: bool = setting(False, "Move the reference towards the policy every ref_model_sync_steps updates.")
-    ref_model_mixup_alpha: float = setting(
-        0.6, "Weight of the policy when it is mixed into the reference at each synchronisation."
-    )
+    ref_model_mixup_alpha: float = setting(0.6, "Weight of the policy when it is mixed into the reference.")
     ref_model_sync_steps: Count = setting(512, "Number of updates between two synchronisations of the reference.")
     offload_ref_model: bool = setting(False, "Keep the reference copy in CPU memory between its uses (full training).")
     ema_decay: Annotated[float, Range(0, 1, is_open=True)] | None = setting(
         None,
-        "Decay of a moving average of the policy, which is evaluated, saved and pushed in place of the policy (saved "
-        "in the subfolder `policy`). By default there is none.",
+        "Decay of a moving average of the policy, which is evaluated, saved and pushed in place of the policy (which "
+        "is saved in the subfolder `policy`). By default there is none.",
     )
     ema_update_interval: Count = setting(
-        8, "Number of updates between two moves of the average, which also moves after the last update of a run."
+        8, "Number of updates between two moves of the average, which also moves after the last update."
     )
