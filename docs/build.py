@@ -28,9 +28,9 @@ HEAD = """# Settings
 For a first run set `model`, `reward_funcs`, `dataset`, `eval_dataset`, `output_dir`, `use_peft` and `max_steps`; the
 rest has defaults that work.
 
-`diffusion-grpo train` reads all settings from one YAML file and from flags (`--key value`, a dictionary as JSON), which
-win. In Python, model, rewards, data and LoRA are arguments of the trainer; the settings from *TrainingArguments* on are
-fields of `DiffusionGRPOConfig`. Write `null` for `None`. Settings that TRL has too have the same names.
+`diffusion-grpo train` reads all settings from a YAML file and from flags (`--key value`, a dictionary as JSON), which
+win. In Python, model, rewards, data and LoRA are arguments of the trainer; the settings from *TrainingArguments* on
+are fields of `DiffusionGRPOConfig`. Write `null` for `None`. Settings that TRL has too have the same names.
 """
 
 CLI_HEAD = """# Command line
