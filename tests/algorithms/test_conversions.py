@@ -6,6 +6,7 @@ import pytest
 import tiny_pipelines
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from recorded import make_policy
 from tiny_runs import PROMPTS, brightness, joined_trajectory, logged, trained_weights, trainer_for
 from transformers import TrainerCallback
 
@@ -68,8 +69,7 @@ def test_what_is_held_fixed_does_not_count_in_a_squared_error():
 
 
 def test_a_squared_error_is_recorded_and_replayed():
-    pipe, inputs = tiny_pipelines.build("sd3")
-    policy = DenoisingPolicy(pipe, sde_type="cps", log_prob_type="squared_error")
+    policy, inputs = make_policy(sde_type="cps", log_prob_type="squared_error")
     _, trajectory = rollout(policy, inputs, seeds=SEEDS, num_inference_steps=4)
     for step in (0, 1, 2):
         now = replay(policy, inputs, trajectory, step)

@@ -8,6 +8,7 @@ import pytest
 import tiny_pipelines
 import torch
 from datasets import Dataset
+from recorded import make_policy
 from tiny_runs import blue, logged, policy_weights, trained_weights, trainer_for
 from tiny_runs import brightness as not_differentiable
 
@@ -35,8 +36,7 @@ def roll_out(policy, inputs, entries):
 
 @pytest.mark.parametrize("name", ["sd3", "flux", "sd15", "sdxl", "sd3_heun", "lcm", "wan", "modular_sd3"])
 def test_the_last_steps_make_the_rollouts_samples_again(name):
-    pipe, inputs = tiny_pipelines.build(name)
-    policy = DenoisingPolicy(pipe)
+    policy, inputs = make_policy(name)
     for entry in (0, 2, STEPS - 1):
         images, samples = roll_out(policy, inputs, [entry, entry])
         again, first = policy.finish(inputs, samples), policy.predict_entry(inputs, samples)
@@ -52,18 +52,16 @@ def test_the_last_steps_make_the_rollouts_samples_again(name):
 
 
 def test_cosmos_is_refused_whose_safety_checker_takes_numpy():
-    pipe, inputs = tiny_pipelines.build("cosmos")
-    policy = DenoisingPolicy(pipe)
+    policy, inputs = make_policy("cosmos")
     samples = roll_out(policy, inputs, [STEPS - 1] * 2)[1]
     with pytest.raises(UnsupportedPipeline, match="safety checker"):
         policy.finish(inputs, samples)
 
 
 def test_a_decoder_that_lets_no_gradient_through_is_refused(monkeypatch):
-    pipe, inputs = tiny_pipelines.build("sd3")
-    policy = DenoisingPolicy(pipe)
+    policy, inputs = make_policy()
     samples = roll_out(policy, inputs, [STEPS - 1] * 2)[1]
-    monkeypatch.setattr(pipe.vae, "decode", torch.no_grad()(pipe.vae.decode))
+    monkeypatch.setattr(policy.pipe.vae, "decode", torch.no_grad()(policy.pipe.vae.decode))
     with pytest.raises(UnsupportedPipeline, match="a gradient could flow"):
         policy.finish(inputs, samples)
 
@@ -111,8 +109,7 @@ def test_gradients_are_those_of_a_hand_written_loop(entry):
 
 
 def test_samples_may_enter_at_steps_of_their_own():
-    pipe, inputs = tiny_pipelines.build("sd3")
-    policy = DenoisingPolicy(pipe)
+    policy, inputs = make_policy()
     _, samples = roll_out(policy, inputs, [1, 3])
     one = inputs | {"prompt": inputs["prompt"][1:]}
     torch.testing.assert_close(

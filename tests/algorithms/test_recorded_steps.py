@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import tiny_pipelines
 import torch
+from recorded import make_policy
 
 from diffusion_grpo.algorithms.base import RatioError
 from diffusion_grpo.algorithms.batch import Part
@@ -127,8 +128,7 @@ def test_terms_of_a_loss_per_reward_are_those_of_the_sum():
 
 
 def weighted(name, **settings):
-    pipe, inputs = tiny_pipelines.build("sd3")
-    policy = DenoisingPolicy(pipe, sde_type=settings.pop("process", "flow_sde"))
+    policy, inputs = make_policy(sde_type=settings.pop("process", "flow_sde"))
     settings = {"seeds": SEEDS, "num_inference_steps": 6, "is_complete": False} | settings
     _, trajectory = rollout(policy, inputs, step_weight=name, **settings)
     return policy, inputs, trajectory
@@ -167,8 +167,7 @@ def test_a_step_drawn_from_the_window_has_its_weight_in_the_window():
 
 
 def test_video_and_sound_weigh_as_one_step():
-    pipe, inputs = tiny_pipelines.build("ltx2")
-    policy = DenoisingPolicy(pipe)
+    policy, inputs = make_policy("ltx2")
     settings = {"seeds": SEEDS, "num_inference_steps": 4, "is_complete": False}
     _, trajectory = rollout(policy, inputs, step_weight="guard", keeps_means=True, **settings)
     for step in range(3):
@@ -273,8 +272,7 @@ def test_the_prediction_is_compared_with_the_references():
 @pytest.mark.parametrize("name", ["sd15", "cogvideox", "kandinsky_prior", "svd", "sd3"])
 def test_what_is_compared_is_v_whatever_the_network_predicts(name):
     """Of epsilon, v, clean sample, EDM and velocity, in float64: v = a noise - b data where x = a data + b noise."""
-    pipe, inputs = tiny_pipelines.build(name)
-    policy = DenoisingPolicy(pipe)
+    policy, inputs = make_policy(name)
     _, trajectory = rollout(policy, inputs, seeds=SEEDS, num_inference_steps=4, is_complete=False)
     scheduler = policy.scheduler
     for step in (0, 2):

@@ -6,7 +6,7 @@ import pytest
 import tiny_pipelines
 import torch
 
-from diffusion_grpo.policy.base import UntrainedStepError, call_arguments, policy_component, split_component
+from diffusion_grpo.policy.base import UntrainedStepError, call_arguments, policy_component
 from diffusion_grpo.policy.denoising import DenoisingPolicy
 from diffusion_grpo.policy.drivers import UnsupportedPipeline
 
@@ -18,6 +18,7 @@ from diffusion_grpo.policy.drivers import UnsupportedPipeline
         ("sd15", None, ("unet",)),
         ("wan_experts", None, ("transformer", "transformer_2")),
         ("wan_experts", "transformer_2", ("transformer_2",)),
+        ("wan_experts", "transformer, transformer_2", ("transformer", "transformer_2")),
         ("wan_experts", ["transformer_2", "transformer"], ("transformer_2", "transformer")),
         ("sd3", "vae", ("vae",)),
     ],
@@ -35,11 +36,6 @@ def test_a_network_that_is_not_there_is_refused_with_those_that_are():
     pipe.transformer = None
     with pytest.raises(UnsupportedPipeline, match="has none of the networks transformer, unet, prior, decoder"):
         policy_component(pipe)
-
-
-def test_names_of_networks_are_split_at_commas():
-    assert split_component("transformer, transformer_2") == ("transformer", "transformer_2")
-    assert split_component(["unet"]) == ("unet",)
 
 
 def test_a_call_has_one_generator_per_sample_seeded_by_it():

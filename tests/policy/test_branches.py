@@ -4,6 +4,7 @@ import painter
 import pytest
 import tiny_pipelines
 import torch
+from recorded import make_policy
 
 from diffusion_grpo.policy.drivers import UnsupportedPipeline
 from diffusion_grpo.policy.rollout import DenoisingPolicy, replay, rollout, run_prefix
@@ -49,8 +50,7 @@ def pick(value, rows, chosen):
 @pytest.mark.parametrize("name", KINDS)
 def test_samples_with_steps_of_their_own_are_as_with_each_others_steps(name):
     """Bit for bit: a sample without noise in a step is as if nobody drew any, one with noise as if all did."""
-    pipe, inputs = tiny_pipelines.build(name)
-    policy = DenoisingPolicy(pipe)
+    policy, inputs = make_policy(name)
 
     def roll(noise_steps, steps):
         return rollout(policy, inputs, seeds=SEEDS, num_inference_steps=STEPS, noise_steps=noise_steps, steps=steps)[1]
@@ -90,8 +90,7 @@ def branch(policy, inputs, owners, length, **settings):
 @pytest.mark.parametrize("name", KINDS)
 def test_in_one_geometry_branches_are_the_samples_to_the_last_bit(name, length):
     """As many initial latents as samples, so that the prefix passes the network in the same batch."""
-    pipe, inputs = tiny_pipelines.build(name)
-    policy = DenoisingPolicy(pipe)
+    policy, inputs = make_policy(name)
     (_, shared), (_, apart) = branch(policy, inputs, [0, 1], length)
     for field in ("latents", "next_latents", "log_probs", "initial_seeds"):
         assert torch.equal(getattr(shared, field), getattr(apart, field)), field

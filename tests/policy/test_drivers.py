@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diffusion_grpo.policy.drivers import Driver, UnsupportedPipeline, average_scores
+from diffusion_grpo.policy.drivers import Driver, UnsupportedPipeline
 
 SEEDS = torch.tensor([3, 4])
 
@@ -34,8 +34,3 @@ def test_each_scheduler_is_handed_its_part_of_the_latents():
     video, sound = (driver.hand_over(torch.zeros(*shape)) for shape in ((2, 2, 2), (4, 3)))
     assert torch.equal(video.flatten(1), whole[:, :4]) and torch.equal(sound, whole[:, 4:].repeat(2, 1))
     assert not driver.latents.numel()
-
-
-def test_the_density_of_several_parts_is_their_mean_over_all_numbers():
-    scores = torch.tensor([1.0, 2.0]), torch.tensor([5.0, 10.0])
-    assert average_scores(scores, (torch.zeros(2, 6), torch.zeros(2, 2))).tolist() == [2.0, 4.0]

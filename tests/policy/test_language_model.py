@@ -1,18 +1,10 @@
-"""Tokens are drawn by seed, texts end, and teacher forcing gives the log-probabilities of the generation."""
+"""Tokens are drawn by seed, and texts end; `test_token.py` scores them."""
 
-import pytest
 import torch
-from painter import COLORS, END, INPUTS, LENGTH, PainterFamily, make_painter
+from painter import COLORS, END, INPUTS, LENGTH
 
-from diffusion_grpo.pipelines import FAMILIES
-from diffusion_grpo.policy.language_model import draw, score
+from diffusion_grpo.policy.language_model import draw
 from diffusion_grpo.policy.token_process import Sampling
-
-
-@pytest.fixture
-def painter(monkeypatch):
-    monkeypatch.setitem(FAMILIES, "Painter", PainterFamily())
-    return make_painter()
 
 
 def call_of(pipe, prompts):
@@ -43,17 +35,3 @@ def test_texts_end_and_what_follows_does_not_count(painter):
     for ids, length in zip(many.ids.tolist(), lengths.tolist(), strict=True):
         assert END not in ids[: length - 1] and (ids[length - 1] == END or length == LENGTH)
         assert all(token < COLORS for token in ids[:length])
-
-
-def test_teacher_forcing_gives_the_log_probabilities_of_the_generation(painter):
-    """Left padding, positions and the end of a text included."""
-    made = drawn_by(painter, INPUTS["prompt"] * 8, list(range(16)))
-    prompt = {name: value for name, value in call_of(painter, INPUTS["prompt"] * 8).items() if torch.is_tensor(value)}
-    prompt.pop("token_type_ids", None)
-    arguments = PainterFamily().scoring(painter.writer, prompt, made.ids)
-    with torch.no_grad():
-        scored = score(
-            painter.writer.forward, arguments, made.ids, made.mask, made.kept, vocabulary=COLORS, temperature=1.0
-        )
-    assert (scored - made.log_probs)[made.mask].abs().max() < 1e-5
-    assert (scored[~made.mask] == 0).all() and (scored[made.mask] < 0).any()

@@ -3,7 +3,7 @@
 import pytest
 import tiny_pipelines
 import torch
-from half_steps import SEEDS, STD, HalfSteps, record
+from half_steps import SEEDS, STD, HalfSteps
 from torch import nn
 
 from diffusion_grpo.policy.denoising import DenoisingPolicy
@@ -12,21 +12,6 @@ from diffusion_grpo.policy.recording import FinishDriver, Recorder
 from diffusion_grpo.policy.replaying import InputWatch, ReplayDriver
 from diffusion_grpo.policy.rollout import replay, rollout
 from diffusion_grpo.policy.trajectory import RolloutRequest, Trajectory
-
-
-def test_a_teacher_hands_back_what_was_recorded_and_scores_the_step():
-    recorder, left = record()
-    trajectory = recorder.trajectory()
-    teacher = ReplayDriver(2, trajectory)
-    handed, scheduler = torch.full((2, 3), 9.0), HalfSteps()
-    for index in range(2):
-        assert not teacher.needs_network
-        handed = teacher.step(scheduler, index, handed, None, handed)
-    assert teacher.needs_network and torch.equal(handed, left[1])
-    with pytest.raises(StepScored):
-        teacher.step(scheduler, 2, handed, None, handed)
-    assert torch.equal(teacher.scored.log_prob, trajectory.log_probs[:, 2])
-    assert torch.equal(teacher.scored.mean, left[1] / 2) and teacher.scored.std == STD
 
 
 def test_a_step_of_two_latents_is_scored_as_one():

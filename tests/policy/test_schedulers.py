@@ -370,12 +370,9 @@ def test_arguments_of_a_step_are_seen_in_it_and_gone_after_it():
     assert driver.steps[0][2] == {"s_churn": 0.1} and scheduler.options == {}
 
 
-def test_without_a_driver_a_step_is_deterministic_and_a_copy_keeps_its_place():
+def test_a_copy_keeps_its_place_and_its_driver():
     scheduler = flow()
-    sample, velocity = torch.randn(2, 3), torch.randn(2, 3)
-    sigma, sigma_next = scheduler.sigmas[0], scheduler.sigmas[1]
-    found = scheduler.step(velocity, scheduler.timesteps[0], sample).prev_sample
-    torch.testing.assert_close(found, sample + (sigma_next - sigma) * velocity)
+    scheduler.step(torch.ones(2, 3), scheduler.timesteps[0], torch.ones(2, 3))
     scheduler.driver = object()
     clone = copy.deepcopy(scheduler)
     assert clone.position == scheduler.position == 1

@@ -223,17 +223,6 @@ def test_each_sample_may_have_sigmas_of_its_own(process):
         torch.testing.assert_close(together[1][i].squeeze(), alone[1])
 
 
-@pytest.mark.parametrize("process", FLOW)
-def test_gradient_reaches_the_prediction_through_the_mean_alone(process):
-    prediction, sample = latents()
-    prediction.requires_grad_()
-    mean, std = FLOW[process](prediction, sample, torch.tensor(0.6), torch.tensor(0.5), noise_level=0.7)
-    assert not std.requires_grad
-    mean.sum().backward()
-    coefficient = prediction.grad.flatten()[0].item()
-    assert (prediction.grad == coefficient).all() and coefficient < 0
-
-
 # Marginals of a point mass, where the network's prediction is exact whatever the sample: next latents must be
 # distributed as if clean data had been noised to the next level. Mean and std are affine in the noise of the sample,
 # so that evaluating the process at two noises gives the exact distribution.

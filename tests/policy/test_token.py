@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-from painter import INPUTS, LENGTH, Painter, PainterFamily, make_painter, trainer_of
+from painter import INPUTS, LENGTH, Painter, make_painter, trainer_of
 from tiny_runs import logged, trained_weights
 from torch.nn.functional import pad
 
@@ -16,12 +16,6 @@ from diffusion_grpo.policy.language_model import recomputing
 from diffusion_grpo.policy.rollout import replay, rollout
 from diffusion_grpo.policy.token import TokenPolicy, make_policy
 from diffusion_grpo.policy.token_process import Sampling, TokenTrajectory
-
-
-@pytest.fixture
-def painter(monkeypatch):
-    monkeypatch.setitem(FAMILIES, "Painter", PainterFamily())
-    return make_painter()
 
 
 def padded(trajectory, more):
@@ -41,6 +35,7 @@ def test_the_first_ratio_is_one_and_masked_tokens_give_no_gradient(painter):
         now = replay(policy, INPUTS, padded(trajectory, more), 0)
         assert now.log_prob.shape == now.mask.shape == (2, length + more)
         assert torch.equal(now.log_prob.detach()[:, :length], trajectory.log_probs[:, 0])
+        assert (now.log_prob[~now.mask] == 0).all() and (now.log_prob[now.mask] < 0).any()
         gradients = torch.autograd.grad(now.log_prob.sum(), list(painter.writer.parameters()))
         assert all(gradient.isfinite().all() for gradient in gradients) and any(g.abs().max() > 0 for g in gradients)
 

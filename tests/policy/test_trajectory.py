@@ -8,7 +8,6 @@ from diffusion_grpo.policy.trajectory import (
     StepDistribution,
     StepScale,
     Trajectory,
-    make_generators,
     sample_seed,
     weigh_steps,
 )
@@ -42,10 +41,6 @@ def test_rows_are_chosen_and_joined_with_all_that_belongs_to_them():
     assert make(2).to("meta").latents.device.type == "meta"
 
 
-def test_the_mean_over_steps():
-    assert make(2).over_steps(torch.tensor([[1.0, 3.0], [0.0, 1.0]])).tolist() == [2.0, 0.5]
-
-
 def test_a_step_is_compared_with_the_reference_where_there_is_one():
     scale = StepScale(torch.ones(1), torch.ones(1), moving=torch.full((1,), 2.0))  # of four elements, two move
     parts = torch.tensor(0.5), torch.zeros(1), scale, torch.zeros(1, 4)
@@ -56,11 +51,6 @@ def test_a_step_is_compared_with_the_reference_where_there_is_one():
     other.velocity = step.scale = None
     assert step.divergence(other.mean).tolist() == [18.0]
     assert step.compare(other) == other.compare(step) == {}
-
-
-def test_what_a_sample_draws_depends_on_its_seed_alone():
-    (alone,), (_, beside) = make_generators(torch.tensor([7])), make_generators(torch.tensor([3, 7]))
-    assert torch.equal(torch.randn(5, generator=alone), torch.randn(5, generator=beside))
 
 
 def test_seeds_depend_on_all_parts_and_nothing_else():
