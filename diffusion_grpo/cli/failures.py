@@ -12,8 +12,8 @@ def is_explained(error: Exception) -> bool:
     from ..distributed.failure import RankError
     from ..policy.drivers import UnsupportedPipeline
     from ..rewards.call import RewardError
-    from ..training.finite import NonFiniteError
     from ..training.out_of_memory import NotEnoughMemoryError
+    from ..training.update import NonFiniteError
 
     kinds = (NonFiniteError, NotEnoughMemoryError, RankError, RatioError, RewardError, RowError, UnsupportedPipeline)
     return isinstance(error, kinds)

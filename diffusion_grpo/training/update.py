@@ -1,4 +1,7 @@
-"""The passes of a micro-batch, forward and backward, of the policy and the value model, without the optimizer."""
+"""The passes of a micro-batch, forward and backward, of the policy and the value model, without the optimizer.
+
+A loss or gradient that is NaN or infinite stops the run before the weights move.
+"""
 
 import dataclasses
 import logging
@@ -7,16 +10,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.trainer_utils import get_last_checkpoint
 
 from ..algorithms.batch import MicroBatch, Part
 from ..config.settings import DiffusionGRPOConfig
 from ..policy.base import Policy
 from ..rollout.runtime import Runtime
 from ..rollout.value_model import ValueTargets
-from .finite import refuse_non_finite
 from .learner import Learner
 
 logger = logging.getLogger(__name__)
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient is NaN or infinite.
+
+    Examples:
+        >>> refuse_non_finite(torch.tensor(float("nan")), "loss", update=3, output_dir=folder)
+        Traceback (most recent call last):
+        NonFiniteError: The loss of update 3 is nan. ...
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,3 +107,13 @@ def count_measured(part: Part, name: str) -> int:
     if part.weights is None or name.startswith(("loss/", "grad_size/")):
         return len(part)
     return int((part.weights > 0).sum())
+
+
+def refuse_non_finite(value: Tensor, name: str, update: int, output_dir: str) -> None:
+    if torch.isfinite(value).all():
+        return
+    last = get_last_checkpoint(output_dir)
+    raise NonFiniteError(
+        f"The {name} of update {update} is {value.item()}. Newest complete checkpoint: {last or 'none'}. Try a lower "
+        "learning rate, or float32."
+    )

@@ -14,10 +14,9 @@ from diffusion_grpo.distributed.failure import ProcessGroupMonitor
 from diffusion_grpo.distributed.trained_weights import TrainedWeights
 from diffusion_grpo.rollout.runtime import Runtime
 from diffusion_grpo.rollout.value_model import STATE_SIZE, ValueModel, ValueTargets
-from diffusion_grpo.training.finite import NonFiniteError
 from diffusion_grpo.training.metrics import Metrics
 from diffusion_grpo.training.progress import UpdateProgress
-from diffusion_grpo.training.update import Place, PolicyUpdate, count_measured
+from diffusion_grpo.training.update import NonFiniteError, Place, PolicyUpdate, count_measured, refuse_non_finite
 
 ONLY = Place(update=1, count=1, is_first=True, is_last=True)
 
@@ -246,3 +245,14 @@ def test_a_value_loss_that_is_not_finite_is_refused():
     with pytest.raises(NonFiniteError, match="value loss of update 1 is nan"):
         make_update(Policy(), values=values).train_values(targets(1.0), ONLY)
     assert all(parameter.grad is None for parameter in values.parameters())
+
+
+def test_only_finite_values_pass(tmp_path):
+    value = torch.tensor(-3e38)
+    refuse_non_finite(value, "loss", 1, str(tmp_path))
+    value *= 10  # beyond float32
+    with pytest.raises(NonFiniteError, match="loss of update 1 is -inf.*checkpoint: none"):
+        refuse_non_finite(value, "loss", 1, str(tmp_path))
+    (tmp_path / "checkpoint-2").mkdir()
+    with pytest.raises(NonFiniteError, match="is nan.*checkpoint-2"):
+        refuse_non_finite(torch.tensor(math.nan), "gradient norm", 3, str(tmp_path))
