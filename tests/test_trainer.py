@@ -19,7 +19,7 @@ from diffusion_grpo.policy.base import UntrainedStepError
 from diffusion_grpo.policy.rollout import replay
 from diffusion_grpo.policy.trajectory import Trajectory
 from diffusion_grpo.rewards import RewardError
-from diffusion_grpo.rollout.steps import SamplingPlan
+from diffusion_grpo.rollout.plan import SamplingPlan
 from diffusion_grpo.trainer import NonFiniteError, RatioError
 
 

@@ -11,7 +11,7 @@ from ..data.inputs import PipelineInputs
 from ..policy.token_process import TokenTrajectory
 from ..policy.trajectory import CleanSamples, Trajectory
 from .estimator import SampleAdvantages
-from .order import RolloutOrder, update_order
+from .plan import RolloutOrder, update_order
 
 Samples = list[Trajectory] | list[TokenTrajectory] | list[CleanSamples]
 

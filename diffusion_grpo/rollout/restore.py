@@ -25,7 +25,7 @@ from ..policy.trajectory import CleanSamples, Trajectory
 from ..report.record import ResumeError, find_difference, publish, resolve_settings
 from .buffer import RolloutBuffer
 from .estimator import SampleAdvantages
-from .order import RolloutOrder
+from .plan import RolloutOrder
 from .value_model import ValueTargets
 
 # Settings that a replay depends on besides those that identify the run. Batch sizes change results only by rounding.

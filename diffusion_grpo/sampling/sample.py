@@ -31,7 +31,7 @@ from ..report.run_folder import measure_mean
 from ..report.samples import write_files, write_table
 from ..rewards import Reward, reward_weights, score
 from ..rewards.contract import is_marked
-from ..rollout.steps import SamplingPlan
+from ..rollout.plan import SamplingPlan
 from ..training.model import choose_device, load_pipeline, load_plain_pipeline, make_block_swap, plan_quantization
 from ..training.model_checks import check_packages
 from ..training.model_index import pipeline_class

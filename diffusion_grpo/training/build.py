@@ -27,8 +27,7 @@ from ..report.record import pipeline_tag
 from ..report.samples import SampleWriter
 from ..rewards.executor import Executor
 from ..rollout.estimator import AdvantageEstimator
-from ..rollout.generate import RolloutGenerator
-from ..rollout.loader import RolloutLoader
+from ..rollout.generate import RolloutGenerator, RolloutLoader
 from ..rollout.passes import Passes
 from ..rollout.runtime import Runtime
 from ..rollout.score import RewardScorer

@@ -23,7 +23,7 @@ from ..config.settings import DiffusionGRPOConfig
 from ..policy.base import Policy
 from ..report.card import list_upload_patterns
 from ..report.record import ResumeError
-from ..rollout.loader import RolloutLoader
+from ..rollout.generate import RolloutLoader
 from ..weights import files
 from ..weights.files import POLICY_FOLDER
 from .average import PolicyAverage, find_policy_folder

@@ -31,8 +31,7 @@ from ..report.samples import write_files, write_inputs, write_table
 from ..rewards import Reward
 from ..rewards.contract import takes_only_latents
 from ..rewards.executor import waits_for_all
-from ..rollout.generate import RolloutGenerator
-from ..rollout.loader import RolloutLoader
+from ..rollout.generate import RolloutGenerator, RolloutLoader
 from ..rollout.passes import Passes
 from ..rollout.runtime import Runtime
 from ..rollout.score import (

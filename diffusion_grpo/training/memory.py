@@ -8,7 +8,7 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
-from ..rollout.loader import RolloutLoader
+from ..rollout.generate import RolloutLoader
 
 
 def count_bytes(tensors: Iterable[Tensor]) -> int:

@@ -7,7 +7,7 @@ import torch
 
 from diffusion_grpo.rollout.buffer import RolloutBuffer
 from diffusion_grpo.rollout.estimator import SampleAdvantages
-from diffusion_grpo.rollout.order import update_order
+from diffusion_grpo.rollout.plan import update_order
 from diffusion_grpo.rollout.value_model import STATE_SIZE, ValueTargets
 from tests.algorithms.test_batch import check_part, rows_of, samples_of
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diffusion_grpo.config.defaults import BatchSizes
-from diffusion_grpo.rollout.loader import RolloutLoader
+from diffusion_grpo.rollout.generate import RolloutLoader
 
 
 class Buffer:
@@ -77,7 +77,7 @@ def test_after_a_reset_a_new_rollout_begins():
 
 def test_a_rollout_is_saved_only_while_it_is_used(tmp_path, monkeypatch):
     saved, (feed, _) = [], make()
-    monkeypatch.setattr("diffusion_grpo.rollout.loader.save_buffer", lambda buffer, path: saved.append(path.name))
+    monkeypatch.setattr("diffusion_grpo.rollout.generate.save_buffer", lambda buffer, path: saved.append(path.name))
     feed.save(tmp_path, 0)
     for step in range(2):
         for _ in range(2):
@@ -95,7 +95,7 @@ def test_a_resume_within_a_rollout_reads_the_rest_of_it(tmp_path, monkeypatch):
         return Buffer("restored")
 
     generator.inputs, generator.learn = None, lambda rows: seen.append(("learned", rows))
-    monkeypatch.setattr("diffusion_grpo.rollout.loader.restore_buffer", restore)
+    monkeypatch.setattr("diffusion_grpo.rollout.generate.restore_buffer", restore)
     feed.resume_from(tmp_path)
     assert feed.next([1, 2], 1, 9) == ("restored", 2) and not generator.calls
     assert seen == [("learned", ["row 2"]), (tmp_path, ["row 2"])]

@@ -9,7 +9,7 @@ from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.config.defaults import BatchSizes
 from diffusion_grpo.distributed.backend import DistributedBackend
 from diffusion_grpo.distributed.context_parallel import ContextGroups
-from diffusion_grpo.rollout.order import RolloutOrder, gather_by_position, update_order
+from diffusion_grpo.rollout.plan import RolloutOrder, gather_by_position, update_order
 
 
 def order_of(processes, generation, seed=0, process=0, **sizes):

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 from diffusion_grpo.policy.rollout import replay
 from diffusion_grpo.policy.stochastic_steps import FlowSteps
-from diffusion_grpo.rollout.steps import SamplingPlan, choose_steps
+from diffusion_grpo.rollout.plan import SamplingPlan, choose_steps
 
 
 class KeepRollouts(TrainerCallback):

@@ -20,7 +20,7 @@ from tiny_runs import trainer_for
 from diffusion_grpo import cli
 from diffusion_grpo.data.inputs import PipelineInputs
 from diffusion_grpo.media.files import read_video
-from diffusion_grpo.rollout.steps import SamplingPlan
+from diffusion_grpo.rollout.plan import SamplingPlan
 from diffusion_grpo.sampling import sample
 from diffusion_grpo.sampling.settings import SampleSettings, read_settings
 from diffusion_grpo.training.block_swap import find_hook
