@@ -2,7 +2,7 @@
 
 import torch
 
-from diffusion_grpo.policy.recording import Recorder
+from diffusion_grpo.policy.drivers import Recorder
 from diffusion_grpo.policy.stochastic_steps import CleanEstimate
 from diffusion_grpo.policy.trajectory import RolloutRequest, StepScale
 

@@ -17,10 +17,20 @@ from torch import Tensor, nn
 
 from ..media.samples import extract_samples
 from .base import POLICY_COMPONENTS, Policy, without_filters
-from .drivers import Driver, ProbeDriver, StepScored, UnsupportedPipeline, join_latents
+from .drivers import (
+    Driver,
+    EntryRecorder,
+    FinishDriver,
+    PrefixDriver,
+    ProbeDriver,
+    Recorder,
+    SolverRecorder,
+    StepScored,
+    UnsupportedPipeline,
+    join_latents,
+)
 from .modular import as_pipeline, ask_for_latents
 from .networks import NetworkAccess, NetworkGates, replace_attribute
-from .recording import EntryRecorder, FinishDriver, PrefixDriver, Recorder, SolverRecorder
 from .replaying import LastStepsDriver, RenoiseDriver, ReplayDriver
 from .schedulers import StochasticScheduler, stochastic_scheduler, watch_solver
 from .trajectory import CleanSamples, Denoised, Finished, Prefix, RolloutRequest, StepDistribution, Trajectory

@@ -1,8 +1,9 @@
-"""The base of drivers, which decide what each step of a stochastic scheduler does.
+"""Drivers, which decide what each step of a stochastic scheduler does: their base, and those of rollouts.
 
 A driver gets each step of the pipeline's loop from the scheduler and returns the latent with which the pipeline goes
-on. The drivers of rollouts are in `recording.py`, those of replays in `replaying.py`. `ProbeDriver` only notes which
-steps call the trained networks. What drivers do with joined latents is here too.
+on. A `Recorder` draws noise and records the trained steps as a `Trajectory`; if samples share their first calls, a
+`PrefixDriver` makes these. `ProbeDriver` only notes which steps call the trained networks. Replays have drivers of
+their own, in `replaying.py`. What drivers do with joined latents is here too.
 """
 
 import sys
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .schedulers import StochasticScheduler
+from .trajectory import Prefix, RolloutRequest, StepScale, Trajectory, make_generators, weigh_steps
 
 
 class UnsupportedPipeline(ValueError):
@@ -100,6 +102,214 @@ class Driver:
     def take_inputs(self, number: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Inspect the arguments of a call of trained network `number`; return the arguments to call it with."""
         return args, kwargs
+
+
+class Recorder(Driver):
+    """Drives a rollout: draws noise in the steps that the request names, and records the trained ones.
+
+    With a prefix, samples branch there: the network runs neither before nor for the prediction that they share.
+    """
+
+    def __init__(self, request: RolloutRequest, noise_level: float):
+        super().__init__(request.initial_seeds)
+        self.request, self.noise_level, self.generators = request, noise_level, make_generators(request.seeds)
+        noisy, steps = (request.noise_steps, request.steps) if noise_level > 0 else ([[]] * self.count,) * 2
+        self.noise_steps = None if noisy is None else [set(steps) for steps in noisy]
+        self.trained_steps: Tensor | None = None  # (batch, steps) int64; None: all but the last
+        if steps is not None:
+            self.trained_steps = torch.tensor([list(row) for row in steps], dtype=torch.int64).reshape(len(steps), -1)
+        self.records_steps = self.trained_steps is None or bool(self.trained_steps.numel())
+        self.records: dict[int, list[list[Tensor]]] = {}  # of each latent: input, output, log-density, maybe mean
+        self.scales: dict[int, list[StepScale]] = {}
+        self.loop_length: int | None = None
+        self.branch, self.prediction = 0, None
+        if (prefix := request.prefix) is not None:
+            self.tokens, self.branch = prefix.tokens, prefix.length
+            self.latents, self.prediction = prefix.latents, prefix.prediction
+            self.network_steps = range(prefix.length + (prefix.prediction is not None), sys.maxsize)
+
+    def _begin(self, loop_length: int) -> None:
+        """Set what depends on the length of the loop, known only now: image-to-image starts in the middle."""
+        self.loop_length, last = loop_length, loop_length - 1
+        noisy = [set(range(loop_length))] * self.count if self.noise_steps is None else self.noise_steps
+        self.noise_steps = [steps - (set() if self.request.noise_in_last_step else {last}) for steps in noisy]
+        if self.trained_steps is None:
+            self.trained_steps = torch.arange(last).expand(self.count, -1)
+        trained = self.trained_steps.tolist()
+        if any(step >= last for row in trained for step in row):
+            raise UnsupportedPipeline(
+                f"The pipeline takes {loop_length} steps, and the last has no noise: trained steps must be below "
+                f"{last}, got {sorted({step for row in trained for step in row})}; it makes fewer steps than "
+                "num_inference_steps says (strength below 1), so raise num_inference_steps or set trained_steps."
+            )
+        early = sorted({step for steps in self.noise_steps for step in steps if step < self.branch})
+        if early:
+            raise ValueError(
+                f"Samples that branch at step {self.branch} cannot draw noise in step {early[0]} before it; let "
+                "noise_steps begin there."
+            )
+        for row, (steps, noisy_steps) in enumerate(zip(trained, self.noise_steps, strict=True)):
+            if silent := sorted(set(steps) - noisy_steps):  # without noise, a step has no density
+                raise ValueError(
+                    f"Sample {row} trains on step {silent[0]}, in which it draws no noise; noise_steps must contain "
+                    "the trained steps of each sample."
+                )
+
+    def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        if self.loop_length is None:
+            self._begin(scheduler.loop_length)
+        if not self.request.is_complete and self.records and index > self.trained_steps.max():
+            raise StepScored
+        copies = self.enter(scheduler, index, sample)
+        weighted = self.request.weighted_steps if self.request.step_weight != "none" and self.records_steps else ()
+        if index < self.loop_length - 1 and (weighted is None or index in weighted):  # all these set the weights
+            scale = scheduler.scale(timestep, sample, self.noise_level, self.count)
+            self.scales.setdefault(index, []).append(scale)
+        if index < self.branch:
+            return self.leave(scheduler, sample if index < self.branch - 1 else self.hand_over(sample))
+        if index == self.branch and self.prediction is not None:
+            part, self.prediction = split_off(self.prediction, prediction)
+            prediction = part.to(prediction)  # in place of a blank one
+        is_noisy = torch.tensor([index in steps for steps in self.noise_steps])
+        if not is_noisy.any():
+            return self.leave(scheduler, scheduler.deterministic(prediction, timestep, sample))
+        mean, std = scheduler.distribution(prediction, timestep, sample, self.noise_level)
+        noise = [  # each sample's from its own generator
+            torch.randn(sample.shape[1:], generator=generator) if noisy else torch.zeros(sample.shape[1:])
+            for generator, noisy in zip(self.generators, is_noisy.tolist(), strict=True)
+        ]
+        latents = (mean + std * torch.stack(noise * copies).to(mean.device)).to(sample.dtype)
+        if not is_noisy.all():  # samples without noise, as in a step without noise
+            silent = scheduler.deterministic(prediction, timestep, sample).to(latents)
+            mask = torch.cat([is_noisy] * copies).to(latents.device).view(-1, *[1] * (latents.ndim - 1))
+            latents = torch.where(mask, latents, silent)
+        if index in self.trained_steps:
+            handed = self.left.get(id(scheduler), sample)[: self.count].float()
+            # score the rounded latents, which are the ones that a replay gets
+            next_latents, mean, std = first_rows((latents.float(), mean, std), sample, self.count)
+            record = [handed, next_latents, scheduler.log_prob(next_latents, mean, std)]
+            record += [mean] if self.request.keeps_means else []
+            self.records.setdefault(index, []).append([x.clone().to(self.request.device) for x in record])
+        return self.leave(scheduler, latents)
+
+    def trajectory(self) -> Trajectory:
+        """Return the recorded steps."""
+        request, trained = self.request, [] if self.trained_steps is None else self.trained_steps.unique().tolist()
+        missing = [step for step in trained if step not in self.records]
+        if missing or not trained:
+            steps = f"step {missing}" if missing else "step"
+            raise UnsupportedPipeline(f"The pipeline took no {steps} through its scheduler; nothing can be recorded.")
+        joined = {}  # a step may move several latents
+        for step, parts in self.records.items():
+            handed, next_latents, scores, *means = zip(*parts, strict=True)
+            score = average_scores(scores, next_latents)
+            joined[step] = [join_latents(handed), join_latents(next_latents), score, *map(join_latents, means)]
+        columns = list(enumerate(self.trained_steps.tolist()))
+        latents, next_latents, log_probs, *means = (
+            torch.stack([torch.stack([joined[step][item][row] for step in steps]) for row, steps in columns])
+            for item in range(3 + request.keeps_means)
+        )
+        weights, shared_steps = None, None
+        if request.step_weight != "none":
+            scales = {step: StepScale.join(parts) for step, parts in self.scales.items()}
+            weights = weigh_steps(request.step_weight, scales, self.trained_steps).to(request.device)
+        if request.prefix is not None and request.prefix.prediction is not None:
+            shared_steps = torch.full((self.count,), self.branch, device=request.device)
+        return Trajectory(
+            latents,
+            next_latents,
+            log_probs,
+            steps=self.trained_steps.clone(),
+            tokens=None if self.tokens is None else self.tokens.to(request.device),
+            step_weights=weights,
+            means=means[0] if means else None,
+            finished=self.join_left().to(request.device) if request.keeps_finished else None,
+            shared_steps=shared_steps,
+            seeds=request.seeds,
+            initial_seeds=self.initial_seeds,
+            num_inference_steps=request.num_inference_steps,
+            noise_level=self.noise_level,
+        )
+
+
+class EntryRecorder(Recorder):
+    """Drives a rollout without noise, and keeps the latents that enter one step of each sample."""
+
+    def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        if any(index in steps for steps in self.request.steps):
+            handed = self.left.get(id(scheduler), sample)[: self.count].float()
+            self.records.setdefault(index, []).append([handed.clone().to(self.request.device)])
+        return super().step(scheduler, index, prediction, timestep, sample)
+
+    @property
+    def entered(self) -> Tensor:
+        """The latents, (batch, ...) float32."""
+        joined = {step: join_latents([part for (part,) in parts]) for step, parts in self.records.items()}
+        return torch.stack([joined[step][row] for row, (step,) in enumerate(self.request.steps)])
+
+
+class PrefixDriver(Driver):
+    """Drives the first steps of a loop, without noise; keeps the resulting latent and the next prediction."""
+
+    def __init__(self, length: int, initial_seeds: Tensor, device: str | torch.device):
+        super().__init__(initial_seeds)
+        self.length, self.device = length, device
+        self.predictions: list[Tensor] = []  # of each scheduler in step `length`
+        self.prefix: Prefix | None = None
+        self.network_steps = range(length + 1)
+
+    def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        if self.length >= scheduler.loop_length - 1:
+            raise UnsupportedPipeline(
+                f"The pipeline takes {scheduler.loop_length} steps, so samples cannot branch at step {self.length}, "
+                "which must come before the last; choose an earlier one (trained_steps)."
+            )
+        if index > self.length:  # now each scheduler has its prediction
+            # not if the pipeline keeps both halves of guidance, or gives the scheduler more than the prediction
+            is_shared = len(self.predictions) == len(self.left)
+            self.prefix = Prefix(
+                self.join_left().to(self.device),
+                self.initial_seeds,
+                self.length,
+                torch.cat(self.predictions, dim=1).to(self.device) if is_shared else None,
+                None if self.tokens is None else self.tokens.to(self.device),
+            )
+            raise StepScored
+        copies = self.enter(scheduler, index, sample)
+        if index < self.length:
+            return self.leave(scheduler, scheduler.deterministic(prediction, timestep, sample))
+        if id(scheduler) not in self.left:  # the initial latent in step 0
+            self.leave(scheduler, sample)
+        if copies == 1 and not scheduler.gets_more_of_network:
+            self.predictions.append(prediction.flatten(1))
+        return sample
+
+
+class SolverRecorder(Driver):
+    """Drives a rollout with the pipeline's own solver, which calls `leave` with the output of each of its steps."""
+
+    def leave(self, scheduler: Any, latents: Tensor) -> Tensor:
+        latents = self.join_frames(latents)
+        self.count_copies(latents)  # raises if the batch does not divide
+        return super().leave(scheduler, latents)
+
+
+class FinishDriver(Driver):
+    """Drives a call without the network whose last step returns the output of a rollout's last step."""
+
+    network_steps = range(0)
+
+    def __init__(self, recorder: Recorder | SolverRecorder):
+        super().__init__(recorder.initial_seeds, recorder.tokens)
+        if len(recorder.left) != 1:
+            raise UnsupportedPipeline(
+                f"The pipeline's steps change {len(recorder.left)} latents at once (video and sound), but a reward "
+                "that takes latents receives only one; use a reward that takes the decoded samples."
+            )
+        (self.latents,) = recorder.left.values()
+
+    def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        return self.latents.clone() if index == scheduler.loop_length - 1 else sample
 
 
 class ProbeDriver(Driver):

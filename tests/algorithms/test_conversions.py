@@ -11,7 +11,7 @@ from tiny_runs import PROMPTS, brightness, joined_trajectory, logged, trained_we
 from transformers import TrainerCallback
 
 from diffusion_grpo.algorithms.losses import kl_divergence
-from diffusion_grpo.policy.recording import Recorder
+from diffusion_grpo.policy.drivers import Recorder
 from diffusion_grpo.policy.rollout import DenoisingPolicy, replay, rollout
 from diffusion_grpo.policy.schedulers import stochastic_scheduler
 from diffusion_grpo.policy.sde import cps, log_density, squared_error

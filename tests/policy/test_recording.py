@@ -4,8 +4,7 @@ import pytest
 import torch
 from half_steps import SEEDS, STD, HalfSteps, record, run
 
-from diffusion_grpo.policy.drivers import StepScored, UnsupportedPipeline
-from diffusion_grpo.policy.recording import FinishDriver, PrefixDriver, Recorder
+from diffusion_grpo.policy.drivers import FinishDriver, PrefixDriver, Recorder, StepScored, UnsupportedPipeline
 from diffusion_grpo.policy.trajectory import RolloutRequest
 
 

@@ -7,8 +7,7 @@ from half_steps import SEEDS, STD, HalfSteps
 from torch import nn
 
 from diffusion_grpo.policy.denoising import DenoisingPolicy
-from diffusion_grpo.policy.drivers import StepScored, UnsupportedPipeline
-from diffusion_grpo.policy.recording import FinishDriver, Recorder
+from diffusion_grpo.policy.drivers import FinishDriver, Recorder, StepScored, UnsupportedPipeline
 from diffusion_grpo.policy.replaying import InputWatch, ReplayDriver
 from diffusion_grpo.policy.rollout import replay, rollout
 from diffusion_grpo.policy.trajectory import RolloutRequest, Trajectory
