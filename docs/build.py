@@ -37,14 +37,14 @@ CLI_HEAD = """# Command line
 
 <!-- Written by `make docs` from the parser in the code; changes belong there. -->
 
-`diffusion-grpo COMMAND --help` prints the same text. `diffusion-grpo --traceback COMMAND ...` shows where in the code
-an input was refused or a run failed. `diffusion-grpo --version` prints the version.
+`diffusion-grpo COMMAND --help` prints the same text, `diffusion-grpo --version` the version. `diffusion-grpo
+--traceback COMMAND ...` shows where in the code an input was refused or a run failed.
 
 | exit code | means |
 |---|---|
 | 0 | success |
 | 1 | `check` or `plan --fit` found that it does not work, or a run ended in an error |
-| 2 | an input was refused, in one sentence and where possible before a model is loaded |
+| 2 | an input was refused, where possible before a model is loaded |
 | 130 | Ctrl-C |
 | 143 | SIGTERM |
 """

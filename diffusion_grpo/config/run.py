@@ -23,18 +23,18 @@ class RunSettings:
     group_offload: Literal["block_level", "leaf_level"] | None = setting(
         None,
         "Keep the frozen weights beneath a LoRA in CPU memory except while they are used (docs/memory.md): whole "
-        "blocks (block_level), or single layers (leaf_level), which takes the least memory and the most transfers.",
+        "blocks (block_level), or single layers (leaf_level).",
     )
     group_offload_blocks: Count = setting(1, "Number of blocks that group_offload='block_level' moves together.")
     group_offload_stream: bool = setting(
         False,
-        "With group_offload, fetch the next block while the current one computes. This takes page-locked CPU memory "
-        "for all frozen weights, and accelerator memory for one more block.",
+        "With group_offload, fetch the next block while the current one computes, which takes more memory on the "
+        "accelerator and pins that of the CPU.",
     )
     cache_prompt_embeds: Literal["off", "memory", "disk"] = setting(
         "off",
         "Encode all prompts once, before the run begins, and then free the text encoders. memory keeps the "
-        "embeddings for this run; disk also for later runs, which then do not load the text encoders.",
+        "embeddings for this run; disk also for later runs.",
     )
     prompt_embeds_dir: str | None = setting(
         None,
@@ -58,7 +58,7 @@ class RunSettings:
     lora_path: str | None = setting(
         None,
         "Existing LoRA to train further, with its rank and layers: the folder of a run, a checkpoint or a PEFT "
-        "adapter, a file, or a Hub id. The reference is the model with this LoRA as it was loaded.",
+        "adapter, a file, or a Hub id (docs/resuming.md).",
     )
     lora_adapter: str | None = setting(
         None,
@@ -119,10 +119,8 @@ class RunSettings:
         None,
         "Limits of logged metrics (docs/rewards/hacking.md), such as {eval_rewards/tesseract/mean: 2, diversity: "
         "0.4, eval_velocity/ratio_to_ref: 1.15}; the first that is passed ends the run with the weights of its best "
-        "evaluation before that (load_best_model_at_end is then on by default). A reward of evaluations may fall "
-        "below its best by so many standard errors; diversity and eval_diversity may fall to this share of their "
-        "start; any other metric of evaluations may rise to its limit. By default there are none, but for draft "
-        "those of docs/algorithms/draft.md; {} sets none.",
+        "evaluation before that (load_best_model_at_end is then on by default). By default there are none, but for "
+        "draft those of docs/algorithms/draft.md; {} sets none.",
     )
     watch_rewards: list[str] | None = setting(
         ["auto"],

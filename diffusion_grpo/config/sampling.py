@@ -70,8 +70,8 @@ class SamplingSettings:
     )
     best_of_n: int | None = setting(
         None,
-        "Number of samples per prompt to train on: the best half and the worst half of this number. Must be even. By "
-        "default all.",
+        "Even number of samples per prompt to train on, half of them the best, half the worst. By default all are "
+        "trained on.",
     )
     offload_trajectories: bool = setting(False, "Keep recorded latents in CPU memory until they are replayed.")
     ds3_gather_for_generation: bool = setting(
@@ -109,9 +109,9 @@ class SamplingSettings:
     )
     step_selection: Literal["rollout", "prompt", "sliding", "sample"] = setting(
         "rollout",
-        "How num_trained_steps are selected from trained_steps. rollout: consecutive steps, drawn for each rollout. "
-        "prompt: the same, drawn for each prompt. sliding: consecutive steps, one step further every step_interval "
-        "updates. sample: steps drawn one by one for each sample.",
+        "How num_trained_steps are selected from trained_steps (docs/algorithms/noise.md): consecutive steps, drawn "
+        "for each rollout or prompt, or sliding every step_interval updates; or steps drawn one by one for each "
+        "sample.",
     )
     step_interval: Count = setting(25, "Number of updates between two moves of step_selection sliding.")
     noisy_steps: Literal["trained", "all", "all_and_last"] = setting(

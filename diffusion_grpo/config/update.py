@@ -45,8 +45,8 @@ class UpdateSettings:
     )
     epsilon: NotNegative = setting(
         1e-4,
-        "Lower end of the clip range: the ratio is clipped to at least 1 - epsilon. For tokens use about 0.2. "
-        "grpo_guard and dppo have limits of their own in loss_kwargs.",
+        "Lower end of the clip range, 1 - epsilon. For tokens use about 0.2. grpo_guard and dppo have limits of "
+        "their own in loss_kwargs.",
     )
     epsilon_high: NotNegative | None = setting(
         None,
@@ -75,8 +75,8 @@ class UpdateSettings:
     )
     num_batches_per_step: Count = setting(
         1,
-        "Number of batches in one rollout, with statistics of their own (scale_rewards, reward_baseline, the scale "
-        "of gae); updates mix as few of them as possible. Must divide the number of prompts in a rollout.",
+        "Number of batches in one rollout, each with statistics of its own (scale_rewards, reward_baseline, the "
+        "scale of gae). Must divide the number of prompts in a rollout.",
     )
     reward_weights: list[float] | None = setting(None, "One weight per reward function; by default 1 each.")
     multi_objective_aggregation: Literal[
@@ -103,15 +103,13 @@ class UpdateSettings:
     )
     old_log_prob: Literal["auto", "rollout", "replay"] = setting(
         "auto",
-        "What the ratio compares with (docs/how_it_works.md). rollout: the log-probabilities of the rollout. replay: "
-        "those of a replay before the first update, in the batches that are trained. auto: replay if a rollout "
-        "serves only one update or if loss_type is grpo_guard or dppo, otherwise rollout.",
+        "What the ratio compares with: the log-probabilities of the rollout, or those of a replay before the first "
+        "update. auto chooses (docs/how_it_works.md).",
     )
     max_ratio_error: Positive | None = setting(
         1e-4,
-        "Stop the run if a replay right after the rollout gives a ratio that differs from 1 by more than this, or on "
-        "re-noised samples a prediction that differs by more, relative to its size. In bf16 and fp16, the run only "
-        "warns if rounding explains the difference. null: never stop.",
+        "Stop the run if the first ratio after a rollout differs from 1 by more than this, or on re-noised samples a "
+        "prediction by more, relative to its size, unless rounding in bf16 or fp16 explains it. null: never stop.",
     )
 
     # Value model

@@ -34,28 +34,26 @@ class SampleSettings:
     model: str
     prompts: str | list[str] = setting(
         MISSING,
-        "file of prompts (.txt, .jsonl, .json, .csv, .parquet), dataset folder, Hub id, or `tiny`; default: the YAML "
-        "file's dataset",
+        "file of prompts (.txt, .jsonl, .json, .csv, .parquet), dataset folder, Hub id, or `tiny`",
     )
-    split: str = setting(MISSING, "split of the prompts; default: test, or the YAML file's")
+    split: str = setting(MISSING, "split of the prompts; default: test")
     output_dir: Path = setting(MISSING, "folder to write to; default: samples")
     prompt_column: str | None = setting(None, "column that holds the prompts; default: found by its name")
     max_prompts: Count | None = setting(None, "use only the first N prompts; default: 16, or all with a YAML file")
     reward_funcs: Any = None
     eval_reward_funcs: Any = None
     reward_weights: list[float] | None = None
-    num_generations: Count = setting(1, "samples per prompt; default: 1, or the YAML file's")
+    num_generations: Count = setting(1, "samples per prompt; default: 1")
     noise_level: NotNegative | None = setting(
         0.0,
-        "noise level of the denoising steps, as in training; default: 0 (the pipeline's own scheduler), or the YAML "
-        "file's",
+        "noise level of the denoising steps, as in training; default: 0 (the pipeline's own scheduler)",
     )
-    sde_type: str = setting("auto", "SDE of the noise; default: auto, or the YAML file's")
-    batch_size: Count = setting(4, "samples per pipeline call; default: 4, or the YAML file's")
+    sde_type: str = setting("auto", "SDE of the noise; default: auto")
+    batch_size: Count = setting(4, "samples per pipeline call; default: 4")
     fps: float | None = setting(None, "frames per second of videos; default: the pipeline's, or 16")
     offload_frozen: Literal["cpu"] | None = setting(
         None,
-        "keep all parts but the network in CPU memory until they are needed; default: no, or as in the YAML file",
+        "keep all parts but the network in CPU memory until they are needed",
     )
     # those that `check` has too
     num_inference_steps: int | None = setting(None, "number of denoising steps")
@@ -69,8 +67,8 @@ class SampleSettings:
     )
     lora: str | None = setting(
         None,
-        "LoRA or weights to load: the output folder of a run or one of its checkpoints, whose evaluations then give "
-        "the defaults of size, guidance and steps; or any LoRA of the model",
+        "LoRA or weights to load: the output folder of a run or one of its checkpoints, with the size, guidance and "
+        "steps of its evaluations as defaults; or any LoRA of the model",
     )
     seed: int = setting(0, "random seed; default: 0")
     dtype: str | None = setting(
@@ -138,7 +136,9 @@ def add_call_options(command: argparse.ArgumentParser) -> None:
 
 def add_sample_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "source", metavar="model", help="Hub id or folder of a pipeline, `tiny`, or a YAML file of `train`"
+        "source",
+        metavar="model",
+        help="Hub id or folder of a pipeline, `tiny`, or a YAML file of `train`, whose settings are then the defaults",
     )
     command.add_argument("--prompt", nargs="+", help="texts to sample, in place of --prompts")
     command.add_argument(
