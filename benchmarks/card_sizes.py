@@ -100,10 +100,13 @@ def describe(found: Fit) -> str:
 
 
 def make_table(name: str, lora: list[Fit], full: list[Fit]) -> str:
-    """Return the Markdown of a model's table."""
-    head = f"| {name}, {CASES[name].size} | LoRA | all weights |\n|---|---|---|\n"
-    rows = zip(CARDS, lora, full, strict=True)
-    return head + "".join(f"| {card} GB | {describe(one)} | {describe(other)} |\n" for card, one, other in rows)
+    """Return the Markdown of a model's table; cards on which the same fits share a row."""
+    table = f"| {name}, {CASES[name].size} | LoRA | all weights |\n|---|---|---|\n"
+    cells = [f"{describe(one)} | {describe(other)}" for one, other in zip(lora, full, strict=True)]
+    for row in dict.fromkeys(cells):
+        cards = ", ".join(str(card) for card, cell in zip(CARDS, cells, strict=True) if cell == row)
+        table += f"| {cards} GB | {row} |\n"
+    return table
 
 
 def replace_table(text: str, name: str, table: str) -> str:
