@@ -109,9 +109,9 @@ class SamplingSettings:
     )
     step_selection: Literal["rollout", "prompt", "sliding", "sample"] = setting(
         "rollout",
-        "How num_trained_steps are selected from trained_steps (docs/algorithms/noise.md): consecutive steps, drawn "
-        "for each rollout or prompt, or sliding every step_interval updates; or steps drawn one by one for each "
-        "sample.",
+        "How num_trained_steps are selected from trained_steps (docs/algorithms/noise.md). rollout, prompt: "
+        "consecutive steps, drawn for each rollout or prompt. sliding: consecutive steps that move every "
+        "step_interval updates. sample: steps drawn one by one for each sample.",
     )
     step_interval: Count = setting(25, "Number of updates between two moves of step_selection sliding.")
     noisy_steps: Literal["trained", "all", "all_and_last"] = setting(

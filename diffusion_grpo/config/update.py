@@ -103,8 +103,8 @@ class UpdateSettings:
     )
     old_log_prob: Literal["auto", "rollout", "replay"] = setting(
         "auto",
-        "What the ratio compares with: the log-probabilities of the rollout, or those of a replay before the first "
-        "update. auto chooses (docs/how_it_works.md).",
+        "What the ratio compares with: log-probabilities of the rollout (rollout), or of a replay before the first "
+        "update (replay). auto chooses (docs/how_it_works.md).",
     )
     max_ratio_error: Positive | None = setting(
         1e-4,
@@ -136,8 +136,8 @@ class UpdateSettings:
     offload_ref_model: bool = setting(False, "Keep the reference copy in CPU memory between its uses (full training).")
     ema_decay: Annotated[float, Range(0, 1, is_open=True)] | None = setting(
         None,
-        "Decay of a moving average of the policy, which is evaluated, saved and pushed in place of the policy (which "
-        "is saved in the subfolder `policy`). By default there is none.",
+        "Decay of a moving average of the policy, which is evaluated, saved and pushed in place of the policy (saved "
+        "in the subfolder `policy`). By default there is none.",
     )
     ema_update_interval: Count = setting(
         8, "Number of updates between two moves of the average, which also moves after the last update."
