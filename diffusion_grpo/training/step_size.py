@@ -13,8 +13,8 @@ from ..algorithms.batch import MicroBatch
 from ..distributed.backend import DistributedBackend
 from .metrics import Metrics
 
-START = 1e-4  # share of the learning rate at which the first update is made: a first step too large is not made good
-GROWTH = 16.0  # of the rate from one update to the next, at most: a change far below the target measures badly
+START = 1e-3  # share of the learning rate at which the first update is made: a first step too large is not made good
+GROWTH = 32.0  # of the rate from one update to the next, at most: a change far below the target measures badly
 MEMORY = 5  # measurements whose median counts, since single ones may be several times as large as their neighbours
 NAME = "StepSize"  # in trainer_state.json
 
