@@ -121,6 +121,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             train_dataset,
             eval_dataset,
             peft_config,
+            has_optimizer=optimizers[0] is not None,
         )
         self.rewards, self.backend, self.run = given.rewards, given.backend, given.record
         kinds = (RewardError, RowError, RatioError, NonFiniteError)

@@ -60,7 +60,7 @@ class DiffusionGRPOConfig(
 
     Examples:
         >>> settings = DiffusionGRPOConfig(folder, num_generations=8, per_device_train_batch_size=8, max_steps=10)
-        >>> settings.learning_rate is None  # 3e-4 for a LoRA, 1e-5 for full training
+        >>> settings.learning_rate is None  # it regulates itself
         True
         >>> DiffusionGRPOConfig(folder, num_generation=8)
         Traceback (most recent call last):
@@ -72,7 +72,7 @@ class DiffusionGRPOConfig(
     # TrainingArguments with other defaults or descriptions
     max_steps: int = setting(-1, "Number of updates. -1 makes as many as num_train_epochs needs.")
     learning_rate: NotNegative | None = setting(
-        None, "Learning rate. By default 3e-4 for LoRA and 1e-5 for full training."
+        None, "Learning rate; by default, target_change finds it. With target_change, its upper limit."
     )
     lr_scheduler_type: str = setting(
         "constant",

@@ -23,10 +23,10 @@ class UpdateSettings:
     )
     target_change: Positive | None = setting(
         None,
-        "Regulate the learning rate instead of choosing it: each update changes the policy's predictions, relative "
-        "to their size, by target_change / sqrt(number of updates); 0.25 is a good start. The change is measured in "
-        "every update. learning_rate becomes the upper limit (by default 0.01), and the first update has a "
-        "ten-thousandth of it. By default the rate is learning_rate.",
+        "Regulate the learning rate: each update changes the policy's predictions, relative to their size, by "
+        "target_change / sqrt(number of updates), and the change is measured in every update. learning_rate becomes "
+        "the upper limit (by default 0.01); the first update has a thousandth of it. By default 0.25, unless "
+        "learning_rate is set.",
     )
     beta: NotNegative = setting(
         0.0,

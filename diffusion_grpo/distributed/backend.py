@@ -80,16 +80,16 @@ class DistributedBackend:
         """Return a context for accelerate's `prepare` of the model."""
         return contextlib.nullcontext()
 
-    # A reference: a frozen copy of the model
+    # A reference: a frozen copy of the model, or of its LoRA
 
     def shard_reference(self, reference: nn.Module, is_offloaded: bool) -> nn.Module:
         """Shard a reference over the processes like the model; return the module to call for its passes."""
         return reference
 
-    def reference_weights(self, reference: nn.Module, model: nn.Module) -> TrainedWeights:
-        """Return those parameters of a reference that the model trains."""
-        pairs = zip(reference.parameters(), model.parameters(), strict=True)
-        return TrainedWeights([ref for ref, parameter in pairs if parameter.requires_grad])
+    def reference_weights(self, model: nn.Module, names: list[str]) -> TrainedWeights:
+        """Return the named parameters of a model, which are frozen."""
+        named = dict(model.named_parameters())
+        return TrainedWeights([named[name] for name in names])
 
     # Passes of the network outside of updates
 

@@ -75,8 +75,8 @@ class FSDP2Backend(DistributedBackend):
             shard_reference(reference, self.accelerator, is_offloaded)
         return reference
 
-    def reference_weights(self, reference: nn.Module, model: nn.Module) -> TrainedWeights:
-        return ShardedWeights(reference, self._weights.names)
+    def reference_weights(self, model: nn.Module, names: list[str]) -> TrainedWeights:
+        return ShardedWeights(model, names)
 
     # Passes
 

@@ -78,6 +78,16 @@ class TrainedWeights:
                 used.copy_(share)
         self.refresh()
 
+    @torch.no_grad()
+    def approach(self, others: "TrainedWeights", share: float) -> None:
+        """Move towards the exact values of other weights by a share of the distance; 1 copies them."""
+        values = others.exact()
+        if not self.is_sharded:
+            values = others.join(values)
+        for own, value in zip(self.used(), values, strict=True):
+            own.lerp_(value.to(own), share)
+        self.refresh()
+
     @property
     def _has_other_values(self) -> bool:
         """Whether anything beside the parameters themselves holds their values."""

@@ -106,7 +106,8 @@ class DeepSpeedBackend(DistributedBackend):
         return torch.autocast(self.accelerator.device.type, self._half, cache_enabled=False)
 
     def trained_weights(self, model: nn.Module, take_turns: bool) -> TrainedWeights:
-        trained, frozen = _split_by_gradient(model, model)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         if any(isinstance(module, PeftModel) for module in model.modules()):
             frozen = []  # the base model, which is not written to files
         self._weights = ZeroWeights(trained, self.stage, take_turns, frozen)
@@ -132,11 +133,9 @@ class DeepSpeedBackend(DistributedBackend):
             return reference
         return wrap_for_inference(reference, self.accelerator)
 
-    def reference_weights(self, reference: nn.Module, model: nn.Module) -> TrainedWeights:
-        if self.stage < 3:
-            return super().reference_weights(reference, model)
-        trained, frozen = _split_by_gradient(reference, model)
-        return FrozenShares(trained, self.stage, frozen=frozen)
+    def reference_weights(self, model: nn.Module, names: list[str]) -> TrainedWeights:
+        weights = super().reference_weights(model, names)
+        return weights if self.stage < 3 else FrozenShares(weights.parameters, self.stage)
 
     # Passes
 
@@ -347,14 +346,6 @@ def keep_buffers(model: nn.Module) -> Iterator[None]:
 
 
 # Weights
-
-
-def _split_by_gradient(model: nn.Module, trained: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return those parameters of a model that are trained in another model of the same kind, and the others."""
-    pairs = list(zip(model.parameters(), trained.parameters(), strict=True))
-    return [weight for weight, other in pairs if other.requires_grad], [
-        weight for weight, other in pairs if not other.requires_grad
-    ]
 
 
 class ZeroWeights(TrainedWeights):

@@ -4,6 +4,7 @@ import math
 
 from ..algorithms.registry import load_algorithm
 from ..config.settings import DiffusionGRPOConfig
+from ..rollout.passes import PASSES_MEASURED
 from .measure import Measurement
 
 Batches = dict[str, int | None]
@@ -63,6 +64,9 @@ def count_evaluations(args: DiffusionGRPOConfig, counted: Measurement | None = N
     updates = args.micro_batches_per_rollout * iterations / args.gradient_accumulation_steps
     if args.importance_sampling_level == "sequence" and updates > 1:
         passes["sequence ratio"] = one * steps * iterations * (1 - 1 / updates)
+    if args.regulates_rate:  # two predictions before and after each update
+        measured = 1 if args.takes_gradients else min(PASSES_MEASURED, steps)
+        passes["change of the predictions"] = 4 * update * measured * iterations / args.gradient_accumulation_steps
     return passes
 
 

@@ -1,4 +1,4 @@
-"""The frozen reference: the base model of a LoRA, or a copy of the network."""
+"""The frozen reference: the base model of a LoRA, or a copy of the LoRA or the network; the latter two may move."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -14,14 +14,14 @@ from ..distributed.trained_weights import TrainedWeights
 from ..policy.base import Policy
 from ..policy.token_process import TokenDistribution, TokenTrajectory
 from ..policy.trajectory import CleanSamples, Denoised, Finished, StepDistribution, Trajectory
-from ..weights.lora import reference_adapters
+from ..weights.lora import reference_adapters, reference_names
 
 
 class Reference:
     """The policy's networks with the weights that the run began with."""
 
-    def __init__(self, policy: Policy, model: nn.Module):
-        self._policy, self._model = policy, model
+    def __init__(self, policy: Policy, model: nn.Module, backend: DistributedBackend):
+        self._policy, self._model, self._backend = policy, model, backend
 
     @torch.no_grad()
     def replay(
@@ -49,9 +49,14 @@ class Reference:
 
 
 class AdapterReference(Reference):
-    """The reference of a LoRA: the same network with the adapter switched off."""
+    """The reference of a LoRA: the same network with the adapter switched off, or with a copy of it."""
 
     module: None = None
+
+    @property
+    def weights(self) -> TrainedWeights:
+        """The parameters of the adapter's copy that correspond to the policy's trained ones."""
+        return self._backend.reference_weights(self._model, reference_names(self._model))
 
     def shard(self) -> None:
         """Do nothing: the reference shares the network of the policy."""
@@ -69,8 +74,8 @@ class CopiedReference(Reference):
     def __init__(
         self, policy: Policy, model: nn.Module, backend: DistributedBackend, device: torch.device, is_offloaded: bool
     ):
-        super().__init__(policy, model)
-        self._backend, self._device, self._is_offloaded = backend, device, is_offloaded
+        super().__init__(policy, model, backend)
+        self._device, self._is_offloaded = device, is_offloaded
         self.module = copy_held(model).requires_grad_(False).eval()
         self.module.to("cpu" if is_offloaded or backend.shards_weights else device)
 
@@ -82,7 +87,8 @@ class CopiedReference(Reference):
     @property
     def weights(self) -> TrainedWeights:
         """The parameters of the copy that correspond to the policy's trained ones."""
-        return self._backend.reference_weights(self.plain_module, self._model)
+        names = [name for name, parameter in self._model.named_parameters() if parameter.requires_grad]
+        return self._backend.reference_weights(self.plain_module, names)
 
     def shard(self) -> None:
         """Shard the copy across the processes, if the policy is sharded."""

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet
-import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import IntervalStrategy
@@ -90,15 +89,9 @@ class SyncRefModelCallback(TrainerCallback):
     ):
         self.weights, self.ref_weights, self.alpha, self.interval = weights, ref_weights, alpha, interval
 
-    @torch.no_grad()
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % self.interval == 0:
-            reference, values = self.ref_weights(), self.weights.exact()
-            if not reference.is_sharded:
-                values = self.weights.join(values)
-            for ref, value in zip(reference.used(), values, strict=True):
-                ref.lerp_(value.to(ref), self.alpha)
-            reference.refresh()
+            self.ref_weights().approach(self.weights, self.alpha)
 
 
 class SampleGridCallback(TrainerCallback):

@@ -73,8 +73,10 @@ class Checkpointer:
             with self._weights.show_whole(self._old_policy.shares, is_kept=self._is_writer):
                 self._write(self._model, folder / OLD_POLICY_FOLDER)
         if self._reference is not None:
-            with self._reference.weights.show_whole(is_kept=self._is_writer):
-                self._write(self._reference.plain_module, folder / REFERENCE_FOLDER)
+            reference = self._reference.weights
+            values = reference.exact() if reference.is_sharded else self._weights.shard(reference.exact())
+            with self._weights.show_whole(values, is_kept=self._is_writer):
+                self._write(self._model, folder / REFERENCE_FOLDER)
         if self._values is not None and self._is_writer:
             self._values.save(folder)
 
@@ -121,14 +123,14 @@ class Checkpointer:
         return policy
 
     def _load_reference(self, folder: Path) -> None:
-        """Read the moving reference; if the checkpoint has none, it stays the model before training."""
+        """Read the moving reference, by way of the policy; without one in the checkpoint it stays as it is."""
         if self._reference is None:
             return
         if not (folder / REFERENCE_FOLDER).is_dir():
             logger.warning("%s contains no reference: it starts from the model as it was before training.", folder)
             return
-        with self._reference.weights.rewrite():
-            files.load_policy(self._reference.plain_module, self._policy.component, folder / REFERENCE_FOLDER)
+        self._load_policy(folder / REFERENCE_FOLDER)
+        self._reference.weights.approach(self._weights, 1.0)
 
     def _load_moving(self, moving: PolicyAverage | None, folder: Path) -> None:
         """Read a moving average; the model also holds it afterwards, until its own weights are loaded."""

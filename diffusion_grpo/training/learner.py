@@ -100,7 +100,7 @@ def make_reference(
 ) -> AdapterReference | CopiedReference | None:
     """Make the frozen reference; return None if full training needs no second copy of the weights."""
     if not is_full_training:
-        return AdapterReference(policy, model)
+        return AdapterReference(policy, model, backend)
     if not args.needs_reference:
         return None
     return CopiedReference(policy, model, backend, args.device, args.offload_ref_model)

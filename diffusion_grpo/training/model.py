@@ -305,7 +305,7 @@ def _prepare_network(
     if adapter is not None:
         if getattr(peft_config, "use_dora", False):  # DoRA starts from the norms of the weights
             late_weights.fill(network.parameters())
-        model = lora.wrap_lora(network, peft_config, adapter).eval()
+        model = lora.wrap_lora(network, peft_config, adapter, args.sync_ref_model).eval()
     else:
         _require_float32_weights(network, args)
         cast = late_weights.hold if backend is not None and backend.shards_weights else nn.Module.to

@@ -61,8 +61,8 @@ READ_ONCE -= {"num_generations_eval", "eval_num_inference_steps"}
 # cheap rewards, watched because a fall of one says that a trained reward may be being hacked
 CHEAP = {"images": ["brightness", "sharpness", "colorfulness", "jpeg_compressibility"]}
 CHEAP["videos"] = [*CHEAP["images"], "flicker", "motion"]
-LORA_LEARNING_RATE, FULL_LEARNING_RATE = 3e-4, 1e-5  # used if the settings give none
-LARGEST_LEARNING_RATE = 0.01  # with target_change, which scales it down
+LORA_LEARNING_RATE, FULL_LEARNING_RATE = 3e-4, 1e-5  # of a DeepSpeed configuration's optimizer
+LARGEST_LEARNING_RATE, TARGET_CHANGE = 0.01, 0.25  # the former with target_change, which scales it down
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +112,7 @@ def check_run(
     train_dataset: Dataset | None,
     eval_dataset: Dataset | dict[str, Dataset] | None,
     peft_config: PeftConfig | None,
+    has_optimizer: bool = False,
 ) -> CheckedRun:
     """Refuse early what cannot work, and decide what must be known before the model is loaded."""
     model = as_pipeline(model)
@@ -129,7 +130,7 @@ def check_run(
     check_given_parts(model, args, name_networks(args))
     check_gradient_range(model, args)
     rewards = load_run_rewards(reward_funcs, eval_reward_funcs, args)
-    is_full_training = prepare_training(args, peft_config)
+    is_full_training = prepare_training(args, peft_config, has_optimizer)
     check_datasets(rewards, args, train_dataset, eval_dataset)
     if args.takes_gradients and args.stop_when is None:
         args.stop_when = guard_gradients(rewards, args, eval_dataset)
@@ -218,15 +219,17 @@ def refuse_changed_settings(noted: dict[str, Any], args: DiffusionGRPOConfig) ->
             )
 
 
-def prepare_training(args: DiffusionGRPOConfig, peft_config: PeftConfig | None) -> bool:
+def prepare_training(args: DiffusionGRPOConfig, peft_config: PeftConfig | None, has_optimizer: bool = False) -> bool:
     """Check what is to be trained, and fill in the learning rate if the settings give none."""
     check_peft_config(peft_config)
     continues = continues_lora(args.lora_path, args.lora_adapter, peft_config)  # refuses a peft_config with a LoRA
     is_full_training = peft_config is None and not continues
     check_reentrant(args, is_full_training)
-    if args.sync_ref_model and not is_full_training:
-        raise ValueError("sync_ref_model=True needs full training: a LoRA's reference is the frozen base.")
     if args.learning_rate is None:
+        plugin = args.deepspeed_plugin
+        has_optimizer |= plugin is not None and "optimizer" in plugin.hf_ds_config.config
+        if args.target_change is None and not has_optimizer:  # which has a rate of its own
+            args.target_change = TARGET_CHANGE
         usual = FULL_LEARNING_RATE if is_full_training else LORA_LEARNING_RATE
         args.learning_rate = usual if args.target_change is None else LARGEST_LEARNING_RATE
         read_config_again(args)

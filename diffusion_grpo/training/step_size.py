@@ -58,7 +58,7 @@ class StepSize(TrainerCallback):
         if not self._hooks:
             raise ValueError(
                 "target_change scales the learning rate of an optimizer that the trainer makes; leave the optimizer "
-                "out of the DeepSpeed configuration, and set optim."
+                "out of the DeepSpeed configuration, and set optim, or leave target_change out."
             )
         # a part of trainer_state.json, and so of checkpoints
         self._state = state.stateful_callbacks.setdefault(NAME, {"rate": None, "gains": []})

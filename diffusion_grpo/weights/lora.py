@@ -26,7 +26,7 @@ from .files import drop_adapter, list_tuner_layers, load_weights
 from .quantization import show_plain_layers
 
 TARGETS = (("to_q", "to_k", "to_v", "to_out.0"), ("q_proj", "k_proj", "v_proj", "o_proj"))  # diffusers', transformers'
-REFERENCE = "grpo_reference"  # initial copy of an adapter that is trained further
+REFERENCE = "grpo_reference"  # copy of an adapter that is trained further, or whose reference moves
 TRAINED = "default"  # peft's name for a first adapter
 
 
@@ -142,7 +142,9 @@ def choose_adapter_name(pipe: DiffusionPipeline) -> str:
     return next(name for name in names if name not in taken)
 
 
-def wrap_lora(network: nn.Module, peft_config: PeftConfig | None, name: str) -> PeftModel:
+def wrap_lora(
+    network: nn.Module, peft_config: PeftConfig | None, name: str, reference_moves: bool = False
+) -> PeftModel:
     """Wrap a frozen network to train one LoRA; adapters that were active stay so, and are frozen."""
     drop_adapter(network, REFERENCE)  # of an earlier trainer of the same pipeline
     active = [adapter for adapter in _active_adapters(network) if adapter != name]
@@ -155,6 +157,8 @@ def wrap_lora(network: nn.Module, peft_config: PeftConfig | None, name: str) -> 
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # peft warns that there is an adapter already
         model = get_peft_model(network, peft_config, adapter_name=name)
     trained = {id(parameter) for parameter in network.parameters() if parameter.requires_grad}
+    if state is None and reference_moves:
+        state = get_peft_model_state_dict(network, adapter_name=name)
     if state is not None:
         _add_reference(model, state, name)
     for layer in list_tuner_layers(network):
@@ -249,6 +253,12 @@ def reference_adapters(model: PeftModel) -> Iterator[None]:
             # not peft's set_adapter, which would also change which weights are trained
             stack.enter_context(replace_attribute(layer, "_active_adapter", [*others, *instead]))
         yield
+
+
+def reference_names(model: nn.Module) -> list[str]:
+    """List the parameters of the reference adapters that correspond to the trained ones."""
+    trained = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    return [re.sub(r"(\.lora_\w+\.)[^.]+", rf"\g<1>{REFERENCE}", name) for name in trained]
 
 
 def save_merged(network: nn.Module, *args: Any, **kwargs: Any) -> None:

@@ -27,7 +27,8 @@ SETTINGS = SMOOTH | {
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(next(folder.glob("transformer/*.safetensors")))
+    full = folder / "transformer"
+    return load_file(next((full if full.is_dir() else folder).glob("*.safetensors")))
 
 
 def assert_same(some: Path, others: Path) -> None:
@@ -41,7 +42,16 @@ def assert_same(some: Path, others: Path) -> None:
 @pytest.mark.parametrize("stage", [2, 3, None], ids=["zero2", "zero3", "fsdp2"])
 def test_a_moved_reference_is_read_back_bit_for_bit(tmp_path, stage, offloaded):
     """In half precision, into a reference that is whole or sharded; and a resumed run ends where the unbroken did."""
-    settings = SETTINGS | {"offload_ref_model": offloaded}
+    check_read_back(tmp_path, SETTINGS | {"offload_ref_model": offloaded}, stage)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("stage", [2, 3, None], ids=["zero2", "zero3", "fsdp2"])
+def test_a_moved_reference_of_a_lora_is_read_back_bit_for_bit(tmp_path, stage):
+    check_read_back(tmp_path, SETTINGS | {"lora": True, "learning_rate": 10.0}, stage)
+
+
+def check_read_back(tmp_path: Path, settings: dict, stage: int | None) -> None:
     ranks_server.succeed(tmp_path, 2, rank_runs.move_reference, tmp_path, settings, stage, limit=600)
     first, last = (tmp_path / "whole" / f"checkpoint-{step}" for step in (1, 3))
     assert_same(tmp_path / "back" / "reference", first / "reference")

@@ -346,6 +346,7 @@ def test_passes_on_renoised_samples_are_counted(tmp_path):
         "update, with gradient": 2,
         "reference in the update": 2,
         "old policy": 2,
+        "change of the predictions": 4,
     }
     sizes = {"num_generations": 4, "num_inference_steps": 4, "num_iterations": 2, "use_cpu": True}
     twice = count_evaluations(DiffusionGRPOConfig(str(tmp_path), loss_type="dpo", **sizes))
@@ -379,6 +380,7 @@ def test_passes_of_a_language_model_are_counted_in_tokens(tmp_path):
     micro_batches = batches["pipeline_calls"]  # of one pass over the rollout
     assert passes[True] == micro_batches * evaluations["update, with gradient"]
     rest = ("rollout, one per token", "scores of the rollout's tokens", "reference in the update")
+    rest += ("change of the predictions",)
     assert passes[False] == micro_batches * sum(evaluations[name] for name in rest)
 
 

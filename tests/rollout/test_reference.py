@@ -37,7 +37,7 @@ def test_the_reference_of_a_lora_is_the_network_without_it():
     model, network = wrap_lora()
     inputs = torch.randn(2, 3)
     base = network[0].base_layer(inputs)
-    reference = AdapterReference(Policy(model), model)
+    reference = AdapterReference(Policy(model), model, None)
     reference.shard()
     assert reference.module is None
     for ask in (reference.replay, reference.denoise):

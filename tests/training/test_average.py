@@ -92,12 +92,12 @@ def test_where_a_checkpoint_keeps_the_policy(tmp_path, caplog):
     assert find_policy_folder(tmp_path, has_average=False) == tmp_path / "policy"
 
 
-def test_a_synchronised_reference_moves_towards_the_policy_every_n_updates(tmp_path):
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_synchronised_reference_moves_towards_the_policy_every_n_updates(tmp_path, lora):
     settings = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.75, "beta": 0.1}
-    trainer, seen = watched(tmp_path, lora=False, max_steps=3, **settings)
+    trainer, seen = watched(tmp_path, lora=lora, max_steps=3, **settings)
     trainer.train()
-    reference = dict(trainer.learner.reference.module.named_parameters())
-    assert reference.keys() == seen[0].keys()
+    reference = dict(zip(seen[0], trainer.learner.reference.weights.parameters, strict=True))
     for name, start in seen[0].items():
         torch.testing.assert_close(reference[name], torch.lerp(start, seen[2][name], 0.75), rtol=0, atol=1e-7)
     assert not all(torch.allclose(value, reference[name], atol=1e-5) for name, value in seen[3].items())

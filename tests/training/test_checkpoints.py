@@ -44,6 +44,9 @@ class Weights:
     def exact(self):
         return ["exact"]
 
+    def shard(self, values):
+        return values
+
 
 class Average:
     shares = ["average"]
@@ -57,10 +60,11 @@ class Average:
 
 
 class Reference:
-    plain_module = "reference"
-
     def __init__(self, log):
-        self.weights = Weights(log)
+        moved = log.note("approach")
+        self.weights = SimpleNamespace(
+            is_sharded=False, exact=lambda: ["reference"], approach=lambda *to: moved(to[1])
+        )
 
 
 class Loader:
@@ -122,7 +126,13 @@ def test_a_moving_reference_is_read_where_there_is_one(log, tmp_path, caplog):
     caplog.clear(), log.clear()
     (tmp_path / "reference").mkdir()
     make(log, has_reference=True).load(tmp_path)
-    assert log[0] == ("load", "reference", tmp_path / "reference") and not caplog.text
+    reference = [("load", "model", tmp_path / "reference"), ("approach", 1.0)]
+    assert log == [*reference, ("load", "model", tmp_path), ("resume", tmp_path)] and not caplog.text
+
+
+def test_a_moving_reference_lies_beside_the_weights(log, tmp_path):
+    make(log, has_reference=True).save_beside_weights(tmp_path)
+    assert log == [("show", ["reference"], True), ("save", "model", tmp_path / "reference", False), ("hide",)]
 
 
 def test_processes_that_write_nothing_take_part_in_showing_the_weights(log, tmp_path):

@@ -85,14 +85,14 @@ def test_only_the_embedded_model_fills_in_what_is_not_given():
 
 
 def test_settings_serve_several_trainers(tmp_path):
-    """What is filled in for one, such as the learning rate of full training, does not stay for the next."""
+    """What is filled in for one, such as the learning rate, does not stay for the next."""
     args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, height=8, width=8)
     rates, rows = [], Dataset.from_dict({"prompt": ["a"]})
     for peft_config in (None, LoraConfig()):
         pipe, _ = tiny_pipelines.build("sd3")
         trainer = DiffusionGRPOTrainer(pipe, brightness, args, rows, peft_config=peft_config)
         rates.append(trainer.args.learning_rate)
-    assert rates == [1e-5, 3e-4] and args.learning_rate is None
+    assert rates == [0.01, 0.01] and args.learning_rate is None and args.target_change is None
     plain = DiffusionGRPOConfig(str(tmp_path), use_cpu=True)
     assert prepare_args("tiny", plain).height == 32 and plain.height is None
 
@@ -123,17 +123,31 @@ def test_settings_may_have_more_fields(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("peft_config", "settings", "is_full", "rate"),
+    ("peft_config", "settings", "is_full", "rate", "change"),
     [
-        (LoraConfig(), {}, False, 3e-4),
-        (None, {}, True, 1e-5),
-        (None, {"lora_adapter": "style"}, False, 3e-4),
-        (None, {"learning_rate": 0.5}, True, 0.5),
+        (LoraConfig(), {}, False, 0.01, 0.25),
+        (None, {}, True, 0.01, 0.25),
+        (None, {"lora_adapter": "style"}, False, 0.01, 0.25),
+        (None, {"learning_rate": 0.5}, True, 0.5, None),
+        (None, {"learning_rate": 0.5, "target_change": 0.1}, True, 0.5, 0.1),
     ],
 )
-def test_what_is_trained_decides_the_learning_rate(peft_config, settings, is_full, rate):
+def test_the_learning_rate_regulates_itself_unless_it_is_set(peft_config, settings, is_full, rate, change):
     args = make_config(**{"learning_rate": None, **settings})
-    assert prepare_training(args, peft_config) is is_full and args.learning_rate == rate
+    assert prepare_training(args, peft_config) is is_full
+    assert (args.learning_rate, args.target_change) == (rate, change)
+
+
+@pytest.mark.parametrize(("peft_config", "rate"), [(LoraConfig(), 3e-4), (None, 1e-5)])
+def test_an_optimizer_of_the_users_own_has_its_own_rate(peft_config, rate):
+    args = make_config(learning_rate=None)
+    prepare_training(args, peft_config, has_optimizer=True)
+    assert (args.learning_rate, args.target_change) == (rate, None)
+    args = make_config(learning_rate=None)
+    config = SimpleNamespace(config={"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}})
+    args.deepspeed_plugin = SimpleNamespace(hf_ds_config=config)
+    prepare_training(args, peft_config)
+    assert (args.learning_rate, args.target_change) == (rate, None)
 
 
 def test_rewards_that_are_trained_on_are_evaluated_anyway():

@@ -198,7 +198,6 @@ def test_a_peft_model_as_the_network(tmp_path):
         ({"lora_path": "./nowhere", "lora": False}, "lora_path: there is no folder or file ./nowhere"),
         ({"scale": 0.5, "lora_adapter": "style", "lora": False}, r"is scaled by 0.5.*set_adapters\('style', 1.0\)"),
         ({"fused": True, "keep_adapters": True}, "both fused into its weights and loaded; call pipe.unload_lora"),
-        ({"sync_ref_model": True, "beta": 0.1, "lora_adapter": "style", "lora": False}, "needs full training"),
     ],
 )
 def test_what_is_refused_of_adapters(tmp_path, style, settings, message):
