@@ -1,6 +1,6 @@
 """Reward colour alone, at a rate that is too high: what `beta` costs and protects, for docs/rewards/hacking.md.
 
-`python benchmarks/guards.py` prints a row for each value; it takes about four minutes on a core.
+`python benchmarks/guards.py` prints a row for each value; it takes about five minutes on a core.
 """
 
 import argparse
@@ -17,12 +17,14 @@ COLOR = FIRST_OF_3 | {
     "eval_max_prompts": 48,
     "num_generations_eval": 2,  # for the diversity
 }
-# rate, penalty, network passes per sample
+MOVING = {"beta": 0.1, "sync_ref_model": True, "ref_model_mixup_alpha": 1.0, "ref_model_sync_steps": 20}
+# rate, settings, network passes per sample
 RUNS = {
-    "before training": (0.0, 0.0, 2.0),
-    "none": (1.1e-3, 0.0, 75.0),
-    "`beta: 0.1`": (1.1e-3, 0.1, 75.0),
-    "`beta: 0.5`": (1.1e-3, 0.5, 75.0),
+    "before training": (0.0, {}, 2.0),
+    "none": (1.1e-3, {}, 75.0),
+    "`beta: 0.1`": (1.1e-3, {"beta": 0.1}, 75.0),
+    "`beta: 0.5`": (1.1e-3, {"beta": 0.5}, 75.0),
+    "`beta: 0.1`, a reference that moves every 20 updates": (1.1e-3, MOVING, 75.0),
 }
 METRICS = ("race_reward", "race_rewards/tesseract/mean", "race_rewards/text/mean", "race_diversity")
 
@@ -33,8 +35,8 @@ def main() -> None:
     seed = parser.parse_args().seed
     hide_loading_bars("tiny")
     print("| guard | colour | Tesseract | spelling | diversity |\n|---|---|---|---|---|")
-    for name, (rate, beta, passes) in RUNS.items():
-        recipe = Recipe(name, "colour alone", COLOR | {"beta": beta})
+    for name, (rate, settings, passes) in RUNS.items():
+        recipe = Recipe(name, "colour alone", COLOR | settings)
         row = train_row(recipe, rate, seed, max_passes=passes, eval_passes=passes, describe=measure)
         print(f"| {name} | {' | '.join(f'{row[metric]:.3f}' for metric in METRICS)} |", flush=True)
 
