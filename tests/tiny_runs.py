@@ -166,6 +166,28 @@ def policy_weights(trainer: DiffusionGRPOTrainer) -> dict:
         return trained_weights(trainer)
 
 
+def train_and_compare(trainer: DiffusionGRPOTrainer) -> set[str]:
+    """Train; return the names of the weights that have moved."""
+    before = trained_weights(trainer)
+    trainer.train()
+    return {name for name, value in trained_weights(trainer).items() if not torch.equal(value, before[name])}
+
+
+def resume(make, folder: Path, *steps: int) -> list[DiffusionGRPOTrainer]:
+    """A run that is trained whole, and again from its checkpoints of some steps; all end with the same weights.
+
+    `make` gives a trainer in a folder.
+    """
+    runs = [make(folder / "whole")]
+    runs[0].train()
+    expected = policy_weights(runs[0])
+    for step in steps:
+        runs.append(make(folder / f"from-{step}"))
+        runs[-1].train(resume_from_checkpoint=str(folder / "whole" / f"checkpoint-{step}"))
+        assert all(torch.equal(value, expected[name]) for name, value in policy_weights(runs[-1]).items())
+    return runs
+
+
 FEW = {"num_generations": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
 
 

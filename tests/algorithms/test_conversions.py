@@ -6,13 +6,12 @@ import pytest
 import tiny_pipelines
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
-from recorded import make_policy
-from tiny_runs import PROMPTS, brightness, joined_trajectory, logged, trained_weights, trainer_for
+from tiny_runs import PROMPTS, brightness, joined_trajectory, logged, trainer_for
 from transformers import TrainerCallback
 
 from diffusion_grpo.algorithms.losses import kl_divergence
 from diffusion_grpo.policy.drivers import Recorder
-from diffusion_grpo.policy.rollout import DenoisingPolicy, replay, rollout
+from diffusion_grpo.policy.rollout import DenoisingPolicy, rollout
 from diffusion_grpo.policy.schedulers import stochastic_scheduler
 from diffusion_grpo.policy.sde import cps, log_density, squared_error
 from diffusion_grpo.policy.trajectory import RolloutRequest
@@ -66,16 +65,6 @@ def test_flow_grpos_log_probability_of_cps(step):
 def test_what_is_held_fixed_does_not_count_in_a_squared_error():
     value, mean = torch.tensor([[1.0, 5.0], [2.0, 9.0]]), torch.zeros(2, 2)
     assert squared_error(value, mean, torch.tensor([1.0, 0.0])).tolist() == [-1.0, -4.0]
-
-
-def test_a_squared_error_is_recorded_and_replayed():
-    policy, inputs = make_policy(sde_type="cps", log_prob_type="squared_error")
-    _, trajectory = rollout(policy, inputs, seeds=SEEDS, num_inference_steps=4)
-    for step in (0, 1, 2):
-        now = replay(policy, inputs, trajectory, step)
-        assert torch.equal(now.log_prob, trajectory.log_probs[:, step]) and now.log_prob.requires_grad
-        by_hand = -((trajectory.next_latents[:, step] - now.mean).double() ** 2).mean((1, 2, 3))
-        torch.testing.assert_close(now.log_prob.double(), by_hand, rtol=1e-5, atol=0)
 
 
 def test_the_setting_reaches_the_ratio(tmp_path):
@@ -193,16 +182,3 @@ def test_dropping_a_group_of_equals_doubles_what_the_other_says(tmp_path):
     assert any(gradient.abs().max() > 0 for gradient in gradients[0].values())
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], 2 * gradient, rtol=1e-4, atol=1e-9)
-
-
-def test_weights_survive_a_resume_within_a_rollout(tmp_path):
-    settings = {"drop_zero_advantages": True, "rewards": one_group_of_equals, "max_steps": 2, "num_iterations": 2}
-    settings |= {"shuffle_dataset": False, "save_strategy": "steps", "save_steps": 1}
-    whole = trainer_for(tmp_path / "whole", **settings)
-    whole.train()
-    again = trainer_for(tmp_path / "again", **settings)
-    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
-    assert again.loader.buffer.advantages.weights.tolist() == whole.loader.buffer.advantages.weights.tolist()
-    assert 2.0 in whole.loader.buffer.advantages.weights.tolist()
-    expected = trained_weights(whole)
-    assert all(torch.equal(value, expected[name]) for name, value in trained_weights(again).items())

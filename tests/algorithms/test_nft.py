@@ -5,7 +5,6 @@ import torch
 from renoised_parts import changed, gradient, mean, problem, squares
 from torch.testing import assert_close
 
-from diffusion_grpo.algorithms.base import Recording
 from diffusion_grpo.algorithms.nft import NFT
 
 
@@ -55,10 +54,6 @@ def test_a_perfect_prediction_is_not_divided_by_zero():
     given = problem(distance=0.0)
     out = NFT().loss(given.policy, None, given.part, 3)
     assert out.loss.item() == 0.0 and (gradient(out.loss, given) == 0).all()
-
-
-def test_it_is_the_old_policy_that_rolls_out():
-    assert NFT.recording == Recording(keeps="clean", sampler="old")
 
 
 def test_advantages_of_any_device_and_dtype():

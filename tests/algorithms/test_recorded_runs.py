@@ -4,14 +4,7 @@ import math
 
 import pytest
 import torch
-from tiny_runs import (
-    brightness,
-    first_frame_brightness,
-    joined_trajectory,
-    logged,
-    trained_weights,
-    trainer_for,
-)
+from tiny_runs import brightness, first_frame_brightness, joined_trajectory, logged, trained_weights, trainer_for
 
 SHORT = {"gradient_accumulation_steps": 1, "num_inference_steps": 4}
 # two updates per rollout: losses that compare with the policy that rolled out differ from grpo's only in the second
@@ -106,9 +99,3 @@ def test_losses_weights_and_processes_on_every_kind(tmp_path, kind, name):
         distances, clipped = logged(trainer, "kl/old"), logged(trainer, "clip_ratio/region_mean")
         assert distances[0] == distances[2] == 0.0 < distances[1]
         assert clipped[0] == clipped[2] == 0.0 < clipped[1] or name != "dppo, velocity"
-
-
-@pytest.mark.parametrize(("kind", "process"), [("DDIM", "precise"), ("EDM", "wan_sde")])
-def test_processes_of_flow_matching_are_refused_elsewhere(tmp_path, kind, process):
-    with pytest.raises(ValueError, match=f"sde_type='{process}'"):
-        trainer_for(tmp_path, **KINDS[kind], sde_type=process)

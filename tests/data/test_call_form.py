@@ -51,24 +51,6 @@ def find(make_latents):
     return form
 
 
-def test_a_batch_in_which_each_sample_has_its_own():
-    def by_row(x, seeds):
-        if torch.is_tensor(x):
-            raise TypeError("x must be a list")
-        return torch.stack(x)[:, None]
-
-    assert find(by_row) == Form("batched")
-
-
-def test_a_batch_that_is_an_error_and_a_bare_value_too():
-    def listed(x, seeds):
-        if torch.is_tensor(x) or len(x) != 1:
-            raise TypeError("one value\nin a list.")
-        return torch.stack(x)[:, None]
-
-    assert find(listed) == Form("listed", "one value in a list")
-
-
 def test_an_input_that_is_ignored_everywhere_is_no_reason():
     assert find(lambda x, seeds: torch.zeros(len(seeds), 1)) == Form("batched")
 

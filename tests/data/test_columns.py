@@ -34,6 +34,13 @@ def parameters(cls=FluxKontextPipeline):
     return inspect.signature(cls.__call__).parameters
 
 
+def read(dataset, *indices, cls=FluxKontextPipeline):
+    """Rows of a dataset that is checked for a pipeline."""
+    columns = Columns(dataset, parameters(cls))
+    columns.check("train_dataset")
+    return columns.rows(list(indices))
+
+
 def images_of(folder):
     return [Image.open(folder / f"{color}.png") for color in COLORS]
 
@@ -64,15 +71,11 @@ def assert_same_picture(found, expected):
 @pytest.mark.parametrize("kind", TABLES)
 def test_images(folder, kind):
     dataset = TABLES[kind](folder)
-    columns = Columns(dataset, parameters())
-    columns.check("train_dataset")
-    rows = columns.rows([2, 0, 2])
+    rows = read(dataset, 2, 0, 2)
     assert_same_picture(rows[0]["image"], images_of(folder)[2])
     assert_same_picture(rows[1]["image"], images_of(folder)[0])
     assert rows[0] is rows[2]  # decoded once for all samples of a prompt
-    picked = Columns(dataset.select([1, 2]), parameters())
-    picked.check("train_dataset")
-    assert_same_picture(picked.rows([0])[0]["image"], images_of(folder)[1])
+    assert_same_picture(read(dataset.select([1, 2]), 0)[0]["image"], images_of(folder)[1])
 
 
 def test_lists_of_images_and_missing_ones(folder):
@@ -81,36 +84,28 @@ def test_lists_of_images_and_missing_ones(folder):
     plain = datasets.Dataset.from_dict({"reference_images": [paths[:2], [], None]})
     large = plain.cast_column("reference_images", datasets.LargeList(datasets.Value("string")))
     for dataset, name in ((typed, "refs"), (plain, "reference_images"), (large, "reference_images")):
-        columns = Columns(dataset, parameters(WanVACEPipeline))
-        columns.check("train_dataset")
-        first, second, third = (row[name] for row in columns.rows([0, 1, 2]))
+        first, second, third = (row[name] for row in read(dataset, 0, 1, 2, cls=WanVACEPipeline))
         assert_same_picture(first[1], images_of(folder)[1])
         assert second == [] and third is None
     single = datasets.Dataset.from_dict({"image": [paths[0], None]}).cast_column("image", IMAGE)
-    columns = Columns(single, parameters())
-    columns.check("train_dataset")
-    assert columns.rows([1])[0]["image"] is None
+    assert read(single, 1)[0]["image"] is None
 
 
 @pytest.mark.parametrize("kind", [datasets.Video(), datasets.Value("string"), datasets.Value("large_string")], ids=str)
 def test_videos_are_lists_of_frames(folder, kind):
     dataset = datasets.Dataset.from_dict({"video": [str(folder / "a.mp4")]}).cast_column("video", kind)
-    columns = Columns(dataset, parameters(WanVACEPipeline))
-    columns.check("train_dataset")
-    frames = columns.rows([0])[0]["video"]
+    frames = read(dataset, 0, cls=WanVACEPipeline)[0]["video"]
     assert len(frames) == 3 and all(frame.size == (16, 8) for frame in frames)
     reds = [np.asarray(frame)[..., 0].mean() for frame in frames]
     assert reds[0] > 200 and max(reds[1:]) < 60
 
 
 def test_sound_is_a_tensor_at_the_rate_that_the_type_asks_for(folder):
-    paths = {"initial_audio_waveforms": [str(folder / "a.wav")]}
-    plain = Columns(datasets.Dataset.from_dict(paths), parameters(StableAudioPipeline))
-    sound = plain.rows([0])[0]["initial_audio_waveforms"]
+    plain = datasets.Dataset.from_dict({"initial_audio_waveforms": [str(folder / "a.wav")]})
+    sound = read(plain, 0, cls=StableAudioPipeline)[0]["initial_audio_waveforms"]
     assert sound.shape == (2, 800) and sound.dtype == torch.float32
     assert torch.allclose(sound.mean(1), torch.tensor([0.5, -0.5]), atol=1e-3)
-    typed = datasets.Dataset.from_dict(paths)
-    typed = typed.cast_column("initial_audio_waveforms", datasets.Audio(sampling_rate=4000, num_channels=1))
+    typed = plain.cast_column("initial_audio_waveforms", datasets.Audio(sampling_rate=4000, num_channels=1))
     mono = Columns(typed, {}).rows([0])[0]["initial_audio_waveforms"]
     assert mono.shape[0] == 1 and abs(mono.shape[1] - 400) <= 4
     assert mono.abs().max() < 1e-3  # the two channels cancel
@@ -118,10 +113,8 @@ def test_sound_is_a_tensor_at_the_rate_that_the_type_asks_for(folder):
 
 def test_columns_that_take_text_or_that_no_parameter_takes_stay_strings(folder):
     path = str(folder / "red.png")
-    dataset = datasets.Dataset.from_dict({"prompt": [path], "negative_prompt": [path], "target": [path]})
-    columns = Columns(dataset, parameters())
-    columns.check("train_dataset")
-    assert columns.rows([0]) == [{"prompt": path, "negative_prompt": path, "target": path}]
+    row = {"prompt": path, "negative_prompt": path, "target": path}
+    assert read(datasets.Dataset.from_list([row]), 0) == [row]
 
 
 def test_columns_of_media_are_told_by_their_type_or_their_first_row(folder):
@@ -143,10 +136,7 @@ def test_a_format_changes_no_text_number_or_image(folder, form):
     rows = {"image": images_of(folder), "height": [16, 32, None], "scale": [0.1, 0.2, 0.3], "note": ["a", None, "c"]}
     rows |= {"words": [["x"], [], None], "prompt_embeds": torch.ones(3, 2, 4).tolist(), "boxes": [[1, 2], [3, 4], [5]]}
     dataset = datasets.Dataset.from_dict(rows)
-    plain = Columns(dataset, parameters()).rows([2, 0])
-    formatted = Columns(dataset.with_format(form), parameters())
-    formatted.check("train_dataset")
-    for row, expected in zip(formatted.rows([2, 0]), plain, strict=True):
+    for row, expected in zip(read(dataset.with_format(form), 2, 0), read(dataset, 2, 0), strict=True):
         assert list(row) == list(expected)
         assert_same_picture(row.pop("image"), expected.pop("image"))
         assert torch.equal(row.pop("prompt_embeds"), expected.pop("prompt_embeds"))
@@ -191,10 +181,8 @@ def test_refused_before_a_model_is_loaded(folder, value, message, feature):
 def test_a_broken_file_is_named(folder):
     (folder / "broken.png").write_bytes(b"no picture")
     dataset = datasets.Dataset.from_dict({"image": [str(folder / "red.png"), str(folder / "broken.png")]})
-    columns = Columns(dataset, parameters())
-    columns.check("train_dataset")
     with pytest.raises(RowError, match="Row 1 .*column 'image': cannot identify image file"):
-        columns.rows([0, 1])
+        read(dataset, 0, 1)
 
 
 def test_the_pipeline_gets_images_in_its_mode(folder):

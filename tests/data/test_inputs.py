@@ -22,15 +22,7 @@ from diffusers import (
 )
 from peft import LoraConfig
 from PIL import Image
-from tiny_runs import (
-    LORA,
-    SETTINGS,
-    brightness,
-    joined_trajectory,
-    logged,
-    trained_weights,
-    trainer_for,
-)
+from tiny_runs import LORA, SETTINGS, brightness, joined_trajectory, logged, resume, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.data import call_form
@@ -364,12 +356,7 @@ def test_a_run_of_single_samples_is_resumed_within_a_rollout(tmp_path):
     """The pipeline is asked again: taken as one that batches, it would blend the images of a micro-batch."""
     own = {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 2}
     own |= {"num_generations": 2, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
-    whole = trainer_of(tmp_path / "whole", *kontext(Blend), edits([(16, 16)] * 2), **own)
-    whole.train()
-    again = trainer_of(tmp_path / "again", *kontext(Blend), edits([(16, 16)] * 2), **own)
-    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
-    expected = trained_weights(whole)
-    assert all(torch.equal(value, expected[name]) for name, value in trained_weights(again).items())
+    resume(lambda folder: trainer_of(folder, *kontext(Blend), edits([(16, 16)] * 2), **own), tmp_path, 1)
 
 
 def test_a_rollout_is_cut_into_calls_as_its_updates_are(tmp_path):
@@ -434,12 +421,8 @@ def test_every_sample_weighs_the_same_however_shapes_part_them(tmp_path):
 
 def test_a_resumed_run_of_mixed_sizes_equals_an_unbroken_one(tmp_path):
     own = {"steps_per_generation": 2, "num_iterations": 2, "max_steps": 5, "save_strategy": "steps", "save_steps": 1}
-    whole, again = (mixed(tmp_path / name, **own) for name in ("whole", "again"))
-    whole.train()
-    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))  # within a rollout
-    expected = trained_weights(whole)
+    _, again = resume(lambda folder: mixed(folder, **own), tmp_path, 1)  # within a rollout
     assert again.state.global_step == 5
-    assert all(torch.equal(value, expected[name]) for name, value in trained_weights(again).items())
 
 
 def test_images_of_different_sizes_and_rows_without_one_are_edited_and_reach_the_rewards(tmp_path):

@@ -6,13 +6,7 @@ import datasets
 import pytest
 
 from diffusion_grpo import tiny
-from diffusion_grpo.data.prompts import (
-    check_dataset,
-    choose_evaluated,
-    load_given,
-    load_prompts,
-    read_prompts,
-)
+from diffusion_grpo.data.prompts import check_dataset, choose_evaluated, load_given, load_prompts, read_prompts
 from diffusion_grpo.rewards.geneval import read_requirements
 
 PROMPTS = ["a cat", "snow on the Zugspitze, août", 'the word "RAIN", in red']

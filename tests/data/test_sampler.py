@@ -5,8 +5,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from accelerate.data_loader import BatchSamplerShard
-from torch.utils.data import BatchSampler
 from transformers.trainer_pt_utils import AcceleratorConfig
 from trl.trainer.utils import RepeatSampler
 
@@ -74,12 +72,6 @@ def test_no_prompt_is_left_out_and_no_dataset_too_small(num_rows, prompts, repea
         assert len(set(chunk)) == min(prompts, num_rows)
         repetition = start // size % repeat_count
         assert repetition == 0 or chunk == rows[start - size : start]
-
-
-def test_split_batches_would_take_the_groups_apart():
-    batches = BatchSampler(make(2, 4, 2, 1, shuffle=False, processes=2), batch_size=4, drop_last=False)
-    assert list(BatchSamplerShard(batches, 2, 0)) == [[0, 0, 0, 0]]  # the whole share of the first process
-    assert list(BatchSamplerShard(batches, 2, 0, split_batches=True)) == [[0, 0], [1, 1]]
 
 
 def test_settings_of_accelerates_data_loader_are_refused():

@@ -9,7 +9,7 @@ from diffusers import DiffusionPipeline
 from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
 from peft import LoraConfig, PeftModel
 from tiny_pipelines.conditioned import draw_images
-from tiny_runs import LORA, SETTINGS, brightness, logged, trained_weights
+from tiny_runs import LORA, SETTINGS, brightness, logged, resume, train_and_compare, trained_weights
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.pipelines import FAMILIES, family_of
@@ -53,10 +53,8 @@ def changed(before, after):
 def test_it_trains_with_a_first_ratio_of_one(tmp_path, component, kind):
     settings = {"num_iterations": 2, "beta": 0.1, "eval_strategy": "steps", "eval_steps": 2}
     trainer = trainer_of(tmp_path, component, kind, **settings)
-    before = trained_weights(trainer)
-    trainer.train()
+    assert train_and_compare(trainer) == trained_weights(trainer).keys()
     assert logged(trainer, "ratio/max_error") == [0.0]
-    assert changed(before, trained_weights(trainer)) == set(before)
     first, second = logged(trainer, "kl")
     assert first == 0.0 < second
     assert logged(trainer, "ratio/mean")[1] != 1.0 and len(logged(trainer, "eval_reward")) == 1
@@ -87,10 +85,8 @@ def test_recomputed_activations_give_the_same_weights(tmp_path, component, kind)
 @pytest.mark.parametrize("component", BOTH)
 def test_it_trains_in_mixed_precision(tmp_path, component):
     trainer = trainer_of(tmp_path, component, "glm_image_edit", bf16=True, beta=0.1, num_iterations=2)
-    before = trained_weights(trainer)
-    trainer.train()
+    assert train_and_compare(trainer) == trained_weights(trainer).keys()
     assert logged(trainer, "ratio/max_error")[0] <= 1e-5 and logged(trainer, "kl")[0] <= 1e-6
-    assert changed(before, trained_weights(trainer)) == set(before)
 
 
 def _language(pipe):
@@ -100,12 +96,8 @@ def _language(pipe):
 @pytest.mark.parametrize(("component", "kind"), list(zip(BOTH, reversed(KINDS), strict=True)))
 def test_resume_within_a_rollout(tmp_path, component, kind):
     settings = {"num_iterations": 2, "save_strategy": "steps", "save_steps": 1, "gradient_accumulation_steps": 1}
-    whole = trainer_of(tmp_path / "whole", component, kind, **settings)
-    whole.train()
+    whole, again = resume(lambda folder: trainer_of(folder, component, kind, **settings), tmp_path, 1)
     assert (tmp_path / "whole" / "checkpoint-1" / "rollout-rank0.safetensors").is_file()
-    again = trainer_of(tmp_path / "again", component, kind, **settings)
-    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
-    assert not changed(trained_weights(whole), trained_weights(again))
     assert again.state.global_step == 2 and logged(again, "reward") == logged(whole, "reward")
 
 
@@ -141,12 +133,11 @@ def sample(pipe, inputs):
 def test_full_training_leaves_out_what_gets_no_gradient_and_reloads(tmp_path, component):
     settings = {"lora": False, "beta": 0.1, "num_iterations": 2, "save_strategy": "steps", "save_steps": 1}
     trainer = trainer_of(tmp_path, component, **settings)
-    before = trained_weights(trainer)
-    assert not any("visual" in name or "vqmodel" in name for name in before)
-    trainer.train()
+    names = set(trained_weights(trainer))
+    assert not any("visual" in name or "vqmodel" in name for name in names)
+    unmoved = names - train_and_compare(trainer)
     trainer.save_model()
-    unmoved = set(before) - changed(before, trained_weights(trainer))
-    assert unmoved <= {"transformer_blocks.1.ff.net.2.bias"} | {name for name in before if "context" in name}
+    assert unmoved <= {"transformer_blocks.1.ff.net.2.bias"} | {name for name in names if "context" in name}
     assert logged(trainer, "ratio/max_error") == [0.0] and logged(trainer, "kl")[1] > 0
     loaded = DiffusionPipeline.from_pretrained(tmp_path)
     weights = dict(getattr(loaded, component).named_parameters())

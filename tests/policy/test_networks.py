@@ -17,12 +17,7 @@ from diffusion_grpo import check_pipeline, tiny
 from diffusion_grpo.distributed.collectives import DONE, GRAPH, PLAIN, EqualCalls
 from diffusion_grpo.policy.denoising import DenoisingPolicy
 from diffusion_grpo.policy.drivers import Driver
-from diffusion_grpo.policy.networks import (
-    NetworkAccess,
-    avoid_cudnn_attention,
-    find_quantization,
-    is_quantized_weight,
-)
+from diffusion_grpo.policy.networks import NetworkAccess, avoid_cudnn_attention, find_quantization, is_quantized_weight
 from diffusion_grpo.policy.rollout import replay, rollout, run_prefix
 
 
@@ -134,11 +129,6 @@ def test_only_the_default_is_changed_and_it_comes_back_after_an_error_too(choice
         with pytest.raises(ValueError), avoid_cudnn_attention():
             raise ValueError
         assert read_choice() == before
-
-
-def test_cudnn_stays_in_use_where_it_was_chosen_for_the_network():
-    with avoid_cudnn_attention(), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        assert is_enabled()  # as diffusers' backend `_native_cudnn` does for each call
 
 
 def test_rollouts_updates_and_evaluations(tmp_path):

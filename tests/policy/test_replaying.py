@@ -3,14 +3,14 @@
 import pytest
 import tiny_pipelines
 import torch
-from half_steps import SEEDS, STD, HalfSteps
+from half_steps import SEEDS, HalfSteps
 from torch import nn
 
 from diffusion_grpo.policy.denoising import DenoisingPolicy
 from diffusion_grpo.policy.drivers import FinishDriver, Recorder, StepScored, UnsupportedPipeline
 from diffusion_grpo.policy.replaying import InputWatch, ReplayDriver
 from diffusion_grpo.policy.rollout import replay, rollout
-from diffusion_grpo.policy.trajectory import RolloutRequest, Trajectory
+from diffusion_grpo.policy.trajectory import RolloutRequest
 
 
 def test_a_step_of_two_latents_is_scored_as_one():
@@ -38,24 +38,6 @@ def test_a_step_of_two_latents_is_scored_as_one():
     torch.testing.assert_close(torch.cat([part.flatten(1) for part in parts], 1), found / 2)
     with pytest.raises(UnsupportedPipeline, match="change 2 latents at once"):
         FinishDriver(recorder)
-
-
-def test_one_call_scores_all_samples_that_share_it():
-    """As many rows as calls pass the network; each sample's next latent is scored by the row it shares."""
-    latents, sources = torch.tensor([[2.0, 4.0], [6.0, 8.0]]), torch.tensor([1, 0, 0])
-    next_latents = torch.arange(6.0).view(3, 2)
-    inputs, zeros, ones = latents[sources][:, None], torch.zeros(3, 1), torch.ones(3, 1, dtype=torch.int64)
-    trajectory = Trajectory(inputs, next_latents[:, None], zeros, ones, sources, SEEDS[sources], 4, 0.7)
-    teacher = ReplayDriver(1, trajectory, sources)
-    handed = teacher.step(HalfSteps(), 0, None, None, torch.zeros(2, 2))
-    assert torch.equal(handed, latents)
-    with pytest.raises(StepScored):
-        teacher.step(HalfSteps(), 1, handed, None, handed)
-    mean = (latents / 2)[sources]
-    assert torch.equal(teacher.scored.mean, mean) and torch.equal(teacher.scored.prediction, latents[sources])
-    assert torch.equal(teacher.scored.velocity, latents[sources])
-    assert torch.equal(teacher.scored.log_prob, -((next_latents - mean) ** 2).mean(1))
-    assert teacher.scored.scale.std.tolist() == [STD] * 3
 
 
 @pytest.mark.parametrize("name", ["sd15", "wan", "cosmos"])

@@ -84,19 +84,3 @@ def test_a_rollout_is_saved_only_while_it_is_used(tmp_path, monkeypatch):
             feed.next([1, 2], step, 9)
         feed.save(tmp_path, step + 1)
     assert saved == ["rollout-rank0.safetensors"]  # after the first of two updates
-
-
-def test_a_resume_within_a_rollout_reads_the_rest_of_it(tmp_path, monkeypatch):
-    feed, generator = make()
-    seen = []
-
-    def restore(folder, order, inputs, read_rows, device):
-        seen.append((folder, read_rows([2])))
-        return Buffer("restored")
-
-    generator.inputs, generator.learn = None, lambda rows: seen.append(("learned", rows))
-    monkeypatch.setattr("diffusion_grpo.rollout.generate.restore_buffer", restore)
-    feed.resume_from(tmp_path)
-    assert feed.next([1, 2], 1, 9) == ("restored", 2) and not generator.calls
-    assert seen == [("learned", ["row 2"]), (tmp_path, ["row 2"])]
-    assert feed.next([1, 2], 1, 9) == ("restored", 3) and feed.next([1, 2], 2, 9) == (0, 0)

@@ -8,11 +8,7 @@ from tiny_runs import logged, trained_weights, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.policy.trajectory import Prefix
-from diffusion_grpo.rollout.generate import compute_prefixes, split_by_length
-
-
-def test_calls_are_split_where_samples_branch_at_different_steps():
-    assert split_by_length([[0, 1, 2], [3, 4]], [2, 3, 2, 1, 1]) == [[0, 2], [1], [3, 4]]
+from diffusion_grpo.rollout.generate import compute_prefixes
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from tiny_runs import (
     first_frame_brightness,
     joined_trajectory,
     logged,
-    policy_weights,
-    trained_weights,
+    resume,
+    train_and_compare,
     trainer_for,
 )
 from transformers import TrainerCallback
@@ -128,11 +128,10 @@ def test_a_known_value_is_learned_beside_a_fixed_policy(tmp_path):
 def test_training_with_a_value_model(tmp_path, settings):
     rewards = first_frame_brightness if settings.get("name") == "wan" else brightness
     trainer = trainer_for(tmp_path, rewards=rewards, **settings, **GAE)
-    policy, values = trained_weights(trainer), {n: v.clone() for n, v in trainer.learner.values.state_dict().items()}
-    trainer.train()
+    values = {name: value.clone() for name, value in trainer.learner.values.state_dict().items()}
+    assert train_and_compare(trainer)
     # samples that train on other steps are replayed in other batches, which float32 sees
     assert max(logged(trainer, "ratio/max_error")) <= (1e-6 if "step_selection" in settings else 0.0)
-    assert any(not torch.equal(policy[name], value) for name, value in trained_weights(trainer).items())
     assert any(not torch.equal(values[name], value) for name, value in trainer.learner.values.state_dict().items())
     assert len(logged(trainer, "value/loss")) == 2
     assert all(parameter.grad is None for parameter in trainer.learner.values.parameters())
@@ -167,18 +166,12 @@ def test_gradients_of_policy_and_value_model_are_those_of_their_objectives(tmp_p
 
 
 def test_a_resumed_run_has_the_same_value_model(tmp_path):
-    settings = GAE | {"max_steps": 4, "num_iterations": 2, "save_strategy": "steps", "save_steps": 1}
-    whole = trainer_for(tmp_path / "whole", **settings, ema_decay=0.9)
-    whole.train()
-    for step in (1, 2):  # within a rollout, and between two
-        again = trainer_for(tmp_path / f"from-{step}", **settings, ema_decay=0.9)
-        again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
-        one, other = whole.learner.values.state_dict(), again.learner.values.state_dict()
-        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-        expected = policy_weights(whole)
-        assert all(torch.equal(value, expected[name]) for name, value in policy_weights(again).items())
-    saved = load_file(tmp_path / "whole" / "checkpoint-4" / VALUE_WEIGHTS)
-    assert all(torch.equal(saved[name], value) for name, value in whole.learner.values.state_dict().items())
+    settings = GAE | {"max_steps": 4, "num_iterations": 2, "save_strategy": "steps", "save_steps": 1, "ema_decay": 0.9}
+    # within a rollout, and between two
+    whole, *resumed = resume(lambda folder: trainer_for(folder, **settings), tmp_path, 1, 2)
+    expected, saved = whole.learner.values.state_dict(), load_file(tmp_path / "whole" / "checkpoint-4" / VALUE_WEIGHTS)
+    for found in (saved, *(again.learner.values.state_dict() for again in resumed)):
+        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
     whole.save_model()
     assert not (tmp_path / "whole" / VALUE_WEIGHTS).exists()  # what is published is the policy alone
     shutil.copytree(tmp_path / "whole" / "checkpoint-4", tmp_path / "without")

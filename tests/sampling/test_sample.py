@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet
@@ -47,8 +48,14 @@ def prompts(tmp_path):
     return str(tmp_path / "prompts.txt")
 
 
-def run(*words):
-    assert cli.main(["sample", *map(str, words)]) == 0
+@pytest.fixture
+def words(models, prompts):
+    """Of a job of the tiny Stable Diffusion 3."""
+    return [models / "sd3", "--prompts", prompts, *SIZE]
+
+
+def run(*words, code=0):
+    assert cli.main(["sample", *map(str, words)]) == code
 
 
 def settings_of(*words):
@@ -63,10 +70,11 @@ def pixels(folder, row):
     return np.asarray(Image.open(folder / row["file"])).astype(int)
 
 
-def test_groups_get_rewards_advantages_and_a_summary(models, prompts, tmp_path, capsys):
-    rewards = "{brightness: 2.0, jpeg_compressibility: {weight: 0.1}}"
-    words = [models / "sd3", "--prompts", prompts, *SIZE, "--num_generations", 3, "--reward_funcs", rewards]
-    run(*words, "--output_dir", tmp_path / "out", "--batch_size", 4)
+REWARDS = ["--reward_funcs", "{brightness: 2.0, jpeg_compressibility: {weight: 0.1}}"]
+
+
+def test_groups_get_rewards_advantages_and_a_summary(words, models, tmp_path, capsys):
+    run(*words, *REWARDS, "--num_generations", 3, "--output_dir", tmp_path / "out", "--batch_size", 4)
     rows = table_of(tmp_path / "out")
     assert [row["prompt"] for row in rows] == [prompt for prompt in PROMPTS for _ in range(3)]
     assert [row["seed"] for row in rows] == list(range(9))
@@ -84,9 +92,8 @@ def test_groups_get_rewards_advantages_and_a_summary(models, prompts, tmp_path, 
     assert job["height"] == 16 and job["seed"] == 0 and job["model"] == str(models / "sd3")
 
 
-def test_a_stopped_job_goes_on_and_makes_nothing_twice(models, prompts, tmp_path, monkeypatch):
-    words = [models / "sd3", "--prompts", prompts, *SIZE, "--num_generations", 2, "--batch_size", 2]
-    words += ["--reward_funcs", "brightness"]
+def test_a_stopped_job_goes_on_and_makes_nothing_twice(words, tmp_path, monkeypatch):
+    words += ["--num_generations", 2, "--batch_size", 2, "--reward_funcs", "brightness"]
     run(*words, "--output_dir", tmp_path / "whole")
     real, made = sample.Sampler.__call__, []
 
@@ -97,7 +104,7 @@ def test_a_stopped_job_goes_on_and_makes_nothing_twice(models, prompts, tmp_path
         return real(self, rows, places)
 
     monkeypatch.setattr(sample.Sampler, "__call__", dies)
-    assert cli.main(["sample", *map(str, words), "--output_dir", str(tmp_path / "out")]) == 130
+    run(*words, "--output_dir", tmp_path / "out", code=130)
     kept = (tmp_path / "out" / "0001.png").stat().st_mtime_ns
     monkeypatch.setattr(sample.Sampler, "__call__", lambda *args: made.extend(args[2]) or real(*args))
     run(*words, "--output_dir", tmp_path / "out")
@@ -107,30 +114,24 @@ def test_a_stopped_job_goes_on_and_makes_nothing_twice(models, prompts, tmp_path
     assert made == list(range(6))
 
 
-def test_another_jobs_folder_and_other_prompts_are_refused(models, prompts, tmp_path, capsys):
-    words = [models / "sd3", *SIZE, "--output_dir", tmp_path / "out"]
-    run(*words, "--prompts", prompts, "--max_prompts", 1)
-    run(*words, "--prompts", prompts, "--max_prompts", 2)  # more of the same
+def test_another_jobs_folder_and_other_prompts_are_refused(words, prompts, tmp_path, capsys):
+    words += ["--output_dir", tmp_path / "out"]
+    run(*words, "--max_prompts", 1)
+    run(*words, "--max_prompts", 2)  # more of the same
     assert len(table_of(tmp_path / "out")) == 2
-    assert cli.main(["sample", *map(str, words), "--prompts", prompts, "--seed", "5"]) == 2
+    run(*words, "--seed", 5, code=2)
     assert "seed is 0 there and 5 here" in capsys.readouterr().err
-    (tmp_path / "others.txt").write_text("a dog\n")
-    assert cli.main(["sample", *map(str, words), "--prompts", str(tmp_path / "others.txt")]) == 2
+    Path(prompts).write_text("a dog\n")
+    run(*words, code=2)
     assert "in row 0" in capsys.readouterr().err
 
 
-def test_noise_is_that_of_a_rollout_and_0_is_none(models, prompts, tmp_path):
-    words = [models / "sd3", "--prompts", prompts, *SIZE, "--max_prompts", 1, "--num_generations", 2]
-    folders = {}
-    for name, options in {
-        "none": [],
-        "noisy": ["--noise_level", 0.7],
-        "alone": ["--noise_level", 0.7, "--batch_size", 1],
-        "other": ["--noise_level", 0.7, "--sde_type", "cps"],
-    }.items():
-        folders[name] = tmp_path / name
-        run(*words, "--output_dir", folders[name], *options)
-    made = {name: [pixels(folder, row) for row in table_of(folder)] for name, folder in folders.items()}
+def test_noise_is_that_of_a_rollout_and_0_is_none(words, tmp_path):
+    noise, made = ["--noise_level", 0.7], {}
+    ways = {"none": [], "noisy": noise, "alone": [*noise, "--batch_size", 1], "other": [*noise, "--sde_type", "cps"]}
+    for name, options in ways.items():
+        run(*words, "--max_prompts", 1, "--num_generations", 2, "--output_dir", tmp_path / name, *options)
+        made[name] = [pixels(tmp_path / name, row) for row in table_of(tmp_path / name)]
     assert np.abs(np.subtract(made["noisy"], made["alone"])).max() <= 1  # seeds do not depend on the batch
     images = {name: found[0] for name, found in made.items()}
     for other in (images["none"], images["other"], made["noisy"][1]):
@@ -289,11 +290,11 @@ def test_an_input_named_as_a_column_of_ours_is_kept(models, tmp_path):
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["LoRA", "full"])
-def test_a_checkpoint_is_sampled_with(models, prompts, tmp_path, lora):
+def test_a_checkpoint_is_sampled_with(words, tmp_path, lora):
     settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, "learning_rate": 0.02}
     trainer = trainer_for(tmp_path / "run", lora=lora, **settings)
     trainer.train()
-    words = [models / "sd3", "--prompts", prompts, "--max_prompts", 1, *SIZE]
+    words += ["--max_prompts", 1]
     run(*words, "--output_dir", tmp_path / "base")
     run(*words, "--output_dir", tmp_path / "trained", "--lora", tmp_path / "run" / "checkpoint-1")
     base, trained = (pixels(tmp_path / name, table_of(tmp_path / name)[0]) for name in ("base", "trained"))
@@ -303,32 +304,30 @@ def test_a_checkpoint_is_sampled_with(models, prompts, tmp_path, lora):
     assert np.array_equal(trained, np.asarray(expected).astype(int)) and not np.array_equal(base, trained)
 
 
-def test_what_cannot_be_sampled_is_refused(models, prompts, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_what_cannot_be_sampled_is_refused(words, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
-    words = ["sample", str(models / "sd3"), "--prompts", prompts]
     for options, expected in (
-        (["--lora", "empty", *SIZE], "holds neither a LoRA nor a network of StableDiffusion3Pipeline"),
-        (["--num_frames", "5", *SIZE], "does not take num_frames"),
+        (["--lora", tmp_path / "empty"], "holds neither a LoRA nor a network of StableDiffusion3Pipeline"),
+        (["--num_frames", 5], "does not take num_frames"),
     ):
-        assert cli.main([*words, *options]) == 2
+        run(*words, *options, code=2)
         assert expected in capsys.readouterr().err
 
 
-def test_a_reward_that_compares_all_samples_gets_all_or_is_refused(models, prompts, tmp_path, capsys, monkeypatch):
+def test_a_reward_that_compares_all_samples_gets_all_or_is_refused(words, tmp_path, capsys, monkeypatch):
     (tmp_path / "mine.py").write_text(
         "from diffusion_grpo.rewards import batchwise\n\n"
         "@batchwise\ndef count(images):\n    return [float(len(images))] * len(images)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    words = [models / "sd3", "--prompts", prompts, *SIZE, "--reward_funcs", "mine.count", "--num_generations", 2]
-    assert cli.main(["sample", *map(str, words), "--batch_size", "4"]) == 2
+    words += ["--reward_funcs", "mine.count", "--num_generations", 2]
+    run(*words, "--batch_size", 4, code=2)
     assert "'count' compares all 6 samples" in capsys.readouterr().err
     words += ["--batch_size", 6, "--output_dir", tmp_path / "out"]
     run(*words)
     assert [row["count"] for row in table_of(tmp_path / "out")] == [6.0] * 6
     run(*words)  # nothing is left to score
-    assert cli.main(["sample", *map(str, words), "--max_prompts", "2"]) == 2
+    run(*words, "--max_prompts", 2, code=2)
     assert "'count' compares all 4 samples" in capsys.readouterr().err
 
 
@@ -362,30 +361,29 @@ def test_what_a_pipeline_needs_in_these_versions_is_there_without_a_trainer(tmp_
 def test_changed_weights_and_columns_are_another_job(prompts, tmp_path, capsys):
     trainer_for(tmp_path / "run", lora=True, max_steps=1).save_model()
     tiny_pipelines.build("sd3")[0].save_pretrained(tmp_path / "model")
-    words = ["sample", tmp_path / "model", "--max_prompts", 1, *SIZE, "--output_dir"]
+    words = [tmp_path / "model", "--max_prompts", 1, *SIZE, "--output_dir"]
     with_lora = [*words, tmp_path / "out", "--prompts", prompts, "--lora", tmp_path / "run"]
-    run(*with_lora[1:])
+    run(*with_lora)
     (tmp_path / "run" / "checkpoint-1").mkdir()
     (tmp_path / "run" / "checkpoint-1" / "adapter_model.safetensors").write_bytes(b"a later one")
-    run(*with_lora[1:])
+    run(*with_lora)
     file = tmp_path / "run" / "adapter_model.safetensors"
     save_file({name: value + 1 for name, value in load_file(file).items()}, file)
-    assert cli.main(list(map(str, with_lora))) == 2
+    run(*with_lora, code=2)
     assert "contains samples of another job (lora_weights is" in capsys.readouterr().err
     rows = tmp_path / "rows.jsonl"
     with_columns = [*words, tmp_path / "columns", "--prompts", rows, "--reward_funcs", "brightness"]
     rows.write_text('{"prompt": "a fox", "level": 1}\n{"prompt": "a cat", "level": 1}\n')
-    run(*with_columns[1:], "--max_prompts", 2)
-    run(*with_columns[1:])
+    run(*with_columns, "--max_prompts", 2)
+    run(*with_columns)
     rows.write_text('{"prompt": "a fox", "level": 1}\n{"prompt": "a cat", "level": 2}\n')
-    run(*with_columns[1:])  # the changed row is not asked for
-    assert cli.main([*map(str, with_columns), "--max_prompts", "2"]) == 2
+    run(*with_columns)  # the changed row is not asked for
+    run(*with_columns, "--max_prompts", 2, code=2)
     assert "in row 1" in capsys.readouterr().err
 
 
-def test_fewer_prompts_have_their_own_summary_and_the_table_stays(models, prompts, tmp_path, capsys):
-    rewards = "{brightness: 2.0, jpeg_compressibility: {weight: 0.1}}"
-    words = [models / "sd3", "--prompts", prompts, *SIZE, "--num_generations", 2, "--reward_funcs", rewards]
+def test_fewer_prompts_have_their_own_summary_and_the_table_stays(words, tmp_path, capsys):
+    words += [*REWARDS, "--num_generations", 2]
     run(*words, "--output_dir", tmp_path / "alone", "--max_prompts", 1)
     alone = capsys.readouterr().out.splitlines()[:3]
     run(*words, "--output_dir", tmp_path / "out")
@@ -405,6 +403,7 @@ def test_pipelines_that_take_one_sample_at_a_time_are_sampled_from(name, noise, 
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     words = ["--prompts", tmp_path / "rows.jsonl", "--output_dir", tmp_path / "out", "--num_inference_steps", 3]
     run(tmp_path / "model", *words, *noise, "--height", 16, "--width", 16, "--num_frames", 5)
-    table = pyarrow.parquet.read_table(tmp_path / "out" / "samples.parquet").to_pydict()
-    assert table["prompt"] == ["a fox", "a cat"] and "takes these samples only one by one" in caplog.text
-    assert all(len(read_video(tmp_path / "out" / file)) == 5 for file in table["file"])
+    table = table_of(tmp_path / "out")
+    assert [row["prompt"] for row in table] == ["a fox", "a cat"]
+    assert "takes these samples only one by one" in caplog.text
+    assert all(len(read_video(tmp_path / "out" / row["file"])) == 5 for row in table)

@@ -7,11 +7,7 @@ from pathlib import Path
 import pytest
 from command_line import write_config
 
-from diffusion_grpo.sampling.settings import (
-    SampleSettings,
-    add_sample_options,
-    read_settings,
-)
+from diffusion_grpo.sampling.settings import SampleSettings, add_sample_options, read_settings
 
 
 def read(*words: str) -> SampleSettings:
