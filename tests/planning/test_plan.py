@@ -418,15 +418,6 @@ def test_samples_of_one_latent_are_counted_once_in_their_first_call(settings, tr
     assert CallSizes.of(args) == CallSizes(args.per_device_train_batch_size, args.per_device_train_batch_size, rows)
 
 
-def test_the_defaults_train_one_step_of_the_first_half_in_one_pass_per_prompt(tmp_path):
-    sizes = {"per_device_train_batch_size": 16, "num_generations": 16, "num_inference_steps": 10}
-    args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, **sizes)
-    found = count_evaluations(args)
-    expected = sum((step + 1) / 16 + 9 - step for step in range(5)) / 5
-    assert (found["rollout"], found["update, with gradient"]) == pytest.approx((expected, 1 / 16))
-    assert CallSizes.of(args) == CallSizes(16, 16, 1)
-
-
 def test_calls_that_a_pipeline_cannot_share_are_not_counted_as_shared(tmp_path, monkeypatch):
     """As those of Cosmos, whose scheduler gets more than the prediction."""
     config = write_run(tmp_path, "flux", trained_steps=[1, 2])

@@ -10,22 +10,18 @@ from diffusion_grpo.policy.rollout import DenoisingPolicy, denoise, rollout
 from diffusion_grpo.policy.unguided import find_default_guidance, find_guidance_argument, switch_guidance_off
 
 
-def test_guidance_that_the_network_takes_as_an_input_stays():
-    flux, inputs = tiny_pipelines.build("flux")
-    off = switch_guidance_off(flux, [flux.transformer], inputs | {"guidance_scale": 3.5})
-    assert off["true_cfg_scale"] == 1.0 and off["guidance_scale"] == 3.5
-    sd3, inputs = tiny_pipelines.build("sd3")
-    off = switch_guidance_off(sd3, [sd3.transformer], inputs | {"guidance_scale": 3.5, "negative_prompt": "dull"})
-    assert off["guidance_scale"] == 1.0 and "negative_prompt" not in off
-
-
-def test_negative_prompts_go_with_the_guidance_and_a_second_scale_only_with_the_first():
-    qwen, inputs = tiny_pipelines.build("qwen_image")
-    off = switch_guidance_off(qwen, [qwen.transformer], inputs | {"true_cfg_scale": 4.0, "negative_prompt": "dull"})
-    assert off["true_cfg_scale"] == 1.0 and "negative_prompt" not in off
-    wan, inputs = tiny_pipelines.build("wan_experts")
-    inputs.pop("guidance_scale_2", None)
-    assert "guidance_scale_2" not in switch_guidance_off(wan, [wan.transformer], inputs | {"guidance_scale": 4.0})
+@pytest.mark.parametrize(
+    ("name", "given", "off"),
+    [
+        ("flux", {"guidance_scale": 3.5}, {"guidance_scale": 3.5, "true_cfg_scale": 1.0}),  # an input of the network
+        ("sd3", {"guidance_scale": 3.5, "negative_prompt": "dull"}, {"guidance_scale": 1.0}),
+        ("qwen_image", {"true_cfg_scale": 4.0, "negative_prompt": "dull"}, {"true_cfg_scale": 1.0}),
+        ("wan_experts", {"guidance_scale": 4.0}, {"guidance_scale": 1.0}),  # a second scale follows the first
+    ],
+)
+def test_scales_are_switched_off_and_negative_prompts_go_with_them(name, given, off):
+    pipe, _ = tiny_pipelines.build(name)
+    assert switch_guidance_off(pipe, [pipe.transformer], given | {"height": 16}) == off | {"height": 16}
 
 
 def test_a_distilled_network_keeps_its_scale():

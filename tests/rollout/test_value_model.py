@@ -171,7 +171,7 @@ def test_a_resumed_run_has_the_same_value_model(tmp_path):
     whole, *resumed = resume(lambda folder: trainer_for(folder, **settings), tmp_path, 1, 2)
     expected, saved = whole.learner.values.state_dict(), load_file(tmp_path / "whole" / "checkpoint-4" / VALUE_WEIGHTS)
     for found in (saved, *(again.learner.values.state_dict() for again in resumed)):
-        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
     whole.save_model()
     assert not (tmp_path / "whole" / VALUE_WEIGHTS).exists()  # what is published is the policy alone
     shutil.copytree(tmp_path / "whole" / "checkpoint-4", tmp_path / "without")

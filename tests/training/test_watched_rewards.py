@@ -14,7 +14,7 @@ from diffusion_grpo.report.run_folder import ROLLOUTS
 from diffusion_grpo.rewards import RewardError, load_rewards, score
 from diffusion_grpo.rewards.models.base import ModelReward
 from diffusion_grpo.training.preflight import CHEAP, load_watched_rewards
-from tests.rollout.test_diversity import Embeds, noise
+from tests.rollout.test_score import Embeds, noise
 
 
 def test_what_is_looked_at_fits_what_is_made_and_is_not_trained_on() -> None:
