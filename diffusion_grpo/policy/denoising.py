@@ -99,7 +99,7 @@ class DenoisingPolicy(Policy):
 
     def rollout(self, inputs: dict[str, Any], request: RolloutRequest) -> tuple[Any, Trajectory | CleanSamples | None]:
         """Call the pipeline with noise in its steps and record the trained ones, or keep the finished latents."""
-        if request.keeps_clean or request.keeps_entered:
+        if request.keeps != "steps":
             return self._roll_out_clean(inputs, request)
         noise_level = self.scheduler.sde.noise_level if request.noise_level is None else request.noise_level
         recorder = Recorder(request, noise_level)
@@ -112,9 +112,10 @@ class DenoisingPolicy(Policy):
         The deterministic one also makes samples whose last steps are taken again: its steps need no memory of others.
         """
         recorder: Recorder | SolverRecorder = SolverRecorder(request.initial_seeds)
-        scheduler = None if request.keeps_entered else watch_solver(self.pipe.scheduler, recorder.leave)
+        takes_steps_again = request.keeps == "entered"
+        scheduler = None if takes_steps_again else watch_solver(self.pipe.scheduler, recorder.leave)
         if scheduler is None:
-            recorder = (EntryRecorder if request.keeps_entered else Recorder)(request, noise_level=0.0)
+            recorder = (EntryRecorder if takes_steps_again else Recorder)(request, noise_level=0.0)
         samples = self._sample(inputs, request, recorder, scheduler)
         return samples, CleanSamples(
             latents=recorder.join_left().to(request.device),

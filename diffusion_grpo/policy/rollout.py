@@ -137,7 +137,7 @@ def rollout(
         weighted_steps=weighted_steps,
         keeps_means=keeps_means,
         keeps_finished=keeps_finished,
-        keeps_clean=keeps_clean,
+        keeps="clean" if keeps_clean else "steps",
         prefix=prefix,
     )
     return policy.rollout(inputs, request)

@@ -8,7 +8,7 @@ They measure themselves: divergence, errors of predictions, what half precision 
 import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -370,8 +370,7 @@ class RolloutRequest:
     is_complete: bool = True
     latents: list[Tensor] | None = None
     is_decoded: bool = True
-    keeps_clean: bool = False
-    keeps_entered: bool = False
+    keeps: Literal["steps", "clean", "entered"] = "steps"
     step_weight: str = "none"
     weighted_steps: Sequence[int] | None = None
     keeps_means: bool = False

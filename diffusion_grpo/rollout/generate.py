@@ -163,9 +163,8 @@ class RolloutGenerator:
                 weighted_steps=self._plan.trainable_steps,
                 keeps_means=self._recording.old == "mean" and self._anchor == "rollout",
                 keeps_finished=self._recording.finished,
-                keeps_clean=self._recording.keeps == "clean",
+                keeps=self._recording.keeps,
                 prefix=None if prefixes is None else Prefix.cat([prefixes[index] for index in indices]),
-                keeps_entered=self._recording.keeps == "entered",
             )
             images, trajectory = self._policy.rollout(arguments, request)
             self.inputs.check_samples(latents if images is None else images, len(indices), arguments)

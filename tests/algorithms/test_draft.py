@@ -31,7 +31,7 @@ SHORT = DRAFT | {"gradient_accumulation_steps": 1, "num_inference_steps": 3}
 def roll_out(policy, inputs, entries):
     seeds = torch.arange(1, len(entries) + 1)
     steps = [[entry] for entry in entries]
-    return policy.rollout(inputs, RolloutRequest(seeds, seeds, STEPS, steps=steps, keeps_entered=True))
+    return policy.rollout(inputs, RolloutRequest(seeds, seeds, STEPS, steps=steps, keeps="entered"))
 
 
 @pytest.mark.parametrize("name", ["sd3", "flux", "sd15", "sdxl", "sd3_heun", "lcm", "wan", "modular_sd3"])

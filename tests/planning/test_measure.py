@@ -33,7 +33,7 @@ def real_peaks(config):
         calls = {"inputs": inputs(1), "sources": [0] * count}
         rollout(policy, inputs(1), seeds=[0], num_inference_steps=4, is_complete=False)  # the prompt is kept
     if args.takes_gradients:
-        request = RolloutRequest(*[torch.arange(count)] * 2, 4, [[2]] * count, keeps_entered=True)
+        request = RolloutRequest(*[torch.arange(count)] * 2, 4, [[2]] * count, keeps="entered")
         samples = policy.rollout(calls["inputs"], request)[1]
         trajectory = samples
     for parameter in trained:
