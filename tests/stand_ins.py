@@ -27,23 +27,23 @@ from diffusers.pipelines.qwenimage import (
     pipeline_qwenimage_edit_plus,
     pipeline_qwenimage_layered,
 )
-from tiny_pipelines import glm
-from tiny_pipelines.basic import clip_tokenizer
+from tiny_pipelines import glm, language
+from tiny_pipelines.basic import clip_tokenizer, t5_tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 from torch.nn.attention import flex_attention
 
 BYTES = sorted(ByteLevel.alphabet())
 ASCII = [chr(code) for code in range(33, 127)]
-QWEN_SPECIAL = {
-    "<|endoftext|>": 151643,
-    "<|im_start|>": 151644,
-    "<|im_end|>": 151645,
-    "<|vision_start|>": 151652,
-    "<|vision_end|>": 151653,
-    "<|vision_pad|>": 151654,
-    "<|image_pad|>": 151655,
-    "<|video_pad|>": 151656,
+QWEN_SPECIAL = dict(zip(language.QWEN_SPECIAL, (*range(151643, 151646), *range(151652, 151657)), strict=True))
+QWEN_TEXT = {"vocab_size": 152064, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+QWEN_TEXT |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+QWEN_TEXT |= {"rope_parameters": language.ROPE | {"rope_theta": 1000000.0}}
+QWEN_TOKENS = {
+    "vision_start_token_id": QWEN_SPECIAL["<|vision_start|>"],
+    "vision_end_token_id": QWEN_SPECIAL["<|vision_end|>"],
+    "image_token_id": QWEN_SPECIAL["<|image_pad|>"],
+    "video_token_id": QWEN_SPECIAL["<|video_pad|>"],
 }
 CHAT = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
@@ -74,9 +74,7 @@ PLAIN_CHAT = (
 
 
 def _t5_tokenizer(cls: type | None = None, **kwargs: Any):
-    special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
-    kwargs = {"model_max_length": 512, "extra_ids": 0, **kwargs}
-    return transformers.T5Tokenizer(vocab=special + [(letter, -1.0) for letter in ASCII], **kwargs)
+    return t5_tokenizer(**kwargs)
 
 
 def _gemma_tokenizer(cls: type | None = None, **kwargs: Any):
@@ -192,70 +190,23 @@ def _qwen_processor(cls: type | None = None, **kwargs: Any):
 
 
 def _qwen_vl(cls: type | None = None, **kwargs: Any):
-    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1000000.0}
-    config = transformers.Qwen2VLConfig(
-        text_config=dict(
-            vocab_size=152064,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            rope_parameters=rope,
-        ),
-        vision_config=dict(depth=2, embed_dim=16, hidden_size=16, num_heads=2, patch_size=14),
-        vision_start_token_id=151652,
-        vision_end_token_id=151653,
-        image_token_id=151655,
-        video_token_id=151656,
-    )
+    vision = dict(depth=2, embed_dim=16, hidden_size=16, num_heads=2, patch_size=14)
+    config = transformers.Qwen2VLConfig(text_config=QWEN_TEXT, vision_config=vision, **QWEN_TOKENS)
     return transformers.Qwen2VLForConditionalGeneration(config).eval()
 
 
 def _qwen3_vl(cls: type | None = None, **kwargs: Any):
-    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1000000.0}
-    config = transformers.Qwen3VLConfig(
-        text_config=dict(
-            vocab_size=152064,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            head_dim=8,
-            rope_parameters=rope,
-        ),
-        vision_config=dict(
-            depth=2,
-            hidden_size=16,
-            intermediate_size=16,
-            num_heads=2,
-            out_hidden_size=16,
-            patch_size=16,
-            deepstack_visual_indexes=[0],
-            num_position_embeddings=16,
-        ),
-        image_token_id=151655,
-        video_token_id=151656,
-        vision_start_token_id=151652,
-        vision_end_token_id=151653,
-    )
+    vision = dict(depth=2, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=16, patch_size=16)
+    vision |= dict(deepstack_visual_indexes=[0], num_position_embeddings=16)
+    config = transformers.Qwen3VLConfig(text_config=QWEN_TEXT | {"head_dim": 8}, vision_config=vision, **QWEN_TOKENS)
     return transformers.Qwen3VLForConditionalGeneration(config).eval()
 
 
 def _gemma3(cls: type | None = None, **kwargs: Any):
-    config = transformers.Gemma3Config(
-        text_config=dict(
-            vocab_size=200,
-            hidden_size=32,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-        ),
-        vision_config=dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2),
-    )
+    text = dict(vocab_size=200, hidden_size=32, intermediate_size=32, head_dim=16)
+    text |= dict(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision)
     return transformers.Gemma3ForConditionalGeneration(config).eval()
 
 

@@ -144,7 +144,7 @@ def dance_diffusion() -> Case:
     return pipe, {"batch_size": 2, "audio_length_in_s": 512 / 16_000}
 
 
-def z_image_controlnet(name: str, channels: int, **inputs: Any) -> Case:
+def z_image_controlnet(put: Callable[..., Case], channels: int, **inputs: Any) -> Case:
     """Z-Image with control blocks beside its own."""
     controlnet = diffusers.ZImageControlNetModel(
         control_layers_places=[0],
@@ -156,10 +156,10 @@ def z_image_controlnet(name: str, channels: int, **inputs: Any) -> Case:
         n_heads=2,
         n_kv_heads=2,
     )
-    return around(name, large.z_image, {"control_image": draw_images(1)[0], **inputs}, controlnet=controlnet)
+    return put(large.z_image, {"control_image": draw_images(1)[0], **inputs}, controlnet=controlnet)
 
 
-def sdxl_union(name: str, **inputs: Any) -> Case:
+def sdxl_union(put: Callable[..., Case], **inputs: Any) -> Case:
     """SDXL with one ControlNet for several kinds of control images."""
 
     def controlnet(pipe: DiffusionPipeline) -> torch.nn.Module:
@@ -174,10 +174,10 @@ def sdxl_union(name: str, **inputs: Any) -> Case:
         return diffusers.ControlNetUnionModel(**config, **small)
 
     given = {"control_image": [draw_images(1)[0]], "control_mode": [1], "prompt": "a cat"}
-    return around(name, basic.sdxl, given | inputs, controlnet=controlnet)
+    return put(basic.sdxl, given | inputs, controlnet=controlnet)
 
 
-def sd_video(name: str, **inputs: Any) -> Case:
+def sd_video(put: Callable[..., Case], **inputs: Any) -> Case:
     """ModelScope's text-to-video: Stable Diffusion with layers over time."""
     unet = diffusers.UNet3DConditionModel(
         block_out_channels=(8, 8),
@@ -189,7 +189,7 @@ def sd_video(name: str, **inputs: Any) -> Case:
         attention_head_dim=4,
         norm_num_groups=2,
     )
-    return around(name, basic.sd15, inputs, unet=unet)
+    return put(basic.sd15, inputs, unet=unet)
 
 
 def i2vgen_xl() -> Case:
@@ -250,10 +250,9 @@ def qwen_controlnet(pipe: DiffusionPipeline) -> torch.nn.Module:
     return diffusers.QwenImageControlNetModel(**config, extra_condition_channels=4)
 
 
-def hunyuan15_image() -> Case:
+def hunyuan15_image(put: Callable[..., Case]) -> Case:
     """HunyuanVideo 1.5 from an image, which SigLIP reads too."""
-    return around(
-        "HunyuanVideo15ImageToVideoPipeline",
+    return put(
         hunyuan15,
         {"image": draw_images(size=16)[0]},
         transformer=wider("transformer", task_type="i2v"),
@@ -287,8 +286,7 @@ def z_image_omni() -> Case:
 
 def flux2() -> Case:
     """FLUX.2 [dev]: Mistral's inner layers as the text, guidance as an embedding."""
-    text = {"vocab_size": 512, "hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": 2}
-    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    text = {"vocab_size": 512, "num_hidden_layers": 2, "head_dim": 8, **basic.WIDTHS}
     vision = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.Mistral3Config(
         text_config={"model_type": "mistral", **text},
@@ -380,7 +378,7 @@ def bria_fibo2() -> Case:
     return pipe, {**inputs, "height": 16, "width": 16}
 
 
-def longcat_image(name: str, **inputs: Any) -> Case:
+def longcat_image(put: Callable[..., Case], **inputs: Any) -> Case:
     """LongCat-Image: FLUX's blocks behind Qwen 2.5 VL."""
     transformer = diffusers.LongCatImageTransformer2DModel(
         in_channels=64,
@@ -396,7 +394,7 @@ def longcat_image(name: str, **inputs: Any) -> Case:
     vae = basic.kl_autoencoder(16, scaling_factor=0.3611, shift_factor=0.1159, use_quant_conv=False)
     parts = {"vae": vae, "text_processor": pipe.processor}
     given = {"guidance_scale": 4.0, "enable_prompt_rewrite": False, **inputs}
-    return around(name, lambda: (pipe, {"height": 16, "width": 16, **ONE}), given, transformer=transformer, **parts)
+    return put(lambda: (pipe, {"height": 16, "width": 16, **ONE}), given, transformer=transformer, **parts)
 
 
 def qwen_image21() -> Case:
@@ -545,7 +543,7 @@ def anima() -> Case:
     vocabulary, t5 = language.qwen3_tokenizer(), basic.t5_tokenizer()
     network = physical.cosmos_network()
     parts = {
-        "text_encoder": language.qwen3(vocabulary, WIDTH).model,
+        "text_encoder": language.qwen3(vocabulary).model,
         "tokenizer": vocabulary,
         "t5_tokenizer": t5,
         "text_conditioner": diffusers.AnimaTextConditioner(
@@ -599,7 +597,7 @@ def krea2() -> Case:
 
 def hunyuan15() -> Case:
     """HunyuanVideo 1.5: Qwen 2.5 VL beside ByT5, the first frame and its mask in further channels, a guider."""
-    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1_000_000.0}
+    rope = language.ROPE | {"rope_theta": 1_000_000.0}
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
     config = transformers.Qwen2_5_VLTextConfig(**sizes, num_hidden_layers=3, rope_parameters=rope)
     pipe = diffusers.HunyuanVideo15Pipeline(
@@ -710,7 +708,7 @@ def minimax_music3() -> Case:
     return pipe, {"prompt": "a song", "lyrics": "[verse]\nhello", "audio_duration": 0.2, "guidance_scale": 1.7}
 
 
-def wan_animate2(name: str) -> Case:
+def wan_animate2(put: Callable[..., Case]) -> Case:
     """Wan-Animate 2: a character moves as in a video; one segment."""
     transformer = diffusers.WanAnimate2Transformer3DModel(
         in_dim=36, text_len=16, dim=48, ffn_dim=32, freq_dim=32, text_dim=WIDTH, num_heads=2, num_layers=1
@@ -726,7 +724,7 @@ def wan_animate2(name: str) -> Case:
     inputs = {"image": draw_images(size=64)[0], "driving_video": draw_images(size=64) * 4 + draw_images(size=64)[:1]}
     inputs |= {"prompt": "a cat", "height": 64, "width": 64, "segment_frame_length": 9, "max_sequence_length": 16}
     encoder = transformers.CLIPVisionModel(config)
-    return as_modular(name, basic.wan, inputs, transformer=transformer, image_encoder=encoder)
+    return put(basic.wan, inputs, transformer=transformer, image_encoder=encoder)
 
 
 def rfd4_proteina() -> Case:
@@ -761,172 +759,130 @@ test = {name: functools.partial(from_test, *place) for name, place in TESTS.item
 ONE = {"prompt": "a cat", "negative_prompt": " "}  # in place of a list
 EASY = {"in_channels": 12, "resize_inpaint_mask_directly": False}
 BUILDERS: dict[str, Callable[[], Case]] = {
-    "AnyFlowFARPipeline": lambda: around(
-        "AnyFlowFARPipeline",
-        test["anyflow_far"],
-        {"chunk_partition": [3]},  # one chunk
-    ),
+    "AnimaModularPipeline": anima,
     "BriaFibo2Pipeline": bria_fibo2,
-    "ErnieImagePipeline": ernie_image,
-    "HunyuanImageRefinerPipeline": hunyuan_refiner,
-    "Ideogram4Pipeline": ideogram4,
-    "Kandinsky6TI2VAPipeline": kandinsky6,
-    "LTX2DFRPipeline": lambda: around(
-        "LTX2DFRPipeline",
-        test["ltx2"],
-        transformer=wider("transformer", use_keyframes_abs_pos_embedding=True),
-    ),
-    "Kandinsky6SRPipeline": kandinsky6_sr,
-    "LLaDA2Pipeline": lambda: (
-        diffusers.LLaDA2Pipeline(model=torch.nn.Linear(1, 1), scheduler=diffusers.BlockRefinementScheduler()),
-        {},
-    ),
-    "LTX2DFRTemporalRefinePipeline": lambda: around(
-        "LTX2DFRTemporalRefinePipeline",
-        test["ltx2"],
-        scheduler=diffusers.LTXEulerAncestralRFScheduler(),
-        temporal_latent_upsampler=torch.nn.Linear(1, 1),
-    ),
-    "LTX2VideoDiffusionDecodePipeline": lambda: (
-        diffusers.LTX2VideoDiffusionDecodePipeline(ltx25_decoder(), diffusers.FlowMatchEulerDiscreteScheduler()),
-        {"latents": torch.randn(1, 4, 3, 4, 4)},
-    ),
-    "RFD4ProteinaPipeline": rfd4_proteina,
-    "LTXI2VLongMultiPromptPipeline": lambda: around("LTXI2VLongMultiPromptPipeline", more.ltx, {"prompt": "a cat"}),
-    "LongCatImageEditPipeline": lambda: longcat_image("LongCatImageEditPipeline", image=draw_images(size=32)[0]),
-    "LongCatImagePipeline": lambda: longcat_image("LongCatImagePipeline"),
-    "QwenImage21Pipeline": qwen_image21,
-    "QwenImageLayeredPipeline": layered,
-    "ZImageOmniPipeline": z_image_omni,
     "ChromaInpaintPipeline": chroma_inpaint,
-    "CogView4ControlPipeline": lambda: around(
-        "CogView4ControlPipeline",
-        test["cogview4"],
-        {"control_image": draw_images()[0]},
-        transformer=wider("transformer", in_channels=8),
-    ),
-    "DDPMPipeline": lambda: around("DDPMPipeline", more.ddim_pixels, scheduler=diffusers.DDPMScheduler()),
+    "DanceDiffusionPipeline": dance_diffusion,
     "DiffusionGemmaPipeline": lambda: (
         diffusers.DiffusionGemmaPipeline(
             model=torch.nn.Linear(1, 1), scheduler=diffusers.DiscreteDDIMScheduler(), processor=None
         ),
         {},
     ),
-    "DanceDiffusionPipeline": dance_diffusion,
-    "EasyAnimateControlPipeline": lambda: around(
-        "EasyAnimateControlPipeline",
-        test["easyanimate"],
-        {"control_video": video(5)},
-        transformer=wider("transformer", **EASY),
+    "ErnieImagePipeline": ernie_image,
+    "HunyuanImageRefinerPipeline": hunyuan_refiner,
+    "I2VGenXLPipeline": i2vgen_xl,
+    "Ideogram4Pipeline": ideogram4,
+    "Kandinsky6SRPipeline": kandinsky6_sr,
+    "Kandinsky6TI2VAPipeline": kandinsky6,
+    "LDMSuperResolutionPipeline": ldm_upscale,
+    "LLaDA2Pipeline": lambda: (
+        diffusers.LLaDA2Pipeline(model=torch.nn.Linear(1, 1), scheduler=diffusers.BlockRefinementScheduler()),
+        {},
     ),
-    "EasyAnimateInpaintPipeline": lambda: around(
-        "EasyAnimateInpaintPipeline",
+    "LTX2VideoDiffusionDecodePipeline": lambda: (
+        diffusers.LTX2VideoDiffusionDecodePipeline(ltx25_decoder(), diffusers.FlowMatchEulerDiscreteScheduler()),
+        {"latents": torch.randn(1, 4, 3, 4, 4)},
+    ),
+    "MiniMaxMusic3ModularPipeline": minimax_music3,
+    "QwenImage21Pipeline": qwen_image21,
+    "QwenImageLayeredPipeline": layered,
+    "RFD4ProteinaPipeline": rfd4_proteina,
+    "SanaWMPipeline": sana_wm,
+    "ZImageOmniPipeline": z_image_omni,
+}
+# `put` is `around` or `as_modular` of the class
+AROUND_SISTERS: dict[str, Callable[[Callable[..., Case]], Case]] = {
+    "AnyFlowFARPipeline": lambda put: put(test["anyflow_far"], {"chunk_partition": [3]}),  # one chunk
+    "CogView4ControlPipeline": lambda put: put(
+        test["cogview4"], {"control_image": draw_images()[0]}, transformer=wider("transformer", in_channels=8)
+    ),
+    "Cosmos3DistilledModularPipeline": lambda put: put(
+        cosmos3,
+        {"guidance_scale": None},
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        distilled_sigmas=[1.0, 0.9, 0.7, 0.4],
+    ),
+    "DDPMPipeline": lambda put: put(more.ddim_pixels, scheduler=diffusers.DDPMScheduler()),
+    "EasyAnimateControlPipeline": lambda put: put(
+        test["easyanimate"], {"control_video": video(5)}, transformer=wider("transformer", **EASY)
+    ),
+    "EasyAnimateInpaintPipeline": lambda put: put(
         test["easyanimate"],
         {"video": video(5), "mask_video": video(5)[:, :1].round()},
         transformer=wider("transformer", **EASY),
     ),
-    "HeliosPyramidPipeline": lambda: around("HeliosPyramidPipeline", test["helios"]),
+    "EchoModularPipeline": lambda put: put(test["ltx2"]),
+    "HeliosPyramidDistilledModularPipeline": lambda put: put(test["helios"]),
+    "HeliosPyramidPipeline": lambda put: put(test["helios"]),
     "HunyuanVideo15ImageToVideoPipeline": hunyuan15_image,
-    "I2VGenXLPipeline": i2vgen_xl,
-    "LDMSuperResolutionPipeline": ldm_upscale,
-    "LucyEditPipeline": lambda: around(
-        "LucyEditPipeline",
+    # with one pass its text encoder's block fails
+    "HunyuanVideo15ModularPipeline": lambda put: put(hunyuan15, {"guidance_scale": 6.0}),
+    "Ideogram4ModularPipeline": lambda put: put(ideogram4, {"guidance_scale": None, "guidance_schedule": [7.0] * 4}),
+    "Krea2ModularPipeline": lambda put: put(krea2),
+    "Krea2TurboModularPipeline": lambda put: put(krea2),
+    "LTX25ModularPipeline": lambda put: put(test["ltx2"], diffusion_decoder=ltx25_decoder()),
+    "LTX2DFRPipeline": lambda put: put(
+        test["ltx2"], transformer=wider("transformer", use_keyframes_abs_pos_embedding=True)
+    ),
+    "LTX2DFRTemporalRefinePipeline": lambda put: put(
+        test["ltx2"],
+        scheduler=diffusers.LTXEulerAncestralRFScheduler(),
+        temporal_latent_upsampler=torch.nn.Linear(1, 1),
+    ),
+    "LTXI2VLongMultiPromptPipeline": lambda put: put(more.ltx, {"prompt": "a cat"}),
+    "LongCatImageEditPipeline": lambda put: longcat_image(put, image=draw_images(size=32)[0]),
+    "LongCatImagePipeline": longcat_image,
+    "LucyEditPipeline": lambda put: put(
         basic.wan,
         {"video": draw_images(size=32) * 2 + draw_images(size=32)[:1], "prompt": "a cat"},
         transformer=wider("transformer", in_channels=32),
     ),
-    "QwenImageControlNetInpaintPipeline": lambda: around(
-        "QwenImageControlNetInpaintPipeline",
+    "QwenImage21TurboModularPipeline": lambda put: put(qwen_image21, sample_sigmas=[1.0, 0.8, 0.6, 0.3]),
+    "QwenImageControlNetInpaintPipeline": lambda put: put(
         large.qwen_image,
         {"control_image": draw_images()[0], "control_mask": masks()[0], **ONE},
         controlnet=qwen_controlnet,
     ),
-    "QwenImageEditInpaintPipeline": lambda: around(
-        "QwenImageEditInpaintPipeline", test["qwen_edit"], {"mask_image": masks(32)[0], **STRENGTH}
-    ),
-    "SanaWMPipeline": sana_wm,
-    "SkyReelsV2DiffusionForcingVideoToVideoPipeline": lambda: around(
-        "SkyReelsV2DiffusionForcingVideoToVideoPipeline",
+    "QwenImageEditInpaintPipeline": lambda put: put(test["qwen_edit"], {"mask_image": masks(32)[0], **STRENGTH}),
+    "SkyReelsV2DiffusionForcingVideoToVideoPipeline": lambda put: put(
         test["skyreels_v2v"],
         {"base_num_frames": 17},  # one chunk
     ),
-    "StableAudio3AudioToAudioPipeline": lambda: around(
-        "StableAudio3AudioToAudioPipeline", test["stable_audio3"], {"audio": torch.randn(1, 2, 16)}
-    ),
-    "StableAudio3InpaintPipeline": lambda: around(
-        "StableAudio3InpaintPipeline",
+    "StableAudio3AudioToAudioPipeline": lambda put: put(test["stable_audio3"], {"audio": torch.randn(1, 2, 16)}),
+    "StableAudio3InpaintPipeline": lambda put: put(
         test["stable_audio3"],
         {"audio": torch.randn(1, 2, 16), "mask_start_seconds": 0.25, "mask_end_seconds": 0.75},
         transformer=wider("transformer", local_add_cond_dim=9),
     ),
-    "StableDiffusionUpscalePipeline": lambda: around(
-        "StableDiffusionUpscalePipeline",
+    "StableDiffusionUpscalePipeline": lambda put: put(
         basic.sd15,
         {"image": draw_images(size=8)[0]},
         unet=wider("unet", in_channels=7, num_class_embeds=1000),
         low_res_scheduler=diffusers.DDPMScheduler(),
         scheduler=diffusers.DDIMScheduler(prediction_type="v_prediction", clip_sample=False),
     ),
-    "StableDiffusionXLControlNetUnionImg2ImgPipeline": lambda: sdxl_union(
-        "StableDiffusionXLControlNetUnionImg2ImgPipeline", image=draw_images()[0], **STRENGTH
+    "StableDiffusionXLControlNetUnionImg2ImgPipeline": lambda put: sdxl_union(put, image=draw_images()[0], **STRENGTH),
+    "StableDiffusionXLControlNetUnionInpaintPipeline": lambda put: sdxl_union(
+        put, image=draw_images()[0], mask_image=masks()[0], **STRENGTH
     ),
-    "StableDiffusionXLControlNetUnionInpaintPipeline": lambda: sdxl_union(
-        "StableDiffusionXLControlNetUnionInpaintPipeline",
-        image=draw_images()[0],
-        mask_image=masks()[0],
-        **STRENGTH,
+    "StableDiffusionXLControlNetUnionPipeline": sdxl_union,
+    "TextToVideoSDPipeline": lambda put: sd_video(put, num_frames=2),
+    "VideoToVideoSDPipeline": lambda put: sd_video(
+        put, video=[np.asarray(frame) for frame in draw_images()], **STRENGTH
     ),
-    "StableDiffusionXLControlNetUnionPipeline": lambda: sdxl_union("StableDiffusionXLControlNetUnionPipeline"),
-    "TextToVideoSDPipeline": lambda: sd_video("TextToVideoSDPipeline", num_frames=2),
-    "VideoToVideoSDPipeline": lambda: sd_video(
-        "VideoToVideoSDPipeline", video=[np.asarray(frame) for frame in draw_images()], **STRENGTH
+    "Wan22VaceModularPipeline": lambda put: put(
+        more.wan_vace, transformer_2=wider("transformer"), boundary_ratio=0.875
     ),
-    "ZImageControlNetInpaintPipeline": lambda: z_image_controlnet(
-        "ZImageControlNetInpaintPipeline", 9, image=draw_images()[0], mask_image=masks()[0]
+    "WanAnimate2DistilledModularPipeline": wan_animate2,
+    "WanAnimate2ModularPipeline": wan_animate2,
+    "ZImageControlNetInpaintPipeline": lambda put: z_image_controlnet(
+        put, 9, image=draw_images()[0], mask_image=masks()[0]
     ),
-    "ZImageControlNetPipeline": lambda: z_image_controlnet("ZImageControlNetPipeline", 4),
+    "ZImageControlNetPipeline": lambda put: z_image_controlnet(put, 4),
 }
-
-
-BUILDERS |= {
-    "AnimaModularPipeline": anima,
-    "Cosmos3DistilledModularPipeline": lambda: as_modular(
-        "Cosmos3DistilledModularPipeline",
-        cosmos3,
-        {"guidance_scale": None},
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
-        distilled_sigmas=[1.0, 0.9, 0.7, 0.4],
-    ),
-    "EchoModularPipeline": lambda: as_modular("EchoModularPipeline", test["ltx2"]),
-    "HeliosPyramidDistilledModularPipeline": lambda: as_modular(
-        "HeliosPyramidDistilledModularPipeline", test["helios"]
-    ),
-    "HunyuanVideo15ModularPipeline": lambda: as_modular(
-        "HunyuanVideo15ModularPipeline",
-        hunyuan15,
-        {"guidance_scale": 6.0},  # with one pass its text encoder's block fails
-    ),
-    "Ideogram4ModularPipeline": lambda: as_modular(
-        "Ideogram4ModularPipeline", ideogram4, {"guidance_scale": None, "guidance_schedule": [7.0] * 4}
-    ),
-    "Krea2ModularPipeline": lambda: as_modular("Krea2ModularPipeline", krea2),
-    "Krea2TurboModularPipeline": lambda: as_modular("Krea2TurboModularPipeline", krea2),
-    "LTX25ModularPipeline": lambda: as_modular(
-        "LTX25ModularPipeline", test["ltx2"], diffusion_decoder=ltx25_decoder()
-    ),
-    "MiniMaxMusic3ModularPipeline": minimax_music3,
-    "QwenImage21TurboModularPipeline": lambda: as_modular(
-        "QwenImage21TurboModularPipeline", qwen_image21, sample_sigmas=[1.0, 0.8, 0.6, 0.3]
-    ),
-    "Wan22VaceModularPipeline": lambda: as_modular(
-        "Wan22VaceModularPipeline",
-        more.wan_vace,
-        transformer_2=wider("transformer"),
-        boundary_ratio=0.875,
-    ),
-    "WanAnimate2DistilledModularPipeline": lambda: wan_animate2("WanAnimate2DistilledModularPipeline"),
-    "WanAnimate2ModularPipeline": lambda: wan_animate2("WanAnimate2ModularPipeline"),
-}
+for _name, _make in AROUND_SISTERS.items():
+    BUILDERS[_name] = functools.partial(_make, functools.partial(as_modular if "Modular" in _name else around, _name))
 
 
 def build_ours(name: str) -> Case:

@@ -1,6 +1,5 @@
 """Every kind of pipeline trains: the ratio is 1 within 1e-5, and a few real updates change the network."""
 
-import json
 import re
 
 import pytest
@@ -74,20 +73,6 @@ def test_frames_are_noised_and_denoised_with_their_own_sample():
         _, samples = rollout(policy, given, seeds=seeds, num_inference_steps=3, keeps_clean=True)
         errors.append(denoise(policy, given, samples, 1).error())
     torch.testing.assert_close(errors[0], torch.cat(errors[1:]))
-
-
-def test_the_sweep_examines_again_what_is_asked_for_and_keeps_the_other_rows(tmp_path, monkeypatch):
-    asked, saved = [], tmp_path / "rows.jsonl"
-    rows = [{"case": [sweep.OURS, name, False], "trains": True, "seconds": 1} for name in SWEPT[1:3]]
-    saved.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "tests" / "pipelines").mkdir(parents=True)
-    monkeypatch.setattr(sweep.Worker, "examine", lambda self, case, limit: asked.append(case) or {"case": [*case]})
-    monkeypatch.setattr(sweep, "line", str)
-    monkeypatch.syspath_prepend(str(tmp_path))  # which the sweep adds too
-    sweep.main(f"--diffusers {tmp_path} --rows {saved} --resume --no-page --only .{SWEPT[1]}$".split())
-    assert asked == [(sweep.OURS, SWEPT[1], False), (sweep.OURS, SWEPT[1], True)]
-    found = [json.loads(line) for line in saved.read_text().splitlines()]
-    assert found == [{"case": rows[0]["case"]}, rows[1], {"case": [sweep.OURS, SWEPT[1], True]}]
 
 
 def test_every_class_that_diffusers_exports_is_on_the_page():

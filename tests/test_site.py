@@ -1,6 +1,5 @@
 """The site builds without a network and without a warning: a broken link, reference or formula stops the build."""
 
-import json
 import os
 import re
 from pathlib import Path
@@ -34,9 +33,3 @@ def test_every_page_and_picture_is_built_and_nothing_is_loaded_from_other_server
             assert source.startswith("data:") or (page.parent / source).is_file(), f"{page}: {source}"
         assert not re.findall(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=\"((?:https?:)?//[^\"]+)", text), page
         assert 'class="arithmatex"' not in text, page  # formulas are MathML
-
-
-def test_the_search_prefers_guides_to_the_api(site):
-    entries = json.loads((site / "search" / "search_index.json").read_text())["docs"]
-    boosts = {entry["location"]: entry.get("boost", 1) for entry in entries}
-    assert boosts["rewards/own.html"] > boosts["quickstart.html"] > boosts["api/rewards.html"]

@@ -41,7 +41,7 @@ from sweep_builders import (
     qwen_image21,
     wider,
 )
-from tiny_pipelines import basic, large, more, physical
+from tiny_pipelines import basic, large, more, sound
 from tiny_runs import LORA
 
 from diffusion_grpo import check_pipeline
@@ -84,7 +84,7 @@ FAMILIES = {
     "HunyuanVideo15": (hunyuan15, {}),
     "Ideogram4": (ideogram4, {"guidance_scale": None, "guidance_schedule": [7.0] * 3}),
     "Krea2": (krea2, {}),
-    "LTX2": (physical.ltx2, {}),
+    "LTX2": (functools.partial(sound.ltx2, is_guided=True), {}),
     "QwenImage21": (qwen_image21, {}),
     "QwenImageEdit": (qwen_edit, {}),
     "QwenImageEditPlus": (functools.partial(qwen_edit, "QwenImageEditPlusPipeline"), {}),

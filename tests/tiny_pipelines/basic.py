@@ -9,6 +9,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 WIDTH = 32  # of the text encoders
 TOKENS = 32  # of a prompt in T5, UMT5 and Gemma
+# of a language model's layers
+WIDTHS = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_attention_heads": 4, "num_key_value_heads": 2}
 PATCHES = {"sample_size": 8, "patch_size": 2, "in_channels": 4}
 SD_BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 
@@ -37,11 +39,11 @@ def clip_tokenizer(max_length: int = 77) -> transformers.CLIPTokenizer:
     return transformers.CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=max_length)
 
 
-def t5_tokenizer() -> transformers.T5Tokenizer:
+def t5_tokenizer(**options: int) -> transformers.T5Tokenizer:
     """One token a printable ASCII character."""
     characters = [(chr(code), -1.0) for code in range(33, 127)]
     special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
-    return transformers.T5Tokenizer(vocab=special + characters, extra_ids=0, model_max_length=512)
+    return transformers.T5Tokenizer(vocab=special + characters, **{"extra_ids": 0, "model_max_length": 512, **options})
 
 
 def gemma_tokenizer() -> transformers.GemmaTokenizer:
@@ -76,15 +78,7 @@ def t5(
 
 def gemma() -> torch.nn.Module:
     """A Gemma 2 of one layer."""
-    config = transformers.Gemma2Config(
-        vocab_size=len(gemma_tokenizer()),
-        hidden_size=WIDTH,
-        intermediate_size=WIDTH,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-    )
+    config = transformers.Gemma2Config(vocab_size=len(gemma_tokenizer()), num_hidden_layers=1, head_dim=8, **WIDTHS)
     return transformers.Gemma2Model(config)
 
 

@@ -9,8 +9,9 @@ import transformers
 from diffusers import AutoencoderKL, DiffusionPipeline, FlowMatchEulerDiscreteScheduler, GlmImageTransformer2DModel
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from .basic import WIDTH, randomize
+from .basic import WIDTH, WIDTHS, randomize
 from .conditioned import draw_images
+from .language import ROPE
 
 Case = tuple[DiffusionPipeline, dict]
 CODEBOOK = 64  # visual tokens; the real model has 16384, and its special ids come after them as here
@@ -63,12 +64,9 @@ def language_model() -> transformers.GlmImageForConditionalGeneration:
     text = {
         "vocab_size": len(ids),
         "vision_vocab_size": CODEBOOK + 4,
-        "hidden_size": WIDTH,
-        "intermediate_size": WIDTH,
         "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
+        "rope_parameters": ROPE,
+        **WIDTHS,
         "pad_token_id": ids.pad_token_id,
         "eos_token_id": END,
     }

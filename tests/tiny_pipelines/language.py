@@ -12,6 +12,8 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
+from .basic import WIDTH, WIDTHS
+
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 LLAMA_SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]
 QWEN_SPECIAL = [
@@ -24,6 +26,8 @@ QWEN_SPECIAL = [
     "<|image_pad|>",
     "<|video_pad|>",
 ]
+ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10_000.0}
+VISION = {"depth": 1, "hidden_size": WIDTH, "intermediate_size": WIDTH, "num_heads": 2, "out_hidden_size": WIDTH}
 QWEN3_CHAT = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -51,22 +55,16 @@ def llama_tokenizer(template: str) -> transformers.PreTrainedTokenizerFast:
     return made
 
 
-def llama_config(vocabulary: transformers.PreTrainedTokenizerFast, width: int) -> transformers.LlamaConfig:
+def llama_config(vocabulary: transformers.PreTrainedTokenizerFast) -> transformers.LlamaConfig:
     """Three layers, because HunyuanVideo reads the hidden states before the last two."""
     return transformers.LlamaConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=width,
-        intermediate_size=width,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        pad_token_id=vocabulary.pad_token_id,
+        vocab_size=len(vocabulary), num_hidden_layers=3, pad_token_id=vocabulary.pad_token_id, **WIDTHS
     )
 
 
-def llama(vocabulary: transformers.PreTrainedTokenizerFast, width: int) -> transformers.LlamaModel:
+def llama(vocabulary: transformers.PreTrainedTokenizerFast) -> transformers.LlamaModel:
     """A Llama without head."""
-    return transformers.LlamaModel(llama_config(vocabulary, width))
+    return transformers.LlamaModel(llama_config(vocabulary))
 
 
 def qwen_tokenizer(template: str) -> transformers.PreTrainedTokenizerFast:
@@ -85,45 +83,26 @@ def qwen3_tokenizer() -> transformers.PreTrainedTokenizerFast:
     return made
 
 
-def qwen3(vocabulary: transformers.PreTrainedTokenizerFast, width: int) -> transformers.Qwen3ForCausalLM:
+def qwen3(vocabulary: transformers.PreTrainedTokenizerFast) -> transformers.Qwen3ForCausalLM:
     """Qwen 3 of two layers."""
-    config = transformers.Qwen3Config(
-        vocab_size=len(vocabulary),
-        hidden_size=width,
-        intermediate_size=width,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-    )
+    config = transformers.Qwen3Config(vocab_size=len(vocabulary), num_hidden_layers=2, head_dim=8, **WIDTHS)
     return transformers.Qwen3ForCausalLM(config)
 
 
-def qwen_vl(vocabulary: transformers.PreTrainedTokenizerFast, width: int) -> torch.nn.Module:
-    """Qwen 2.5 VL: one layer for text, one for images in patches of 14."""
+def qwen_ids(vocabulary: transformers.PreTrainedTokenizerFast) -> dict[str, int]:
+    """What the configuration of a Qwen that sees says of the ids of its tokens for images."""
     ids = dict(zip(QWEN_SPECIAL, vocabulary.convert_tokens_to_ids(QWEN_SPECIAL), strict=True))
+    names = {"image_token": "image_pad", "video_token": "video_pad"}
+    names |= {"vision_start_token": "vision_start", "vision_end_token": "vision_end"}
+    return {f"{name}_id": ids[f"<|{token}|>"] for name, token in names.items()}
+
+
+def qwen_vl(vocabulary: transformers.PreTrainedTokenizerFast) -> torch.nn.Module:
+    """Qwen 2.5 VL: one layer for text, one for images in patches of 14."""
     config = transformers.Qwen2_5_VLConfig(
-        text_config={
-            "vocab_size": len(vocabulary),
-            "hidden_size": width,
-            "intermediate_size": width,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10_000.0},
-        },
-        vision_config={
-            "depth": 1,
-            "hidden_size": width,
-            "intermediate_size": width,
-            "num_heads": 2,
-            "out_hidden_size": width,
-            "fullatt_block_indexes": [0],
-        },
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
+        text_config=WIDTHS | {"vocab_size": len(vocabulary), "num_hidden_layers": 1, "rope_parameters": ROPE},
+        vision_config=VISION | {"fullatt_block_indexes": [0]},
+        **qwen_ids(vocabulary),
     )
     return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
@@ -139,11 +118,11 @@ def vision_processor(cls: type, image_processor: object, vocabulary: transformer
     return made
 
 
-def llava(vocabulary: transformers.PreTrainedTokenizerFast, width: int) -> transformers.LlavaForConditionalGeneration:
+def llava(vocabulary: transformers.PreTrainedTokenizerFast) -> transformers.LlavaForConditionalGeneration:
     """The Llama above behind CLIP's eyes, whose images are 576 tokens as in HunyuanVideo's template."""
     vision = transformers.CLIPVisionConfig(
-        hidden_size=width,
-        intermediate_size=width,
+        hidden_size=WIDTH,
+        intermediate_size=WIDTH,
         num_attention_heads=2,
         num_hidden_layers=1,
         image_size=336,
@@ -151,28 +130,8 @@ def llava(vocabulary: transformers.PreTrainedTokenizerFast, width: int) -> trans
     )
     config = transformers.LlavaConfig(
         vision_config=vision,
-        text_config=llama_config(vocabulary, width),
+        text_config=llama_config(vocabulary),
         pad_token_id=vocabulary.pad_token_id,
         image_token_index=vocabulary.convert_tokens_to_ids("<image>"),
     )
     return transformers.LlavaForConditionalGeneration(config)
-
-
-def gemma3(
-    vocabulary: transformers.PreTrainedTokenizerBase, width: int
-) -> transformers.Gemma3ForConditionalGeneration:
-    """Gemma 3 of one layer."""
-    config = transformers.Gemma3Config(
-        text_config={
-            "vocab_size": len(vocabulary),
-            "hidden_size": width,
-            "intermediate_size": width,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": width // 2,
-            "pad_token_id": vocabulary.pad_token_id,
-        },
-        vision_config={"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
-    )
-    return transformers.Gemma3ForConditionalGeneration(config)

@@ -57,7 +57,7 @@ def hunyuan_video() -> Case:
     """HunyuanVideo: guidance as an embedding, a Llama beside CLIP, shift 7."""
     vocabulary = language.llama_tokenizer(DEFAULT_PROMPT_TEMPLATE["template"])
     pipe = diffusers.HunyuanVideoPipeline(
-        text_encoder=language.llama(vocabulary, WIDTH),
+        text_encoder=language.llama(vocabulary),
         tokenizer=vocabulary,
         transformer=hunyuan_network(),
         vae=hunyuan_autoencoder(),
@@ -72,7 +72,7 @@ def hunyuan_video_image() -> Case:
     """HunyuanVideo from an image: it goes to the language model, and as latents beside the noise."""
     vocabulary = language.llama_tokenizer(IMAGE_PROMPT_TEMPLATE["template"])
     pipe = diffusers.HunyuanVideoImageToVideoPipeline(
-        text_encoder=language.llava(vocabulary, WIDTH),
+        text_encoder=language.llava(vocabulary),
         tokenizer=vocabulary,
         transformer=hunyuan_network(in_channels=9, guidance_embeds=False, image_condition_type="latent_concat"),
         vae=hunyuan_autoencoder(),
@@ -108,7 +108,7 @@ def qwen_parts(template: str, **autoencoder: int | list) -> dict:
             max_image_seq_len=8192,
             shift_terminal=0.02,
         ),
-        "text_encoder": language.qwen_vl(vocabulary, WIDTH),
+        "text_encoder": language.qwen_vl(vocabulary),
         "tokenizer": vocabulary,
     }
 
@@ -148,7 +148,7 @@ def flux2() -> Case:
             latent_channels=2,
             norm_num_groups=2,
         ),
-        text_encoder=language.qwen3(vocabulary, WIDTH),
+        text_encoder=language.qwen3(vocabulary),
         tokenizer=vocabulary,
         transformer=diffusers.Flux2Transformer2DModel(
             patch_size=1,
@@ -173,7 +173,7 @@ def z_image() -> Case:
     pipe = diffusers.ZImagePipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=basic.kl_autoencoder(4, scaling_factor=0.3611, shift_factor=0.1159, use_quant_conv=False),
-        text_encoder=language.qwen3(vocabulary, WIDTH),
+        text_encoder=language.qwen3(vocabulary),
         tokenizer=vocabulary,
         transformer=diffusers.ZImageTransformer2DModel(
             in_channels=4,

@@ -8,7 +8,7 @@ import torch
 from transformers import CLIPImageProcessor, LlavaProcessor, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from . import basic, conditioned, language, large, more
-from .basic import WIDTH
+from .basic import WIDTH, WIDTHS
 
 Case = tuple[diffusers.ModularPipeline, dict]
 
@@ -27,18 +27,11 @@ def around(kind: str, classic: Callable[[], tuple], **inputs) -> Case:
 
 def qwen3_vl(vocabulary, layers: int) -> torch.nn.Module:
     """Qwen 3 VL, with one layer for images."""
-    ids = dict(zip(language.QWEN_SPECIAL, vocabulary.convert_tokens_to_ids(language.QWEN_SPECIAL), strict=True))
-    text = {"vocab_size": len(vocabulary), "hidden_size": WIDTH, "intermediate_size": WIDTH, "head_dim": 8}
-    text |= {"num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2}
-    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10_000.0}
-    vision = {"depth": 1, "hidden_size": WIDTH, "intermediate_size": WIDTH, "num_heads": 2, "out_hidden_size": WIDTH}
+    text = {"vocab_size": len(vocabulary), "head_dim": 8, "num_hidden_layers": layers, **WIDTHS}
     config = Qwen3VLConfig(
-        text_config=text | {"rope_parameters": rope},
-        vision_config=vision | {"deepstack_visual_indexes": [0]},
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
+        text_config=text | {"rope_parameters": language.ROPE},
+        vision_config=language.VISION | {"deepstack_visual_indexes": [0]},
+        **language.qwen_ids(vocabulary),
     )
     return Qwen3VLForConditionalGeneration(config)
 

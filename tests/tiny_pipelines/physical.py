@@ -1,12 +1,11 @@
-"""Cosmos, whose noise goes up to sigma 80, and LTX-2, whose loop steps video and sound by a scheduler each."""
+"""Cosmos, whose noise goes up to sigma 80."""
 
 from collections.abc import Callable
 
 import diffusers
 import torch
-from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 
-from . import basic, language
+from . import basic
 from .basic import WIDTH
 from .conditioned import Case
 
@@ -88,103 +87,6 @@ def cosmos2() -> Case:
     return pipe, {**sizes, "guidance_scale": 4.0, "negative_prompt": "blurred"}
 
 
-def ltx2_network() -> diffusers.LTX2VideoTransformer3DModel:
-    """One block for video and sound."""
-    return diffusers.LTX2VideoTransformer3DModel(
-        in_channels=4,
-        out_channels=4,
-        num_attention_heads=2,
-        attention_head_dim=8,
-        cross_attention_dim=16,
-        audio_in_channels=4,
-        audio_out_channels=4,
-        audio_num_attention_heads=2,
-        audio_attention_head_dim=4,
-        audio_cross_attention_dim=8,
-        num_layers=1,
-        caption_channels=WIDTH,
-        rope_double_precision=False,
-        rope_type="split",
-    )
-
-
-def ltx2_connectors() -> LTX2TextConnectors:
-    """From the hidden states of the language model to both branches."""
-    both = {
-        f"{branch}_connector_{name}": value
-        for branch in ("video", "audio")
-        for name, value in {
-            "num_attention_heads": 4,
-            "attention_head_dim": 8,
-            "num_layers": 1,
-            "num_learnable_registers": None,
-        }.items()
-    }
-    return LTX2TextConnectors(
-        caption_channels=WIDTH,
-        text_proj_in_factor=2,
-        connector_rope_base_seq_len=basic.TOKENS,
-        rope_theta=10000.0,
-        rope_double_precision=False,
-        causal_temporal_positioning=False,
-        rope_type="split",
-        **both,
-    )
-
-
-def ltx2_sound() -> dict:
-    """The autoencoder of spectrograms and the vocoder behind it."""
-    audio_vae = diffusers.AutoencoderKLLTX2Audio(
-        base_channels=4,
-        ch_mult=(1,),
-        num_res_blocks=1,
-        attn_resolutions=None,
-        resolution=32,
-        latent_channels=2,
-        mid_block_add_attention=False,
-        mel_bins=8,
-    )
-    vocoder = LTX2Vocoder(
-        in_channels=16,
-        hidden_channels=16,
-        upsample_kernel_sizes=[4, 4],
-        upsample_factors=[2, 2],
-        resnet_kernel_sizes=[3],
-        resnet_dilations=[[1, 3, 5]],
-    )
-    return {"audio_vae": audio_vae, "vocoder": vocoder}
-
-
-def ltx2() -> Case:
-    """LTX-2: video and sound in one network, each stepped by a copy of the scheduler."""
-    vae = diffusers.AutoencoderKLLTX2Video(
-        latent_channels=4,
-        block_out_channels=(8,),
-        decoder_block_out_channels=(8,),
-        layers_per_block=(1,),
-        decoder_layers_per_block=(1, 1),
-        spatio_temporal_scaling=(True,),
-        decoder_spatio_temporal_scaling=(True,),
-        decoder_inject_noise=(False, False),
-        downsample_type=("spatial",),
-        upsample_residual=(False,),
-        upsample_factor=(1,),
-        patch_size=1,
-    )
-    vocabulary = basic.gemma_tokenizer()
-    pipe = diffusers.LTX2Pipeline(
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
-        vae=vae,
-        text_encoder=language.gemma3(vocabulary, WIDTH),
-        tokenizer=vocabulary,
-        connectors=ltx2_connectors(),
-        transformer=ltx2_network(),
-        **ltx2_sound(),
-    )
-    sizes = {"height": 32, "width": 32, "num_frames": 5, "frame_rate": 25.0, "max_sequence_length": basic.TOKENS}
-    return pipe, {**sizes, "guidance_scale": 3.0}
-
-
 PIPELINES: dict[str, Callable[[], tuple[diffusers.DiffusionPipeline, dict]]] = {
-    function.__name__: function for function in (cosmos, cosmos2, ltx2)
+    function.__name__: function for function in (cosmos, cosmos2)
 }

@@ -11,7 +11,7 @@ from .basic import WIDTH
 from .conditioned import Case
 
 
-def ltx2() -> Case:
+def ltx2(is_guided: bool = False) -> Case:
     """LTX-2: video and its sound, stepped by two schedulers."""
     text_encoder = basic.gemma()
     transformer = diffusers.LTX2VideoTransformer3DModel(
@@ -54,10 +54,12 @@ def ltx2() -> Case:
         transformer=transformer,
         vocoder=_vocoder(channels=16, sampling_rate=24000),
     )
+    sizes = {"height": 32, "width": 32, "num_frames": 5, "frame_rate": 25.0, "max_sequence_length": basic.TOKENS}
+    if is_guided:
+        return pipe, {**sizes, "guidance_scale": 3.0}
     plain = {"guidance_scale": 1.0, "audio_guidance_scale": 1.0, "stg_scale": 0.0, "audio_stg_scale": 0.0}
     plain |= {"modality_scale": 1.0, "audio_modality_scale": 1.0, "use_cross_timestep": False}
-    plain |= {"spatio_temporal_guidance_blocks": None, "max_sequence_length": basic.TOKENS}
-    return pipe, {"height": 32, "width": 32, "num_frames": 5, "frame_rate": 25.0, **plain}
+    return pipe, {**sizes, **plain, "spatio_temporal_guidance_blocks": None}
 
 
 def _video_autoencoder() -> diffusers.AutoencoderKLLTX2Video:
