@@ -5,7 +5,7 @@ import os
 import socket
 import threading
 import types
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
@@ -77,6 +77,14 @@ def pytest_xdist_make_scheduler(config, log):
 def _shares(file):
     """Whether tests of a file share what a fixture makes."""
     return 'scope="module"' in file.read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    """Writes the YAML file of a run with some keys changed, and returns its path."""
+    from command_line import write_config
+
+    return partial(write_config, tmp_path)
 
 
 @pytest.fixture

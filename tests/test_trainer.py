@@ -11,7 +11,18 @@ import tiny_pipelines
 import torch
 from datasets import Dataset
 from PIL import Image
-from tiny_runs import OPTIONAL, PROMPTS, brightness, first_frame_brightness, logged, trained_weights, trainer_for
+from tiny_runs import (
+    OPTIONAL,
+    PROMPTS,
+    are_equal,
+    brightness,
+    finished_run,
+    first_frame_brightness,
+    logged,
+    read_table,
+    trained_weights,
+    trainer_for,
+)
 from transformers import TrainerCallback
 
 from diffusion_grpo.data.columns import RowError
@@ -45,8 +56,7 @@ def test_the_first_ratio_is_one_and_the_weights_move(tmp_path, settings):
     exact = not settings.get("bf16")
     assert max(logged(trainer, "ratio/max_error")) <= (0.0 if exact else 1e-5)
     assert len(logged(trainer, "loss")) == 2 and all(np.isfinite(logged(trainer, "loss")))
-    after = trained_weights(trainer)
-    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert not are_equal(before, trained_weights(trainer))
     assert all(sample.means is None for sample in trainer.loader.buffer.samples)  # of one update per rollout
 
 
@@ -59,25 +69,23 @@ def test_the_first_ratio_is_one_and_the_weights_move(tmp_path, settings):
     ids=str,
 )
 def test_other_batches_in_rollout_and_update_stay_close(tmp_path, settings):
-    trainer = trainer_for(tmp_path, **settings)
-    trainer.train()
+    trainer = finished_run(tmp_path, **settings)
     assert max(logged(trainer, "ratio/max_error")) <= 1e-5
 
 
 def test_chunks_of_the_rollout_do_not_change_the_samples(tmp_path):
     rewards = []
     for size in (1, 8):
-        trainer = trainer_for(tmp_path / str(size), rollout_batch_size=size, max_steps=1)
-        trainer.train()
-        table = pyarrow.parquet.read_table(tmp_path / str(size) / "samples" / "step-000000.parquet").to_pydict()
+        finished_run(tmp_path / str(size), rollout_batch_size=size, max_steps=1)
+        table = read_table(tmp_path / str(size))
         rewards.append((table["prompt"], table["seed"], table["brightness"]))
     assert rewards[0][:2] == rewards[1][:2]
     assert np.allclose(rewards[0][2], rewards[1][2], atol=1e-4) and np.std(rewards[0][2]) > 1e-3
 
 
 def test_a_rollout_used_again_is_off_policy_and_the_clip_acts(tmp_path):
-    trainer = trainer_for(tmp_path, num_iterations=2, max_steps=4, learning_rate=0.02, epsilon=1e-6, epsilon_high=2e-6)
-    trainer.train()
+    own = {"num_iterations": 2, "epsilon": 1e-6, "epsilon_high": 2e-6}
+    trainer = finished_run(tmp_path, max_steps=4, learning_rate=0.02, **own)
     clipped = logged(trainer, "clip_ratio/region_mean")
     assert clipped[0] == clipped[2] == 0.0  # a new rollout every second update
     assert min(clipped[1], clipped[3]) > 0.1
@@ -86,8 +94,7 @@ def test_a_rollout_used_again_is_off_policy_and_the_clip_acts(tmp_path):
 
 @pytest.mark.parametrize("anchor", ["auto", "replay"])
 def test_several_updates_per_rollout(tmp_path, anchor):
-    trainer = trainer_for(tmp_path, steps_per_generation=4, old_log_prob=anchor, max_steps=4)
-    trainer.train()
+    trainer = finished_run(tmp_path, steps_per_generation=4, old_log_prob=anchor, max_steps=4)
     assert len(list((tmp_path / "samples").glob("*.parquet"))) == 2
     means = logged(trainer, "ratio/mean")
     assert means[0] == means[2] == 1.0 and means[1] != 1.0
@@ -146,7 +153,7 @@ def test_old_means_are_those_of_the_policy_that_rolled_out(tmp_path, loss_type):
         assert divergences[0] == 0.0 < min(divergences[1:]) and logged(trainer, "ratio/mean")[0] == 1.0
         runs.append((kept, trained_weights(trainer)))
     assert torch.equal(runs[0][0], runs[1][0])
-    assert all(torch.equal(value, runs[1][1][name]) for name, value in runs[0][1].items())
+    assert are_equal(runs[0][1], runs[1][1])
 
 
 class KeepFirstMeans(TrainerCallback):
@@ -165,8 +172,7 @@ class KeepFirstMeans(TrainerCallback):
 
 
 def test_kl_has_a_gradient_and_vanishes_on_the_reference(tmp_path):
-    trainer = trainer_for(tmp_path, rewards=lambda images, **columns: [1.0] * len(images), beta=1.0)
-    trainer.train()
+    trainer = finished_run(tmp_path, rewards=lambda images, **columns: [1.0] * len(images), beta=1.0)
     assert logged(trainer, "kl")[0] == 0.0 and logged(trainer, "grad_norm")[0] == 0.0
     assert logged(trainer, "frac_reward_zero_std") == [1.0, 1.0] and logged(trainer, "loss") == [0.0, 0.0]
     for name, parameter in trainer.model.named_parameters():
@@ -180,7 +186,7 @@ def test_loss_and_gradient_are_grpos(tmp_path):
     """The gradient is that of the objective, written out for the whole rollout at once."""
     trainer = trainer_for(tmp_path, max_steps=1, max_grad_norm=0)
     assert_gradient(trainer, 0, lambda ratios, advantages: -(ratios * advantages[:, None]).sum() / (8 * 3))
-    table = pyarrow.parquet.read_table(tmp_path / "samples" / "step-000000.parquet").to_pydict()
+    table = read_table(tmp_path)
     rewards = torch.tensor(table["brightness"]).view(2, 4)
     advantages = ((rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True)).flatten()
     torch.testing.assert_close(torch.tensor(table["advantage"]), advantages, rtol=1e-3, atol=1e-3)
@@ -352,7 +358,7 @@ def test_the_order_of_aggregation_reaches_the_advantages(tmp_path):
     for order in ("sum_then_normalize", "normalize_then_sum"):
         folder = tmp_path / order
         trainer_for(folder, rewards=[large, small], multi_objective_aggregation=order, max_steps=1).train()
-        table = pyarrow.parquet.read_table(folder / "samples" / "step-000000.parquet").to_pydict()
+        table = read_table(folder)
         advantages[order] = table["advantage"][:4]
     std = 3**-0.5  # of 0, 0, 1, 1 with Bessel's correction
     assert advantages["sum_then_normalize"] == pytest.approx([-0.5 / std, 0.5 / std] * 2, abs=1e-4)
@@ -363,7 +369,7 @@ def test_evaluation_before_and_during_training(tmp_path):
     def measured(images, **columns):
         return [0.25] * len(images)
 
-    trainer = trainer_for(
+    trainer = finished_run(
         tmp_path,
         eval_strategy="steps",
         eval_steps=1,
@@ -373,7 +379,6 @@ def test_evaluation_before_and_during_training(tmp_path):
         eval_reward_funcs=[measured],
         learning_rate=0.0,
     )
-    trainer.train()
     assert logged(trainer, "eval_rewards/measured/mean") == [0.25] * 3
     rewards = logged(trainer, "eval_reward")
     assert len(rewards) == 3 and len(set(rewards)) == 1  # nothing was learned: same prompts, same seeds, same images
@@ -390,15 +395,13 @@ def test_a_resumed_run_is_not_evaluated_again_at_its_start(tmp_path):
     settings = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, "save_strategy": "steps"}
     settings |= {"save_steps": 1, "num_inference_steps": 2}
     trainer_for(tmp_path, **settings, max_steps=1).train()
-    resumed = trainer_for(tmp_path, **settings, resume_from_checkpoint=True)
-    resumed.train()
+    resumed = finished_run(tmp_path, **settings, resume_from_checkpoint=True)
     evaluated = [entry["step"] for entry in resumed.state.log_history if "eval_reward" in entry]
     assert evaluated == [0, 1, 2] and resumed.args.eval_on_start
 
 
 def test_the_whole_dataset_is_seen_each_epoch_in_another_order(tmp_path):
-    trainer = trainer_for(tmp_path, max_steps=4)
-    trainer.train()
+    trainer = finished_run(tmp_path, max_steps=4)
     tables = [
         pyarrow.parquet.read_table(path).to_pydict() for path in sorted((tmp_path / "samples").glob("*.parquet"))
     ]
@@ -416,8 +419,7 @@ def test_a_network_that_the_pipeline_lacks_is_refused(tmp_path):
 
 
 def test_training_again_starts_with_a_new_rollout(tmp_path):
-    trainer = trainer_for(tmp_path, max_steps=1)
-    trainer.train()
+    trainer = finished_run(tmp_path, max_steps=1)
     first = trainer.loader.buffer
     trainer.train()
     assert trainer.loader.buffer is not first and logged(trainer, "ratio/max_error") == [0.0]
@@ -468,7 +470,7 @@ def test_a_divergence_in_the_reward(tmp_path):
     assert found == pytest.approx([sum(values) / 6 for values in ratios], rel=1e-6)
     assert found[0] == 1.0 and abs(found[1] - 1) > 1e-4
     assert max(logged(trainer, "ratio/max_error")) == 0.0 and "kl" not in trainer.state.log_history[0]
-    table = pyarrow.parquet.read_table(tmp_path / "samples" / "step-000001.parquet").to_pydict()
+    table = read_table(tmp_path, 1)
     penalised = torch.tensor(table["brightness"]) - 0.5 * divergences[1].mean(1)
     expected = (penalised.view(2, 4) - penalised.view(2, 4).mean(1, keepdim=True)).flatten()
     assert table["advantage"] == pytest.approx(expected.tolist(), abs=1e-6)
@@ -511,7 +513,7 @@ def test_several_batches_per_step_reach_the_advantages(tmp_path):
     for batches in (1, 2):
         folder = tmp_path / str(batches)
         trainer_for(folder, num_batches_per_step=batches, **settings).train()
-        table = pyarrow.parquet.read_table(folder / "samples" / "step-000000.parquet").to_pydict()
+        table = read_table(folder)
         rewards = torch.tensor(table["brightness"], dtype=torch.float64).view(batches, -1, 4)
         expected = (rewards - rewards.mean(2, keepdim=True)) / rewards.flatten(1).std(1)[:, None, None]
         assert table["advantage"] == pytest.approx(expected.flatten().tolist(), rel=1e-4)

@@ -7,6 +7,7 @@ import contextlib
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet
 import tiny_pipelines
 import torch
 from datasets import Dataset
@@ -143,9 +144,29 @@ def trainer_for(
     )
 
 
+def finished_run(*args, **settings) -> DiffusionGRPOTrainer:
+    """The trainer of a run, as `trainer_for` makes it, that has ended."""
+    trainer = trainer_for(*args, **settings)
+    trainer.train()
+    return trainer
+
+
 def logged(trainer: DiffusionGRPOTrainer, key: str) -> list[float]:
     """The values of a metric, one per log entry that has it."""
     return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def read_table(run: Path, step: int = 0, kind: str = "samples") -> dict[str, list]:
+    """The columns of a table of samples that a run wrote before update `step`, or of its "evaluations"."""
+    return pyarrow.parquet.read_table(run / kind / f"step-{step:06d}.parquet").to_pydict()
+
+
+def list_tags(run: Path, kind: str) -> list[str]:
+    """The names under which tensorboard has images, sounds or curves of a run."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    [folder] = (run / "runs").iterdir()
+    return EventAccumulator(str(folder)).Reload().Tags()[kind]
 
 
 def joined_trajectory(trainer: DiffusionGRPOTrainer):
@@ -166,6 +187,18 @@ def policy_weights(trainer: DiffusionGRPOTrainer) -> dict:
         return trained_weights(trainer)
 
 
+def are_equal(some: dict, others: dict) -> bool:
+    """Whether tensors of the same names are equal to the last bit."""
+    assert some.keys() == others.keys()
+    return all(torch.equal(value, others[name]) for name, value in some.items())
+
+
+def difference(some: dict, others: dict) -> float:
+    """The largest between tensors of the same names."""
+    assert some.keys() == others.keys()
+    return max(float((value.cpu() - others[name].cpu()).abs().max()) for name, value in some.items())
+
+
 def train_and_compare(trainer: DiffusionGRPOTrainer) -> set[str]:
     """Train; return the names of the weights that have moved."""
     before = trained_weights(trainer)
@@ -184,7 +217,7 @@ def resume(make, folder: Path, *steps: int) -> list[DiffusionGRPOTrainer]:
     for step in steps:
         runs.append(make(folder / f"from-{step}"))
         runs[-1].train(resume_from_checkpoint=str(folder / "whole" / f"checkpoint-{step}"))
-        assert all(torch.equal(value, expected[name]) for name, value in policy_weights(runs[-1]).items())
+        assert are_equal(policy_weights(runs[-1]), expected)
     return runs
 
 

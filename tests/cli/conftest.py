@@ -1,17 +1,8 @@
-"""Files of settings, a saved pipeline, and a check that no model is loaded."""
-
-import functools
+"""A saved pipeline, and a check that no model is loaded."""
 
 import diffusers
 import pytest
-from command_line import write_config
 from tiny_pipelines import build
-
-
-@pytest.fixture
-def config_file(tmp_path):
-    """Writes the YAML file of a run with some keys changed, and returns its path."""
-    return functools.partial(write_config, tmp_path)
 
 
 @pytest.fixture

@@ -29,43 +29,34 @@ def test_a_reward_that_fails_shows_its_own_code_and_one_line(config_file, model,
     assert not any("diffusion_grpo" in line for line in lines[start:-1])
 
 
+ROW = RowError("row 3, column 'image':\ncannot identify image file")
+ROW.__cause__ = OSError("cannot identify image file")
+
+
 @pytest.mark.parametrize(
-    "error", [RewardError("the reward\nfailed"), RankError("process 1\nfailed"), RuntimeError("a bug")]
+    "error",
+    [
+        RewardError("the reward\nfailed"),
+        RankError("process 1\nfailed"),
+        ROW,
+        UnsupportedPipeline("Own returned a str in place of samples."),
+        RuntimeError("a bug"),
+    ],
+    ids=lambda error: type(error).__name__,
 )
 def test_only_errors_that_explain_themselves_are_one_line_unless_more_is_asked_for(monkeypatch, capsys, error):
     def fail(arguments) -> int:
         raise error
 
-    monkeypatch.setattr("diffusion_grpo.cli.report.run", fail)
+    monkeypatch.setattr("diffusion_grpo.cli.train.run", fail)
     with pytest.raises(type(error)):
-        cli.main(["--traceback", "report", "run"])
+        cli.main(["--traceback", "train", "x.yaml"])
     if type(error) is RuntimeError:
         with pytest.raises(RuntimeError):
-            cli.main(["report", "run"])
+            cli.main(["train", "x.yaml"])
     else:
-        assert cli.main(["report", "run"]) == 1
+        assert cli.main(["train", "x.yaml"]) == 1
         assert capsys.readouterr().err == f"error: {' '.join(str(error).split())}\n"
-
-
-def test_a_row_that_cannot_be_read_is_one_line(monkeypatch, capsys):
-    def fail(arguments) -> int:
-        try:
-            raise OSError("cannot identify image file")
-        except OSError as error:
-            raise RowError("Row 3 (the first is row 0), column 'image': cannot identify image file") from error
-
-    monkeypatch.setattr("diffusion_grpo.cli.train.run", fail)
-    assert cli.main(["train", "x.yaml"]) == 1
-    assert capsys.readouterr().err == "error: Row 3 (the first is row 0), column 'image': cannot identify image file\n"
-
-
-def test_a_pipeline_that_turns_out_not_to_train_is_one_line(monkeypatch, capsys):
-    def fail(arguments) -> int:
-        raise UnsupportedPipeline("Own returned a str in place of samples.")
-
-    monkeypatch.setattr("diffusion_grpo.cli.train.run", fail)
-    assert cli.main(["train", "x.yaml"]) == 1
-    assert capsys.readouterr().err == "error: Own returned a str in place of samples.\n"
 
 
 def test_memory_that_runs_out_is_one_line(config_file, model, capsys, monkeypatch):

@@ -1,10 +1,8 @@
 """Paths and text files that users write."""
 
-from pathlib import Path
-
 import pytest
 
-from diffusion_grpo.config.files import expand_home, read_text
+from diffusion_grpo.config.files import read_text
 
 
 def test_an_encoding_that_is_not_utf_8_is_named_with_its_line(tmp_path):
@@ -14,8 +12,3 @@ def test_an_encoding_that_is_not_utf_8_is_named_with_its_line(tmp_path):
         read_text(file)
     file.write_bytes("a café".encode("utf-8-sig"))
     assert read_text(file) == "a café"
-
-
-def test_a_tilde_is_the_home_folder_wherever_a_path_stands():
-    home = str(Path.home())
-    assert expand_home({"a": ["~/x", "b~"], "n": 1}) == {"a": [f"{home}/x", "b~"], "n": 1}

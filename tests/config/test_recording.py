@@ -1,8 +1,7 @@
 """What an algorithm needs recorded, and what follows for the settings: which fit it, and which are refused."""
 
 import pytest
-import torch
-from tiny_runs import logged, trained_weights, trainer_for
+from tiny_runs import are_equal, logged, trained_weights, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.algorithms import ALGORITHMS
@@ -46,10 +45,10 @@ def test_an_algorithm_of_ones_own_trains(tmp_path):
     before = trained_weights(trainer)
     trainer.train()
     assert trainer.state.global_step == 2 and all(0 < share < 1 for share in logged(trainer, "own/share"))
-    assert any(not torch.equal(value, before[name]) for name, value in trained_weights(trainer).items())
+    assert not are_equal(trained_weights(trainer), before)
     trainer = trainer_for(tmp_path / "none", **settings | {"loss_kwargs": {"least": 100.0}})
     trainer.train()  # its settings arrive
-    assert all(torch.equal(value, before[name]) for name, value in trained_weights(trainer).items())
+    assert are_equal(trained_weights(trainer), before)
 
 
 class Comparing(BestOnly):

@@ -176,9 +176,10 @@ def test_what_trl_and_parsers_write_is_understood():
 
 def test_the_home_folder_may_be_written_short_in_every_setting(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    config = DiffusionGRPOConfig("~/run", lora_path="~/lora", model_init_kwargs={"cache_dir": "~/c"}, use_cpu=True)
+    inner = {"cache_dir": "~/c", "more": ["~/d", "e~", 1]}
+    config = DiffusionGRPOConfig("~/run", lora_path="~/lora", model_init_kwargs=inner, use_cpu=True)
     assert (config.output_dir, config.lora_path) == (str(tmp_path / "run"), str(tmp_path / "lora"))
-    assert config.model_init_kwargs == {"cache_dir": str(tmp_path / "c")}
+    assert config.model_init_kwargs == {"cache_dir": f"{tmp_path}/c", "more": [f"{tmp_path}/d", "e~", 1]}
 
 
 def test_no_token_is_shown():

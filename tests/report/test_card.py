@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 from huggingface_hub.utils import filter_repo_objects
 from PIL import Image
 from run_folders import make_run
-from tiny_runs import trainer_for
+from tiny_runs import finished_run
 
 from diffusion_grpo.media.files import write_sound, write_video
 from diffusion_grpo.report.card import (
@@ -33,8 +33,7 @@ def test_the_card_of_a_run(tmp_path):
     base = tmp_path / "base" / "my-model"
     tiny_pipelines.build("sd3")[0].save_pretrained(base)
     (base / "README.md").write_text("---\nlicense: mit\n---\n")
-    trainer = trainer_for(tmp_path / "run", model=str(base), eval_strategy="steps", eval_steps=1, eval_on_start=True)
-    trainer.train()
+    trainer = finished_run(tmp_path / "run", model=str(base), eval_strategy="steps", eval_steps=1, eval_on_start=True)
     trainer.save_model()
     card = ModelCard.load(tmp_path / "run" / "README.md")
     assert card.data.library_name == "diffusers" and card.data.pipeline_tag == "text-to-image"

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 from PIL import Image
-from tiny_runs import brightness, first_frame_brightness, trainer_for
+from tiny_runs import brightness, finished_run, first_frame_brightness, list_tags, trainer_for
 
 from diffusion_grpo.media.files import read_sound, read_video
 
@@ -57,8 +57,7 @@ def test_videos_with_sound_play_both(tmp_path):
 
 def test_sound_of_evaluations_and_rollouts_plays(tmp_path):
     settings = {"name": "stable_audio", "rewards": loudness, "max_steps": 1, "save_samples_steps": 1}
-    trainer = trainer_for(tmp_path, **settings, **EVALUATED, report_to="tensorboard")
-    trainer.train()
+    trainer = finished_run(tmp_path, **settings, **EVALUATED, report_to="tensorboard")
     for row in table_of(tmp_path / "evaluations" / "step-000001.parquet"):
         assert row["file"].endswith(".wav") and Image.open(tmp_path / row["image"]).size == (256, 128)
         sound, rate = read_sound(tmp_path / row["file"])
@@ -69,7 +68,7 @@ def test_sound_of_evaluations_and_rollouts_plays(tmp_path):
     page = (tmp_path / "report.html").read_text()
     sounds = embedded(page, "audio")
     assert len(sounds) == page.count("<audio") == 4 + len(rows) and all(len(read_sound(sound)[0]) for sound in sounds)
-    assert {"samples/0000", "samples/0001"} <= set(logged(tmp_path, "audio"))
+    assert {"samples/0000", "samples/0001"} <= set(list_tags(tmp_path, "audio"))
 
 
 def loudness(completions, sampling_rate, **columns):
@@ -111,12 +110,3 @@ def test_some_samples_are_kept_and_shown_without_an_evaluation(tmp_path, setting
         assert sorted(row["file"] for row in rows if row["file"]) == files
     page = (tmp_path / "report.html").read_text()
     assert page.count('class="pixel"') == sum(min(count, 8) for count in expected.values())
-
-
-def logged(run, kind):
-    """The names under which tensorboard has images or sounds of a run."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    [folder] = (run / "runs").iterdir()
-    events = EventAccumulator(str(folder)).Reload()
-    return events.Tags()[kind]

@@ -8,7 +8,7 @@ import torch
 from command_line import make_config
 from PIL import Image
 
-from diffusion_grpo.report.samples import SampleWriter, write_files, write_table
+from diffusion_grpo.report.samples import SampleWriter
 
 
 def make_writer(folder, groups=None, **settings):
@@ -85,12 +85,3 @@ def test_the_image_that_a_kept_sample_was_made_from_is_beside_it(tmp_path):
 def test_what_is_written(tmp_path, number, options, expected):
     write(tmp_path, number, **options)
     assert sorted(path.name for path in tmp_path.glob("samples/*")) == expected
-
-
-def test_files_and_tables(tmp_path):
-    images = [Image.new("RGB", (4, 4)), Image.new("RGB", (4, 4))]
-    columns = write_files(images, [tmp_path / "a" / "0000", None], tmp_path, 8.0, None)
-    assert columns == {"image": ["a/0000.png", None], "file": ["a/0000.png", None]}
-    write_table(tmp_path / "a.parquet", columns | {"reward": [1.0, 2.0]})
-    assert pyarrow.parquet.read_table(tmp_path / "a.parquet").to_pydict()["reward"] == [1.0, 2.0]
-    assert not list(tmp_path.glob("tmp-*"))

@@ -6,7 +6,7 @@ import torch
 from datasets import Dataset
 from diffusers import DiffusionPipeline
 from PIL import Image
-from tiny_runs import trainer_for
+from tiny_runs import are_equal, finished_run, trainer_for
 
 from diffusion_grpo.report.usage import write_usage
 from diffusion_grpo.weights.files import name_half_dtype
@@ -64,15 +64,14 @@ def test_the_code_of_a_full_run_that_is_still_going_on_loads_its_checkpoint(tmp_
     """Each save is pushed with its card, but only the last one holds the whole pipeline."""
     tiny_pipelines.build("sd3")[0].to(torch.float16).save_pretrained(tmp_path / "base")
     own = {"max_steps": 1, "save_steps": 1, "save_strategy": "steps", "scheduler_kwargs": {"shift": 5.0}}
-    trainer = trainer_for(tmp_path / "run", model=str(tmp_path / "base"), lora=False, **own)
-    trainer.train()
+    trainer = finished_run(tmp_path / "run", model=str(tmp_path / "base"), lora=False, **own)
     trainer.checkpointer.copy_weights(tmp_path / "run/checkpoint-1", tmp_path / "run")
     trainer.create_model_card()
     names, code = run_usage(tmp_path / "run", monkeypatch)
     line = 'pipe.transformer = pipe.transformer.from_pretrained("run", subfolder="transformer", dtype=torch.float32)'
     assert line in code
     loaded, trained = names["pipe"].transformer.state_dict(), trainer.pipe.transformer.state_dict()
-    assert loaded.keys() == trained.keys() and all(torch.equal(loaded[name], trained[name]) for name in trained)
+    assert are_equal(loaded, trained)
     assert isinstance(names["sample"], Image.Image) and names["pipe"].scheduler.config.shift == 5.0
     trainer.save_model()
     code = run_usage(tmp_path / "run", monkeypatch)[1]
@@ -84,8 +83,7 @@ def test_the_code_calls_a_pipeline_whose_first_parameter_is_an_image(tmp_path, m
     image, call = Image.new("RGB", (16, 16), "red"), {"max_area": 256, "_auto_resize": False, "max_sequence_length": 8}
     held_out = Dataset.from_dict({"prompt": ["a cat"], "image": [image]})
     settings = {"model": str(tmp_path / "base"), "max_steps": 1, "columns": {"image": [image] * 4}}
-    trainer = trainer_for(tmp_path / "run", "flux_kontext", pipeline_kwargs=call, eval_dataset=held_out, **settings)
-    trainer.train()
+    trainer = finished_run(tmp_path / "run", "flux_kontext", pipeline_kwargs=call, eval_dataset=held_out, **settings)
     trainer.save_model()
     card = tmp_path / "run" / "README.md"
     assert "image=..." in card.read_text()

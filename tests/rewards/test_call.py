@@ -15,7 +15,7 @@ import pytest
 import torch
 from fresh import load_again
 from PIL import Image, ImageDraw
-from plain_images import FOUR, FOUR_PROMPTS, THREE, THREE_PROMPTS, make_video
+from plain_images import FOUR, FOUR_PROMPTS, THREE, THREE_PROMPTS, flat, make_video
 
 from diffusion_grpo.media.samples import VideoWithSound
 from diffusion_grpo.rewards import (
@@ -348,14 +348,10 @@ def test_a_logged_number_may_not_have_the_name_of_a_metric_of_the_run() -> None:
             score([logs], images=FOUR, prompts=FOUR_PROMPTS)
 
 
-def make_image(shade: int) -> Image.Image:
-    return Image.new("RGB", (8, 8), (shade,) * 3)
-
-
 SOUND = np.full((2, 6), 0.25, dtype=np.float32)
 SAMPLES = {
-    "images": lambda: [make_image(10), make_image(20)],
-    "videos": lambda: [VideoWithSound([make_image(10), make_image(30)], SOUND.copy(), 24) for _ in range(2)],
+    "images": lambda: [flat(10), flat(20)],
+    "videos": lambda: [VideoWithSound([flat(10), flat(30)], SOUND.copy(), 24) for _ in range(2)],
     "sounds": lambda: [SOUND.copy(), SOUND.copy()],
     "tensors": lambda: [torch.full((4, 6), 0.5), torch.full((4, 6), 0.25)],
 }
@@ -406,7 +402,7 @@ async def slow_vandal(completions, prompts, **columns):
 @pytest.mark.parametrize("kind", SAMPLES)
 def test_a_reward_that_writes_to_what_it_gets_changes_it_for_nobody_else(kind, first) -> None:
     prompts, handed = ["a", "b"], SAMPLES[kind]()
-    columns = {"meta": [{"count": 1, "more": [1]}, {"count": 2}], "target": [make_image(1)] * 2}
+    columns = {"meta": [{"count": 1, "more": [1]}, {"count": 2}], "target": [flat(1)] * 2}
     before, found = (seen(SAMPLES[kind]()), seen(columns), list(prompts)), []
 
     async def look(completions, prompts, meta, target):
@@ -442,7 +438,7 @@ def test_frames_tensors_and_latents_are_a_reward_s_own() -> None:
         latents.zero_()
         return [0.0] * len(latents)
 
-    videos, latents = [[make_image(51)] * 3, [make_image(102)] * 3], [torch.ones(2, 2), torch.ones(2, 2)]
+    videos, latents = [[flat(51)] * 3, [flat(102)] * 3], [torch.ones(2, 2), torch.ones(2, 2)]
     given = {"videos": videos, "latents": latents, "prompts": ["a", "b"]}
     table = score([draw, shades, write, write, overwrite, overwrite], **given)
     assert table[:, 1].tolist() == [51, 102] and found == pytest.approx([0.3, 0.3, 1, 1])
@@ -456,7 +452,7 @@ def test_what_embeds_for_the_diversity_gets_copies() -> None:
                 spoil(image)
             return torch.zeros(len(images), 2)
 
-    samples = [make_image(3)]
+    samples = [flat(3)]
     embed_samples(type("Reward", (), {"function": Embedder()}), samples)
     assert samples[0].getpixel((0, 0)) == (3, 3, 3)
 
@@ -466,5 +462,5 @@ def test_half_precision_that_a_scorer_sets_ends_with_its_call() -> None:
         torch.set_default_dtype(torch.float16)
         return [0.0] * len(images)
 
-    score([in_half], prompts=["a"], images=[make_image(3)])
+    score([in_half], prompts=["a"], images=[flat(3)])
     assert torch.get_default_dtype() == torch.float32

@@ -7,6 +7,7 @@ import torch
 import transformers as tf
 from PIL import Image
 from tiny_pipelines import clip_tokenizer
+from tiny_scorers import clip
 from transformers.utils import ModelOutput
 
 from diffusion_grpo.rewards.geneval import GenEval
@@ -257,7 +258,7 @@ def test_models_get_the_settings_of_the_reward(monkeypatch) -> None:
 def test_all_models_are_loaded_at_the_first_call_whatever_its_rows_need(tmp_path, monkeypatch) -> None:
     """Later calls may be made in a thread, and loading changes torch's default dtype for the rollout beside it."""
     detr(tmp_path / "detector")
-    clip_model(tmp_path / "colors")
+    clip(tmp_path / "colors")
     options = {"device": "cpu", "dtype": "bfloat16", "offload": True}
     reward = GenEval(str(tmp_path / "detector"), str(tmp_path / "colors"), **options)
     loaded, rested = [], []
@@ -275,21 +276,6 @@ def test_all_models_are_loaded_at_the_first_call_whatever_its_rows_need(tmp_path
     assert rested == 2 * [TransformersDetector, ClipColors]  # once per call, however many times it asks
 
 
-def clip_model(folder):
-    tokenizer = clip_tokenizer()
-    config = tf.CLIPConfig(
-        text_config={**TEXT, "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id},
-        vision_config={**TEXT, "image_size": 32, "patch_size": 8},
-        projection_dim=16,
-    )
-    model = tf.CLIPModel(config).eval()
-    model.save_pretrained(folder)
-    size = {"height": 32, "width": 32}
-    processor = tf.CLIPProcessor(tf.CLIPImageProcessorPil(size=size, crop_size=size, do_center_crop=False), tokenizer)
-    processor.save_pretrained(folder)
-    return model, processor
-
-
 def test_images_are_resized_with_pillow_whatever_is_installed(tmp_path, monkeypatch) -> None:
     asked = []
     for cls in (tf.AutoProcessor, tf.AutoImageProcessor, tf.CLIPProcessor):
@@ -297,19 +283,19 @@ def test_images_are_resized_with_pillow_whatever_is_installed(tmp_path, monkeypa
         monkeypatch.setattr(
             cls, "from_pretrained", lambda *a, real=real, **k: asked.append(k.get("backend")) or real(*a, **k)
         )
-    for make in (owlv2, detr, clip_model):
+    for make in (owlv2, detr, clip):
         (tmp_path / make.__name__).mkdir()
         make(tmp_path / make.__name__)
     asked.clear()  # of making them
     TransformersDetector(str(tmp_path / "owlv2"), device="cpu")(IMAGES, ["cat"])
     TransformersDetector(str(tmp_path / "detr"), device="cpu")(IMAGES, ["cat"])
-    ClipColors(str(tmp_path / "clip_model"), "cpu")(IMAGES[0], [Detection("cat", 0.9, (0, 0, 20, 20))], "cat")
+    ClipColors(str(tmp_path / "clip"), "cpu")(IMAGES[0], [Detection("cat", 0.9, (0, 0, 20, 20))], "cat")
     assert len(asked) >= 3 and set(asked) == {"pil"}  # a processor loads parts
 
 
 def test_colors_by_clip_are_the_nearest_of_the_averaged_phrases(tmp_path) -> None:
     torch.manual_seed(0)
-    model, processor = clip_model(tmp_path)
+    model, processor = clip(tmp_path), tf.CLIPProcessor.from_pretrained(tmp_path, backend="pil")
     boxes = [(0, 0, 20, 20), (10, 10, 40, 40), (30, 5, 60, 40)]
     found = ClipColors(str(tmp_path), "cpu")(IMAGES[0], [Detection("cat", 0.9, box) for box in boxes], "cat")
     for box, name in zip(boxes, found, strict=True):

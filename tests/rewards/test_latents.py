@@ -1,11 +1,10 @@
 """Rewards on latents: what the pipeline itself returns as such, and no decoder where nobody looks at pixels."""
 
 import numpy as np
-import pyarrow.parquet
 import pytest
 import tiny_pipelines
 import torch
-from tiny_runs import brightness, logged, trained_weights, trainer_for
+from tiny_runs import are_equal, brightness, finished_run, logged, read_table, trained_weights, trainer_for
 
 from diffusion_grpo.policy.rollout import DenoisingPolicy, rollout
 from diffusion_grpo.rewards import RewardError, groupwise, score, takes_latents
@@ -70,16 +69,14 @@ def test_a_run_on_latents_decodes_nothing(name, tmp_path, monkeypatch) -> None:
     trainer.train()
     assert set(decoded) == {0}  # where the samples are saved; not in the second update
     assert logged(trainer, "ratio/max_error") == [0.0, 0.0] and len(logged(trainer, "diversity")) == 1
-    table = pyarrow.parquet.read_table(tmp_path / "latents" / "samples" / "step-000001.parquet").to_pydict()
+    table = read_table(tmp_path / "latents", 1)
     assert len(set(table["energy"])) == 8 and "file" not in table
     if name == "wan":
         return
     assert trainer.evaluate(metric_key_prefix="test")["test_rewards/energy/mean"] > 0
-    mixed = trainer_for(tmp_path / "mixed", rewards={energy: 1, spread: 0.5, brightness: 0}, **settings)
-    mixed.train()
-    for key, weight in trained_weights(trainer).items():
-        assert torch.equal(weight, trained_weights(mixed)[key])
-    other = pyarrow.parquet.read_table(tmp_path / "mixed" / "samples" / "step-000001.parquet").to_pydict()
+    mixed = finished_run(tmp_path / "mixed", rewards={energy: 1, spread: 0.5, brightness: 0}, **settings)
+    assert are_equal(trained_weights(trainer), trained_weights(mixed))
+    other = read_table(tmp_path / "mixed", 1)
     assert other["energy"] == table["energy"] and min(other["brightness"]) > 0
 
 

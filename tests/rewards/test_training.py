@@ -2,10 +2,9 @@
 
 import json
 
-import pyarrow.parquet
 import pytest
 import torch
-from tiny_runs import brightness, logged, trained_weights, trainer_for
+from tiny_runs import are_equal, brightness, finished_run, logged, read_table, trained_weights, trainer_for
 
 from diffusion_grpo.data.prompts import load_prompts
 from diffusion_grpo.rewards import RewardError, groupwise, takes_tensors
@@ -28,11 +27,10 @@ def test_weights_groups_tensors_and_extra_columns_in_a_run(tmp_path):
         assert images.shape[1:3] == (1, 3) and not torch.is_grad_enabled()
         return images.mean((1, 2, 3, 4))
 
-    trainer = trainer_for(tmp_path, rewards={rank: 0.5, mean: {"weight": 2.0, "mean": 0.5}}, max_steps=1)
-    trainer.train()
+    trainer = finished_run(tmp_path, rewards={rank: 0.5, mean: {"weight": 2.0, "mean": 0.5}}, max_steps=1)
     assert [len(set(prompts)) for prompts in seen] == [1, 1] and [len(prompts) for prompts in seen] == [4, 4]
     assert trainer.rewards.weights == [0.5, 2.0] and trainer.run["reward_options"]["mean"] == {"mean": 0.5}
-    table = pyarrow.parquet.read_table(tmp_path / "samples" / "step-000000.parquet").to_pydict()
+    table = read_table(tmp_path)
     assert table["message"] == [f"4 of {prompt}" for prompt in table["prompt"]]
     weighted = [0.5 * a + 2 * b for a, b in zip(table["rank"], table["mean"], strict=True)]
     assert table["reward"] == pytest.approx(weighted, abs=1e-6)
@@ -47,13 +45,12 @@ def test_min_and_product_reach_logs_and_evaluation(order, value, tmp_path):
     def high(images):
         return [0.25] * len(images)
 
-    trainer = trainer_for(
+    trainer = finished_run(
         tmp_path,
         rewards={low: 0.5 if "min" in order else 2.0, high: 1},
         multi_objective_aggregation=order,
         max_steps=1,
     )
-    trainer.train()
     assert logged(trainer, "reward") == pytest.approx([value])
     assert trainer.evaluate()["eval_reward"] == pytest.approx(value)
 
@@ -66,8 +63,7 @@ def test_a_reward_that_fails_leaves_a_checkpoint_to_go_on_from(tmp_path):
             raise ConnectionError("no server left")
         return brightness(images)
 
-    unbroken = trainer_for(tmp_path / "unbroken", rewards=shaky, max_steps=4)
-    unbroken.train()
+    unbroken = finished_run(tmp_path / "unbroken", rewards=shaky, max_steps=4)
     is_gone.append(True)
     trainer = trainer_for(tmp_path / "broken", rewards=shaky, max_steps=4)
     with pytest.raises(RewardError, match="no server left"):
@@ -76,8 +72,7 @@ def test_a_reward_that_fails_leaves_a_checkpoint_to_go_on_from(tmp_path):
     is_gone.clear()
     resumed = trainer_for(tmp_path / "broken", rewards=shaky, max_steps=4)
     resumed.train(resume_from_checkpoint=True)
-    for name, weight in trained_weights(unbroken).items():
-        assert torch.equal(weight, trained_weights(resumed)[name]), name
+    assert are_equal(trained_weights(unbroken), trained_weights(resumed))
 
 
 def test_geneval_prompts_from_a_file_in_a_run(tmp_path):
@@ -97,7 +92,7 @@ def test_geneval_prompts_from_a_file_in_a_run(tmp_path):
     trainer = trainer_for(tmp_path / "run", rewards=GenEval(detector), max_steps=1)
     trainer.train_dataset = load_prompts(str(tmp_path / "geneval.jsonl"))
     trainer.train()
-    table = pyarrow.parquet.read_table(tmp_path / "run" / "samples" / "step-000000.parquet").to_pydict()
+    table = read_table(tmp_path / "run")
     right = {(prompt, value) for prompt, value in zip(table["prompt"], table["GenEval"], strict=True)}
     # one dog right of one cat in the first of four; one car where two were asked for
     assert right == {("a dog right of a cat", 1.0), ("a dog right of a cat", 0.0), ("two red cars", 0.0)}

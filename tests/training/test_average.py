@@ -7,7 +7,7 @@ import pytest
 import tiny_pipelines
 import torch
 from PIL import Image
-from tiny_runs import logged, policy_weights, trained_weights, trainer_for
+from tiny_runs import are_equal, finished_run, logged, policy_weights, trained_weights, trainer_for
 from transformers import TrainerCallback
 
 from diffusion_grpo.policy.rollout import rollout
@@ -55,8 +55,7 @@ def test_the_average_moves_every_n_updates_and_warms_up_by_updates(tmp_path):
 def test_evaluations_and_validation_prompts_are_drawn_with_the_average(tmp_path):
     """The published weights in a plain pipeline draw what was evaluated; the policy's own draw something else."""
     often = {"eval_strategy": "steps", "eval_steps": 3, "validation_steps": 3, "validation_prompts": ["a ship"]}
-    trainer = trainer_for(tmp_path, **AVERAGED, **often, max_steps=3)
-    trainer.train()
+    trainer = finished_run(tmp_path, **AVERAGED, **often, max_steps=3)
     trainer.save_model()
     for folder, prompt in (("evaluations", "held out"), ("validation", "a ship")):
         written = np.asarray(Image.open(tmp_path / folder / "step-000003" / "0000.png"))
@@ -74,11 +73,11 @@ def test_a_second_run_goes_on_from_the_policy(tmp_path):
     trainer, seen = watched(tmp_path, **AVERAGED, max_steps=2, save_strategy="steps", save_steps=2)
     trainer.train()
     policy, average = policy_weights(trainer), trained_weights(trainer)
-    assert all(torch.equal(value, policy[name]) for name, value in seen[2].items())
-    assert not all(torch.equal(value, policy[name]) for name, value in average.items())
+    assert are_equal(seen[2], policy)
+    assert not are_equal(average, policy)
     trainer.train(resume_from_checkpoint=True)
-    assert all(torch.equal(value, policy[name]) for name, value in seen[3].items())
-    assert all(torch.equal(value, average[name]) for name, value in trained_weights(trainer).items())
+    assert are_equal(seen[3], policy)
+    assert are_equal(trained_weights(trainer), average)
     hub.copy_weights(tmp_path / "checkpoint-2", tmp_path / "samples", ("transformer",))
     assert (tmp_path / "samples" / "policy" / hub.ADAPTER_WEIGHTS).is_file()
 

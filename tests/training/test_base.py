@@ -4,20 +4,20 @@ import contextlib
 import json
 import os
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
 from diffusers import DiffusionPipeline
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
-from tiny_runs import brightness, trained_weights, trainer_for
+from tiny_runs import are_equal, brightness, finished_run, trained_weights, trainer_for
 from transformers import Trainer, TrainerCallback
 
 from diffusion_grpo import DiffusionGRPOTrainer
 from diffusion_grpo.report.page import list_findings
 from diffusion_grpo.report.record import ResumeError, write_json
 from diffusion_grpo.report.run_folder import read_log_history, read_run
+from tests.weights.test_files import collect_uploads
 
 
 def test_a_checkpoint_of_another_folder_is_compared_with_the_run_there(tmp_path):
@@ -64,8 +64,7 @@ def test_a_run_replaces_the_one_in_its_folder_if_asked_for(tmp_path):
     saved = {"num_inference_steps": 2, "save_strategy": "steps", "save_steps": 1, "save_total_limit": -1}
     trainer_for(tmp_path, **saved, max_steps=3, eval_on_start=True).train()
     assert len(list(tmp_path.glob("checkpoint-*"))) == 3
-    again = trainer_for(tmp_path, **saved, max_steps=1, overwrite_output_dir=True)
-    again.train()
+    again = finished_run(tmp_path, **saved, max_steps=1, overwrite_output_dir=True)
     assert again.state.global_step == 1 and read_log_history(tmp_path) == again.state.log_history
     left = {path.name for path in tmp_path.rglob("*-*")}
     assert left == {"checkpoint-1", "rollout-rank0.safetensors", "step-000000", "step-000000.parquet"} & left
@@ -93,8 +92,7 @@ def test_what_goes_missing_during_a_run_does_not_cost_its_weights(tmp_path, monk
     monkeypatch.chdir(tmp_path / "work")
     settings = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
     settings |= {"load_best_model_at_end": True, "save_total_limit": 1, "num_inference_steps": 2}
-    trainer = trainer_for("run", rewards=falling, callbacks=[Lose()], **settings)
-    trainer.train()
+    trainer = finished_run("run", rewards=falling, callbacks=[Lose()], **settings)
     trainer.save_model()
     assert "checkpoint-1 is gone" in caplog.text and trainer.state.best_model_checkpoint is None
     for name in ("adapter_model.safetensors", "run.json", "README.md", "checkpoint-2"):
@@ -110,15 +108,12 @@ def test_save_total_limit_and_the_best_model(tmp_path):
 
     settings = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 4}
     settings |= {"save_total_limit": 2, "load_best_model_at_end": True, "metric_for_best_model": "reward"}
-    trainer = trainer_for(tmp_path, rewards=scripted, greater_is_better=True, learning_rate=0.05, **settings)
-    trainer.train()
+    trainer = finished_run(tmp_path, rewards=scripted, greater_is_better=True, learning_rate=0.05, **settings)
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
     best, last = (load_file(tmp_path / f"checkpoint-{step}" / "adapter_model.safetensors") for step in (2, 4))
     trained = {name.replace(".default", ""): value for name, value in trained_weights(trainer).items()}
-    assert trained.keys() == best.keys() == last.keys()
-    assert all(torch.equal(value, best[name]) for name, value in trained.items())
-    assert not all(torch.equal(value, last[name]) for name, value in trained.items())
+    assert are_equal(trained, best) and not are_equal(trained, last)
     trainer.save_model()
     assert "the run went on to 4." in (tmp_path / "README.md").read_text()
     assert read_run(tmp_path).published_after == 2
@@ -151,7 +146,7 @@ def test_a_guard_ends_the_run_at_its_best_evaluation_before(tmp_path, caplog):
         assert trainer.state.global_step == (4 if resumed else 3)
         best = load_file(tmp_path / "checkpoint-2" / "adapter_model.safetensors")
         trained = {name.replace(".default", ""): value for name, value in trained_weights(trainer).items()}
-        assert all(torch.equal(value, best[name]) for name, value in trained.items())
+        assert are_equal(trained, best)
     assert caplog.text.count("eval_rewards/watched/mean fell") == 2 and "after 2 updates" in caplog.text
     trainer.save_model()
     assert "eval_rewards/watched/mean fell" in (tmp_path / "README.md").read_text().replace("\\", "")
@@ -161,8 +156,7 @@ def test_a_guard_ends_the_run_at_its_best_evaluation_before(tmp_path, caplog):
 
 def test_full_training_saves_a_whole_pipeline_where_it_is_told_to(tmp_path):
     settings = {"lora": False, "max_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    trainer = trainer_for(tmp_path / "run", **settings)
-    trainer.train()
+    trainer = finished_run(tmp_path / "run", **settings)
     assert not (tmp_path / "run" / "checkpoint-1" / "model_index.json").exists()  # only what is trained
     trainer.save_model(str(tmp_path / "mine"))
     saved = DiffusionPipeline.from_pretrained(tmp_path / "mine").transformer.state_dict()
@@ -171,17 +165,7 @@ def test_full_training_saves_a_whole_pipeline_where_it_is_told_to(tmp_path):
 
 
 def test_what_is_given_for_the_card_reaches_it_and_the_push(tmp_path, monkeypatch):
-    pushed, asked = [], []
-
-    class Client:
-        def create_repo(self, repo_id, **kwargs):
-            return SimpleNamespace(repo_id=f"me/{repo_id}")
-
-        def upload_folder(self, **kwargs):
-            pushed.append(ModelCard.load(tmp_path / "README.md").data.to_dict())
-
-    monkeypatch.setattr("transformers.trainer.hf_api", Client)
-    monkeypatch.setattr("diffusion_grpo.training.base.hf_api", Client)
+    pushed, asked = collect_uploads(monkeypatch, is_done=True), []
     monkeypatch.setattr("diffusion_grpo.training.base.check_hub_access", asked.append)
     trainer = trainer_for(tmp_path, hub_model_id="mine", hub_token="hf_1")
     trainer.create_model_card("My model", tags="anime", language=["en", "fr"])
@@ -191,7 +175,8 @@ def test_what_is_given_for_the_card_reaches_it_and_the_push(tmp_path, monkeypatc
     assert not pushed and trainer.hub_model_id is None
     trainer.push_to_hub(dataset_name="me/prompts", license="mit")
     assert asked == ["hf_1"] * 2  # before anything is written or pushed
-    (card,) = pushed
+    assert len(pushed) == 1
+    card = ModelCard.load(tmp_path / "README.md").data.to_dict()
     assert card["datasets"] == ["me/prompts"] and card["license"] == "mit" and card["language"] == ["en", "fr"]
     assert card["tags"][-1] == "anime" and card["tags"].count("diffusion-grpo") == 1
 
@@ -222,8 +207,7 @@ def test_a_resumed_run_has_its_own_learning_rate(tmp_path):
             used.append(optimizer.param_groups[0]["lr"])
 
     own = {"max_steps": 4, "learning_rate": rate, "weight_decay": 0.2, "callbacks": [Watch()]}
-    resumed = trainer_for(tmp_path, **settings, **own, resume_from_checkpoint=True)
-    resumed.train()
+    resumed = finished_run(tmp_path, **settings, **own, resume_from_checkpoint=True)
     assert used == pytest.approx([0.5 * rate, 0.25 * rate])
     rates = [entry["learning_rate"] for entry in resumed.state.log_history if "learning_rate" in entry]
     assert rates[2:] == pytest.approx([0.5 * rate, 0.25 * rate]) and max(rates[:2]) <= 1e-3
@@ -264,11 +248,4 @@ def test_the_best_metric_may_be_one_that_an_own_evaluate_adds(tmp_path, name):
     with torch.no_grad(), refused:
         trainer.train()
     assert trainer.state.best_metric == (2.0 if is_known else None)
-    after = trained_weights(trainer)
-    assert any(not torch.equal(before[key], after[key]) for key in before) == is_known
-
-
-def test_the_reference_model_is_a_copy_in_full_training(tmp_path):
-    assert trainer_for(tmp_path / "lora", beta=0.1).ref_model is None
-    trainer = trainer_for(tmp_path / "full", beta=0.1, lora=False)
-    assert isinstance(trainer.ref_model, torch.nn.Module) and trainer.ref_model is not trainer.model
+    assert are_equal(before, trained_weights(trainer)) != is_known

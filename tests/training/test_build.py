@@ -7,7 +7,7 @@ import torch
 from command_line import make_config
 from datasets import Dataset
 from diffusers import StableDiffusion3Pipeline
-from tiny_runs import logged, trainer_for
+from tiny_runs import finished_run, logged, trainer_for
 
 from diffusion_grpo.data.inputs import PipelineInputs
 from diffusion_grpo.training.build import describe_call
@@ -34,8 +34,7 @@ def test_the_call_of_evaluations_has_plain_arguments_and_names_inputs():
 
 @pytest.mark.parametrize("loss", ["dpo", "nft"])
 def test_advantages_are_not_clipped_where_the_loss_chooses_samples_by_them(tmp_path, loss):
-    trainer = trainer_for(tmp_path, loss_type=loss, guidance_scale=1.0, advantage_clip=1e-6, max_steps=1)
-    trainer.train()
+    trainer = finished_run(tmp_path, loss_type=loss, guidance_scale=1.0, advantage_clip=1e-6, max_steps=1)
     assert logged(trainer, "frac_advantage_clipped") == ([] if loss == "dpo" else [1.0])
     assert (max(map(abs, logged(trainer, "spread/advantage_max"))) > 1e-5) == (loss == "dpo")
 

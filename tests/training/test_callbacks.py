@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 from PIL import Image
-from tiny_runs import first_frame_brightness, trained_weights, trainer_for
+from tiny_runs import are_equal, finished_run, first_frame_brightness, list_tags, trained_weights, trainer_for
 from transformers import TrainerCallback, TrainerState
 
 from diffusion_grpo import DiffusionGRPOConfig
@@ -31,8 +31,7 @@ def test_validation_prompts_are_sampled_and_never_scored(tmp_path):
 
     settings = VIDEO | {"rewards": counted, "max_steps": 3, "validation_steps": 2, "num_inference_steps": 3}
     prompts = ["a held-out street", "another one"]
-    trainer = trainer_for(tmp_path / "seen", **settings, validation_prompts=prompts, report_to="tensorboard")
-    trainer.train()
+    trainer = finished_run(tmp_path / "seen", **settings, validation_prompts=prompts, report_to="tensorboard")
     assert not set(prompts) & set(scored)
     folder = tmp_path / "seen" / "validation"
     assert sorted(path.name for path in folder.iterdir()) == ["step-000000", "step-000002"]
@@ -41,19 +40,10 @@ def test_validation_prompts_are_sampled_and_never_scored(tmp_path):
     steps = [np.asarray(Image.open(folder / f"step-{step:06d}" / "0000.png")) for step in (0, 2)]
     assert not np.array_equal(*steps)  # the policy has moved
     assert (tmp_path / "seen" / "validation.png").is_file()
-    assert {"validation", "validation/frames"} <= set(logged(tmp_path / "seen", "images"))
+    assert {"validation", "validation/frames"} <= set(list_tags(tmp_path / "seen", "images"))
     unseen = trainer_for(tmp_path / "unseen", **settings)
     unseen.train()  # looking changes nothing
-    assert all((value == trained_weights(unseen)[name]).all() for name, value in trained_weights(trainer).items())
-
-
-def logged(run, kind):
-    """The names under which tensorboard has images or sounds of a run."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    [folder] = (run / "runs").iterdir()
-    events = EventAccumulator(str(folder)).Reload()
-    return events.Tags()[kind]
+    assert are_equal(trained_weights(trainer), trained_weights(unseen))
 
 
 def show_evaluation(folder, step, handler):

@@ -1,143 +1,40 @@
-"""What a checkpoint holds: folders that are whole, and the policy beside its average."""
+"""What a checkpoint holds beside the policy's weights, and what starts afresh where it lacks that."""
 
-import contextlib
-from types import SimpleNamespace
+import shutil
 
-import pytest
-from transformers.trainer import TRAINER_STATE_NAME
+import torch
+from tiny_runs import are_equal, finished_run, policy_weights, trained_weights
 
-from diffusion_grpo.training.checkpoints import Checkpointer, replace_folder
-from diffusion_grpo.weights import files
+from diffusion_grpo.training.checkpoints import replace_folder
 
-
-class Log(list):
-    """Keeps what is called, in order."""
-
-    def note(self, name):
-        return lambda *args, **kwargs: self.append((name, *args))
+SAVED = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, "num_inference_steps": 3}
 
 
-@pytest.fixture
-def log(monkeypatch):
-    log = Log()
-    monkeypatch.setattr(files, "save_policy", lambda model, pipe, names, *args: log.append(("save", model, *args)))
-    monkeypatch.setattr(files, "load_policy", lambda model, names, folder: log.append(("load", model, folder)))
-    return log
-
-
-class Weights:
-    """Note when values are shown whole, and which."""
-
-    def __init__(self, log):
-        self.log = log
-
-    @contextlib.contextmanager
-    def show_whole(self, values=None, is_kept=True):
-        self.log.append(("show", values, is_kept))
-        yield
-        self.log.append(("hide",))
-
-    @contextlib.contextmanager
-    def rewrite(self):
-        yield
-
-    def exact(self):
-        return ["exact"]
-
-    def shard(self, values):
-        return values
-
-
-class Average:
-    shares = ["average"]
-
-    def __init__(self, log):
-        self.take = log.note("take")
-
-    @contextlib.contextmanager
-    def place(self, is_shown):
-        yield
-
-
-class Reference:
-    def __init__(self, log):
-        moved = log.note("approach")
-        self.weights = SimpleNamespace(
-            is_sharded=False, exact=lambda: ["reference"], approach=lambda *to: moved(to[1])
-        )
-
-
-class Loader:
-    def __init__(self, log):
-        self.save, self.resume_from = log.note("save rollout"), log.note("resume")
-
-
-def make(log, *, has_average=False, has_old_policy=False, has_reference=False, is_writer=True):
-    return Checkpointer(
-        SimpleNamespace(sync_ref_model=True, should_save=is_writer, push_samples=False),
-        SimpleNamespace(pipe=None, component=("transformer",)),
-        SimpleNamespace(
-            model="model",
-            weights=Weights(log),
-            average=Average(log) if has_average else None,
-            old_policy=Average(log) if has_old_policy else None,
-            reference=Reference(log) if has_reference else None,
-            values=None,
-        ),
-        Loader(log),
-    )
-
-
-def test_an_average_is_published_and_the_policy_lies_beside_it(log, tmp_path):
-    make(log, has_average=True).save_weights(tmp_path)
-    assert [entry for entry in log if entry[0] == "save"] == [
-        ("save", "model", tmp_path, False),
-        ("save", "model", tmp_path / "policy", False),
-    ]
-    assert log.index(("show", ["average"], True)) < log.index(("show", None, True))
-
-
-def test_an_old_policy_lies_beside_the_weights_and_is_read_back_before_the_policy(log, tmp_path):
-    checkpointer = make(log, has_old_policy=True)
-    checkpointer.save_beside_weights(tmp_path)
-    (tmp_path / "old_policy").mkdir()
-    assert log == [("show", ["average"], True), ("save", "model", tmp_path / "old_policy", False), ("hide",)]
-    log.clear()
-    (tmp_path / TRAINER_STATE_NAME).write_text("{}")
-    checkpointer.load(tmp_path)
-    loads = [("load", "model", tmp_path / "old_policy"), ("take", ["exact"]), ("load", "model", tmp_path)]
-    assert log == [*loads, ("resume", tmp_path)]
-
-
-def test_an_old_policy_that_a_checkpoint_lacks_starts_from_its_policy(log, tmp_path, caplog):
-    (tmp_path / TRAINER_STATE_NAME).write_text("{}")
-    (tmp_path / "policy").mkdir()  # beside an average, which is no policy
-    make(log, has_old_policy=True).load(tmp_path)
-    policy = ("load", "model", tmp_path / "policy")
-    assert log == [policy, ("take", ["exact"]), policy, ("resume", tmp_path)]
+def test_an_old_policy_that_a_checkpoint_lacks_starts_from_its_policy(tmp_path, caplog):
+    """Not from the average, which is what is published."""
+    own = {"loss_type": "nft", "loss_kwargs": {"decay_rate": 0.3, "decay_max": 0.9}}
+    trainer = finished_run(tmp_path, ema_decay=0.9, ema_update_interval=1, **SAVED, **own)
+    policy, average = policy_weights(trainer), trained_weights(trainer)
+    shutil.rmtree(tmp_path / "checkpoint-1" / "old_policy")
+    trainer.checkpointer.load(tmp_path / "checkpoint-1")
+    with trainer.learner.average.place(is_shown=False), trainer.learner.old_policy.place(is_shown=True):
+        old = trained_weights(trainer)
+    assert are_equal(old, policy) and not are_equal(old, average)
     assert "contains no old policy: it starts from the policy's weights there" in caplog.text
 
 
-def test_a_moving_reference_is_read_where_there_is_one(log, tmp_path, caplog):
-    (tmp_path / TRAINER_STATE_NAME).write_text("{}")
-    make(log, has_reference=True).load(tmp_path)
-    assert log == [("load", "model", tmp_path), ("resume", tmp_path)]
-    assert "contains no reference: it starts from the model as it was before training" in caplog.text
-    caplog.clear(), log.clear()
-    (tmp_path / "reference").mkdir()
-    make(log, has_reference=True).load(tmp_path)
-    reference = [("load", "model", tmp_path / "reference"), ("approach", 1.0)]
-    assert log == [*reference, ("load", "model", tmp_path), ("resume", tmp_path)] and not caplog.text
-
-
-def test_a_moving_reference_lies_beside_the_weights(log, tmp_path):
-    make(log, has_reference=True).save_beside_weights(tmp_path)
-    assert log == [("show", ["reference"], True), ("save", "model", tmp_path / "reference", False), ("hide",)]
-
-
-def test_processes_that_write_nothing_take_part_in_showing_the_weights(log, tmp_path):
-    make(log, is_writer=False).save_weights(tmp_path)
-    assert log == [("show", None, False), ("hide",)]
+def test_a_moving_reference_is_read_where_there_is_one(tmp_path, caplog):
+    own = {"lora": False, "beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1}
+    trainer = finished_run(tmp_path, **SAVED, **own)
+    reference = list(trainer.learner.reference.module.parameters())
+    saved = [parameter.clone() for parameter in reference]
+    for is_there in (True, False):
+        for parameter in reference:
+            parameter.data.zero_()
+        trainer.checkpointer.load(tmp_path / "checkpoint-1")
+        assert all(torch.equal(*pair) for pair in zip(reference, saved)) == is_there
+        assert ("contains no reference: it starts from the model as it was before" in caplog.text) != is_there
+        shutil.rmtree(tmp_path / "checkpoint-1" / "reference", ignore_errors=True)
 
 
 def test_a_folder_is_replaced_and_leaves_nothing_aside(tmp_path):

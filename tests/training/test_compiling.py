@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tiny_pipelines
 import torch
-from tiny_runs import logged, trainer_for
+from tiny_runs import finished_run, logged
 from torch._dynamo.utils import counters
 from transformers import TrainerCallback
 
@@ -45,8 +45,7 @@ def compiled(folder, **settings):
     """The trainer of a run with compiled blocks, and the number of graphs after each update."""
     count = CountGraphs()
     settings = {"torch_compile_backend": "eager", "max_steps": 3, "callbacks": [count]} | settings
-    trainer = trainer_for(folder, **settings)
-    trainer.train()
+    trainer = finished_run(folder, **settings)
     assert counters["frames"]["total"] == counters["frames"]["ok"] and not counters["graph_break"]
     return trainer, count.counts
 

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from tiny_runs import trained_weights, trainer_for
+from tiny_runs import are_equal, finished_run, trained_weights, trainer_for
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from diffusion_grpo.report.record import ResumeError
@@ -23,8 +23,7 @@ SETTINGS = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "steps_pe
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
-    trainer = trainer_for(folder / "run", **SETTINGS)
-    trainer.train()
+    trainer = finished_run(folder / "run", **SETTINGS)
     return folder / "run", trained_weights(trainer)
 
 
@@ -95,7 +94,7 @@ def test_a_run_goes_on_from_the_whole_checkpoint_before_a_damaged_one(run, whole
         trainer.train(resume_from_checkpoint=str(run / "checkpoint-2"))
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 3
-    assert all(torch.equal(value, whole[1][name]) for name, value in trained_weights(trainer).items())
+    assert are_equal(trained_weights(trainer), whole[1])
     check(run / "checkpoint-2")  # written again
 
 

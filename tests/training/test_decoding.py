@@ -5,7 +5,7 @@ import pytest
 import tiny_pipelines
 import torch
 from diffusers.models.autoencoders.vae import DecoderOutput
-from tiny_runs import first_frame_brightness, logged, trained_weights, trainer_for
+from tiny_runs import are_equal, finished_run, first_frame_brightness, logged, trained_weights, trainer_for
 
 from diffusion_grpo.policy.rollout import rollout
 from diffusion_grpo.training.decoding import DecodeInPieces, set_decoding
@@ -75,15 +75,13 @@ def test_a_second_run_of_a_pipeline_decodes_as_it_says():
 
 def test_runs_and_evaluations_are_the_same(tmp_path):
     settings = {"max_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 3}
-    plain = trainer_for(tmp_path / "plain", **settings)
-    plain.train()
+    plain = finished_run(tmp_path / "plain", **settings)
     spared = trainer_for(tmp_path / "spared", decode_batch_size=1, offload_frozen="cpu", **settings)
     sizes, real = [], spared.pipe.vae.decoder.forward
     spared.pipe.vae.decoder.forward = lambda latents, *args: sizes.append(len(latents)) or real(latents, *args)
     spared.train()
     assert set(sizes) == {1} and len(sizes) >= 8 + 2 * 3
-    expected = trained_weights(plain)
-    assert all(torch.equal(value, expected[name]) for name, value in trained_weights(spared).items())
+    assert are_equal(trained_weights(spared), trained_weights(plain))
     assert logged(spared, "eval_reward") == logged(plain, "eval_reward")
 
 

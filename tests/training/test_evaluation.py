@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset
 from fresh import load_again
 from PIL import Image
-from tiny_runs import brightness, logged, trained_weights, trainer_for
+from tiny_runs import are_equal, brightness, finished_run, logged, read_table, trained_weights, trainer_for
 from transformers import TrainerCallback
 
 from diffusion_grpo import DiffusionGRPOConfig
@@ -22,7 +22,7 @@ EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
 
 
 def table_of(folder, step=0):
-    return pyarrow.parquet.read_table(folder / "evaluations" / f"step-{step:06d}.parquet").to_pydict()
+    return read_table(folder, step, kind="evaluations")
 
 
 def test_what_one_reward_leaves_out_counts_as_its_mean(tmp_path):
@@ -82,8 +82,7 @@ def test_the_images_that_samples_were_made_from_are_shown_beside_them(tmp_path):
     data = Dataset.from_dict({"prompt": ["make it darker"] * 2, "image": sources})
     settings = {"columns": {"image": sources * 2}, "eval_dataset": data, "trained_steps": [0, 2]}
     settings |= {"log_samples_steps": 1}
-    trainer = trainer_for(tmp_path, "sd15_img2img", **settings, **EVALUATED)
-    trainer.train()
+    finished_run(tmp_path, "sd15_img2img", **settings, **EVALUATED)
     table = table_of(tmp_path, 2)
     assert table["row"] == [0, 1] and table["input"] == [f"evaluations/inputs/000{row}.png" for row in range(2)]
     for path, source in zip(table["input"], sources, strict=True):
@@ -161,8 +160,7 @@ def test_rewards_score_an_evaluation_in_calls_no_larger_than_in_a_rollout(tmp_pa
 
 
 def test_learning_rate_schedules(tmp_path):
-    trainer = trainer_for(tmp_path, lr_scheduler_type="reduce_lr_on_plateau", **EVALUATED)
-    trainer.train()
+    trainer = finished_run(tmp_path, lr_scheduler_type="reduce_lr_on_plateau", **EVALUATED)
     assert len(logged(trainer, "learning_rate")) == 2
     assert trainer.lr_scheduler.mode == "max"  # a reward that rises is no plateau
     assert trainer.args.metric_for_best_model == "eval_reward"
@@ -200,8 +198,7 @@ def test_no_updates_where_none_are_asked_for(tmp_path):
     trainer.train()
     trainer.save_model()
     assert trainer.state.global_step == 0 and len(logged(trainer, "eval_reward")) == 1
-    after = trained_weights(trainer)
-    assert before and all((before[name] == after[name]).all() for name in before)
+    assert before and are_equal(before, trained_weights(trainer))
 
 
 @pytest.mark.parametrize(("steps", "first"), [(2, [0.0, 0.5, 1.0, 1.0]), (0, [1.0] * 4)])
@@ -215,16 +212,14 @@ def test_the_default_schedule_warms_up(tmp_path, steps, first):
 
 def test_the_run_is_read_without_the_extra_report(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("diffusion_grpo.report.page.PACKAGES", ("no_such_package",))
-    trainer = trainer_for(tmp_path, max_steps=1)
-    trainer.train()
+    finished_run(tmp_path, max_steps=1)
     assert (tmp_path / "summary.json").is_file() and not (tmp_path / "report.html").exists()
     assert "no_such_package not installed" in capsys.readouterr().out and read_run(tmp_path).updates == 1
 
 
 def test_a_report_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("diffusion_grpo.report.page.write_report", lambda folder: 1 / 0)
-    trainer = trainer_for(tmp_path, max_steps=1)
-    trainer.train()
+    trainer = finished_run(tmp_path, max_steps=1)
     assert trainer.state.global_step == 1 and not (tmp_path / "report.html").exists()
     assert f"diffusion-grpo report {tmp_path}" in caplog.text
 
@@ -261,8 +256,7 @@ def test_evaluations_draw_no_noise_in_their_steps(tmp_path, monkeypatch):
 
 def test_what_is_evaluated_besides_is_no_part_of_the_report(tmp_path):
     """The report and the card compare evaluations of the same prompts with the same settings."""
-    trainer = trainer_for(tmp_path, **EVALUATED, max_steps=2)
-    trainer.train()
+    trainer = finished_run(tmp_path, **EVALUATED, max_steps=2)
     table, log = (tmp_path / "evaluations/step-000002.parquet").read_bytes(), list(trainer.state.log_history)
     other = Dataset.from_dict({"prompt": ["something else", "and more", "a third"]})
     assert trainer.evaluate(other)["eval_reward"] != log[-2].get("eval_reward")
@@ -276,8 +270,7 @@ def test_what_is_evaluated_besides_is_no_part_of_the_report(tmp_path):
 def test_an_evaluation_of_the_best_weights_does_not_replace_that_of_the_last(tmp_path, capsys):
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "greater_is_better": False}
     settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    trainer = trainer_for(tmp_path, **settings, **best, max_steps=2, learning_rate=1e-2)
-    trainer.train()
+    trainer = finished_run(tmp_path, **settings, **best, max_steps=2, learning_rate=1e-2)
     assert trainer.run["published_after"] == 1
     assert "best evaluation, after 1 update" in capsys.readouterr().out
     table, log = (tmp_path / "evaluations/step-000002.parquet").read_bytes(), list(trainer.state.log_history)

@@ -3,15 +3,12 @@
 import gc
 import weakref
 
-import pyarrow.parquet
 import pytest
-import torch
 from datasets import Dataset
-from tiny_runs import brightness, trainer_for
+from tiny_runs import brightness, read_table, trainer_for
 
 from diffusion_grpo.policy.rollout import rollout
 from diffusion_grpo.rewards import RewardError, batchwise, takes_latents
-from diffusion_grpo.training.evaluation import Share
 
 PROMPTS = list("53142")
 
@@ -63,7 +60,7 @@ def evaluate(folder, *others, shown=1, kept_bytes=1, **settings):
         patch.setattr("diffusion_grpo.training.evaluation.rollout", reward.rollout)
         patch.setattr("diffusion_grpo.training.evaluation.KEPT_BYTES", kept_bytes)
         metrics = trainer.evaluate()
-    return metrics, pyarrow.parquet.read_table(folder / "evaluations" / "step-000000.parquet").to_pydict(), reward
+    return metrics, read_table(folder, kind="evaluations"), reward
 
 
 def test_samples_are_dropped_once_they_are_scored_and_nothing_else_changes(tmp_path):
@@ -108,12 +105,3 @@ def test_a_sample_on_which_a_reward_fails_has_its_place_in_the_evaluation(tmp_pa
     with pytest.raises(RewardError, match=r"\(prompt '4'\). The sample is saved as .*/fails_on_four-6.png"):
         evaluate(tmp_path, fails_on_four)
     assert [path.name for path in tmp_path.glob("failures/*.png")] == ["fails_on_four-6.png"]
-
-
-def test_columns_of_some_parts_have_none_for_the_others_and_samples_that_are_not_shown_are_dropped():
-    share = Share([], [0, 2, 4, 6], shown=3)
-    share.add(["a", "b"], torch.zeros(2, 1), {}, {"height": [1, 2]})
-    share.add(["c", "d"], torch.ones(2, 1), {"diversity": torch.zeros(2, 3)}, {"width": [5, 6]})
-    assert share.extra == {"height": [1, 2, None, None], "width": [None, None, 5, 6]}
-    assert share.samples == ["a", "b", None, None] and [len(own) for own in share.rewards] == [2, 2]
-    assert [own.shape for own in share.points["diversity"]] == [(2, 3)]

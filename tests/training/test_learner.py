@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_runs import SMOOTH_VIDEOS, trained_weights, trainer_for
+from tiny_runs import SMOOTH_VIDEOS, are_equal, trained_weights, trainer_for
 from transformers import TrainerCallback
 
 from diffusion_grpo.rollout.reference import AdapterReference, CopiedReference
@@ -18,18 +18,14 @@ from diffusion_grpo.rollout.reference import AdapterReference, CopiedReference
         ({"loss_type": "nft", "loss_kwargs": {"decay_max": 0.0}}, AdapterReference, set()),
         ({"advantage_estimator": "gae", "offload_frozen": "cpu"}, AdapterReference, {"values", "offload"}),
     ],
-    ids=[
-        "LoRA",
-        "full",
-        "full, average",
-        "old policy",
-        "no decay",
-        "value model, offload",
-    ],  # a set has no order to be named by
+    ids=["LoRA", "full", "full, average", "old policy", "no decay", "value model, offload"],  # a set has no order
 )
 def test_the_settings_say_what_stands_beside_the_policy(tmp_path, settings, reference, found):
-    learner = trainer_for(tmp_path, **settings).learner
+    trainer = trainer_for(tmp_path, **settings)
+    learner = trainer.learner
     assert type(learner.reference) is (reference or type(None))
+    assert isinstance(trainer.ref_model, torch.nn.Module) == (reference is CopiedReference)
+    assert trainer.ref_model is not trainer.model
     optional = {name for name in ("average", "old_policy", "values", "offload") if getattr(learner, name) is not None}
     assert optional == found
 
@@ -50,4 +46,4 @@ def test_equal_rewards_move_neither_of_two_experts(tmp_path):
     before, first, second = seen
     moved = {name.split(".")[0] for name in before if not torch.equal(before[name], first[name])}
     assert moved == {"transformer", "transformer_2"}
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert are_equal(first, second)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 import ranks_server
-from tiny_runs import trainer_for
+from tiny_runs import finished_run, trainer_for
 
 from diffusion_grpo.report.record import ResumeError
 from diffusion_grpo.training.checkpoints import lock_folder
@@ -47,8 +47,7 @@ def test_a_run_holds_its_folder_until_it_ends(tmp_path):
         seen.append(len(images))
         return [0.5] * len(images)
 
-    trainer = trainer_for(tmp_path, rewards=half, max_steps=1)
-    trainer.train()
+    finished_run(tmp_path, rewards=half, max_steps=1)
     assert seen
     with lock_folder(tmp_path):
         pass

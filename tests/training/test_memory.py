@@ -1,4 +1,4 @@
-"""Bytes of tensors, how they are written, and the peak of a process's memory."""
+"""Bytes of tensors, and the peak of a process's memory."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion_grpo.training.memory import count_bytes, format_size, measure_peak_memory
+from diffusion_grpo.training.memory import count_bytes, measure_peak_memory
 
 STATUS = Path("/proc/self/status")
 
@@ -23,14 +23,6 @@ def test_each_tensor_counts_once_also_where_the_next_one_takes_its_place():
     weight = torch.zeros(3, 5, dtype=torch.bfloat16)
     assert count_bytes([weight, weight, torch.zeros(2)]) == 3 * 5 * 2 + 2 * 4
     assert count_bytes(torch.zeros(2) for _ in range(10)) == 10 * 2 * 4
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(2**20 - 2**10, "1023.0 KiB"), (2**20, "1.0 MiB"), (2**31 - 2**29, "1.5 GiB")],
-)
-def test_a_size_is_written_in_the_largest_unit_that_fits(count, text):
-    assert format_size(count) == text
 
 
 def test_a_tensor_that_wraps_others_counts_as_what_it_wraps():

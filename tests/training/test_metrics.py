@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tiny_runs import trainer_for
+from tiny_runs import finished_run, trainer_for
 from transformers import TrainerCallback
 
 from diffusion_grpo.training import metrics as metrics_module
@@ -147,8 +147,7 @@ OF_ALGORITHM = {
 def test_what_every_algorithm_logs(tmp_path, loss):
     """Neither more nor less than docs/metrics.md says, and the terms of the loss add up to it."""
     settings = {"gradient_accumulation_steps": 1, "num_inference_steps": 4, "max_steps": 2, "learning_rate": 3e-3}
-    trainer = trainer_for(tmp_path, **settings, loss_type=loss, beta=0.5)
-    trainer.train()
+    trainer = finished_run(tmp_path, **settings, loss_type=loss, beta=0.5)
     first, second = trainer.state.log_history[:2]
     steps = (0, 1, 2) if loss in ("grpo", "grpo_guard", "dppo") else (1, 2, 3)
     sizes = {f"grad_size/step_{step:02d}" for step in steps}

@@ -5,7 +5,7 @@ import tiny_pipelines
 import torch
 from command_line import make_config
 from peft import LoraConfig
-from tiny_runs import LORA, brightness, logged, trained_weights, trainer_for
+from tiny_runs import LORA, are_equal, brightness, finished_run, logged, trained_weights, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.training.model import (
@@ -44,8 +44,7 @@ def test_full_training_of_half_precision_weights_is_refused_without_mixed_precis
     monkeypatch.setattr(tiny_pipelines, "build", lambda *args: (build(*args)[0].to(torch.bfloat16), build(*args)[1]))
     with pytest.raises(ValueError, match="Full training needs float32.*bf16=True"):
         trainer_for(tmp_path, lora=False)
-    trainer = trainer_for(tmp_path / "mixed", lora=False, bf16=True, max_steps=1)
-    trainer.train()
+    trainer = finished_run(tmp_path / "mixed", lora=False, bf16=True, max_steps=1)
     assert trainer.model.dtype == torch.float32 and max(logged(trainer, "ratio/max_error")) <= 1e-5
 
 
@@ -85,7 +84,7 @@ def test_checkpointing_of_a_share_of_the_blocks(tmp_path, monkeypatch):
         assert max(logged(trainer, "ratio/max_error")) == 0.0
         plain = plain or list(calls.values())
         weights = weights or trained_weights(trainer)
-        assert all(torch.equal(value, weights[name]) for name, value in trained_weights(trainer).items())
+        assert are_equal(trained_weights(trainer), weights)
         again = [made - before for made, before in zip(calls.values(), plain, strict=True)]
         assert again == [2 if place in recomputed else 0 for place in range(4)]  # two micro-batches of one step
 
@@ -138,7 +137,7 @@ def test_weights_saved_in_half_precision_train_in_float32(cached, tmp_path):
     )
     before = trained_weights(trainer)
     trainer.train()
-    assert any(not torch.equal(value, before[name]) for name, value in trained_weights(trainer).items())
+    assert not are_equal(trained_weights(trainer), before)
     assert trainer.pipe.transformer.dtype == trainer.pipe.vae.dtype == trainer.pipe.text_encoder.dtype == torch.float32
 
 

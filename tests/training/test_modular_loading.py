@@ -9,7 +9,7 @@ import pytest
 import tiny_pipelines
 import torch
 from diffusers import ModularPipeline
-from tiny_runs import logged, trained_weights, trainer_for
+from tiny_runs import are_equal, finished_run, logged, trained_weights, trainer_for
 
 from diffusion_grpo.policy.drivers import UnsupportedPipeline
 
@@ -43,15 +43,13 @@ def load(folder):
 
 def test_a_lora_resumes_and_loads_in_plain_diffusers(folders, tmp_path):
     model = folders("modular_sd3")
-    whole = trainer_for(tmp_path / "run", model=model, save_strategy="steps", save_steps=2, **SD3)
-    whole.train()
+    whole = finished_run(tmp_path / "run", model=model, save_strategy="steps", save_steps=2, **SD3)
     assert logged(whole, "ratio/max_error") == [0.0] * 3
     shutil.copytree(tmp_path / "run", tmp_path / "half")
     shutil.rmtree(tmp_path / "half" / "checkpoint-3")
     resumed = trainer_for(tmp_path / "half", model=model, save_strategy="steps", save_steps=2, **SD3)
     resumed.train(resume_from_checkpoint=True)
-    weights = trained_weights(whole)
-    assert all(torch.equal(value, weights[name]) for name, value in trained_weights(resumed).items())
+    assert are_equal(trained_weights(resumed), trained_weights(whole))
 
     whole.save_model()
     inputs = tiny_pipelines.build("modular_sd3")[1]
@@ -70,8 +68,7 @@ def test_a_lora_resumes_and_loads_in_plain_diffusers(folders, tmp_path):
 
 
 def test_full_training_of_flux3_saves_a_whole_pipeline(folders, tmp_path):
-    trainer = trainer_for(tmp_path / "run", "flux3", lora=False, model=folders("flux3"), max_steps=1)
-    trainer.train()
+    trainer = finished_run(tmp_path / "run", "flux3", lora=False, model=folders("flux3"), max_steps=1)
     trainer.save_model()
     assert str(tmp_path) not in (tmp_path / "run" / "modular_model_index.json").read_text()
     saved, trained = load(tmp_path / "run").transformer, trainer.pipe.transformer
@@ -86,10 +83,9 @@ def test_prompts_are_encoded_once(tmp_path):
         pipe, _ = tiny_pipelines.build("flux3")
         texts.clear()
         pipe.text_encoder.register_forward_hook(lambda _, words, given, output: texts.append(given), with_kwargs=True)
-        trainer = trainer_for(tmp_path / kind, "flux3", model=pipe, max_steps=1, cache_prompt_embeds=kind)
-        trainer.train()
+        trainer = finished_run(tmp_path / kind, "flux3", model=pipe, max_steps=1, cache_prompt_embeds=kind)
         weights.append(trained_weights(trainer))
-    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    assert are_equal(weights[0], weights[1])
     times = Counter(tuple(given["input_ids"].flatten().tolist()) for given in texts)
     assert sorted(times.values()) == [1] * 6 + [6]  # the negative prompt is encoded beside each
 
@@ -98,12 +94,11 @@ def test_a_quantised_base_trains_the_same_with_its_frozen_parts_offloaded(folder
     weights = []
     for place in (None, "cpu"):
         own = {"quantization": {"transformer": "torchao", "text_encoder_3": "torchao"}, "offload_frozen": place}
-        trainer = trainer_for(tmp_path / str(place), model=folders("modular_sd3"), **SD3 | own | {"max_steps": 1})
-        trainer.train()
+        trainer = finished_run(tmp_path / str(place), model=folders("modular_sd3"), **SD3 | own | {"max_steps": 1})
         assert trainer.pipe.transformer.hf_quantizer and trainer.pipe.text_encoder_3.hf_quantizer
         assert bool(trainer.learner.offload) == (place == "cpu") and logged(trainer, "ratio/max_error") == [0.0]
         weights.append(trained_weights(trainer))
-    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    assert are_equal(weights[0], weights[1])
     assert max(value.abs().max() for name, value in weights[0].items() if "lora_B" in name) > 1e-4  # from 0
 
 

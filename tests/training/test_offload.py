@@ -6,7 +6,7 @@ import embedding_runs
 import pytest
 import tiny_pipelines
 import torch
-from tiny_runs import brightness, logged, trained_weights, trainer_for
+from tiny_runs import are_equal, brightness, finished_run, logged, trained_weights, trainer_for
 
 from diffusion_grpo.algorithms.grpo import GRPO
 from diffusion_grpo.policy.rollout import DenoisingPolicy, replay, rollout
@@ -92,8 +92,7 @@ def test_what_works_at_every_step_stays(monkeypatch):
 
 def test_training_is_the_same_to_the_last_bit(tmp_path, monkeypatch):
     settings = {"max_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
-    plain = trainer_for(tmp_path / "plain", **settings)
-    plain.train()
+    plain = finished_run(tmp_path / "plain", **settings)
 
     calls, present, real = [], [], offload.OnDemandHook.pre_forward
 
@@ -114,8 +113,7 @@ def test_training_is_the_same_to_the_last_bit(tmp_path, monkeypatch):
     spared = trainer_for(tmp_path / "spared", offload_frozen="cpu", **settings)
     spared.train()
     assert spared.learner.offload.hooks and present and all(state == ([], 0) for state in present)
-    expected = trained_weights(plain)
-    assert all(torch.equal(value, expected[key]) for key, value in trained_weights(spared).items())
+    assert are_equal(trained_weights(spared), trained_weights(plain))
     assert logged(spared, "eval_reward") == logged(plain, "eval_reward")
     assert logged(spared, "reward") == logged(plain, "reward")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from command_line import make_config
-from tiny_runs import logged, trained_weights, trainer_for
+from tiny_runs import are_equal, finished_run, logged, trained_weights, trainer_for
 
 from diffusion_grpo.data.columns import RowError
 from diffusion_grpo.training.memory import format_size, weigh_run
@@ -51,14 +51,12 @@ def test_the_size_that_fits_is_found_and_trains_what_it_would_have_trained(tmp_p
     seen = run_out(found, largest=2)
     found.train()
     smaller = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
-    chosen = trainer_for(tmp_path / "chosen", **RUN | smaller)
-    chosen.train()
+    chosen = finished_run(tmp_path / "chosen", **RUN | smaller)
     assert set(seen) == {2}
     assert found.args.batch_sizes == chosen.args.batch_sizes
     assert found.args.batch_sizes.samples_per_update == 8 and found.state.global_step == 2
     assert logged(found, "reward") == logged(chosen, "reward")
-    for name, weight in trained_weights(chosen).items():
-        assert torch.equal(trained_weights(found)[name], weight)
+    assert are_equal(trained_weights(found), trained_weights(chosen))
     assert "per_device_train_batch_size=2 and gradient_accumulation_steps=4" in caplog.text
     assert "per_device_train_batch_size=1 and gradient_accumulation_steps=8" in caplog.text
 

@@ -78,12 +78,6 @@ def test_defaults_name_the_output_after_the_model(tmp_path, monkeypatch):
     assert dataclasses.is_dataclass(trainer.args)
 
 
-def test_only_the_embedded_model_fills_in_what_is_not_given():
-    assert prepare_args("owner/name", make_config()).height is None
-    with pytest.raises(TypeError, match="model is a"):
-        prepare_args(None, None)
-
-
 def test_settings_serve_several_trainers(tmp_path):
     """What is filled in for one, such as the learning rate, does not stay for the next."""
     args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, height=8, width=8)
@@ -95,6 +89,7 @@ def test_settings_serve_several_trainers(tmp_path):
     assert rates == [0.01, 0.01] and args.learning_rate is None and args.target_change is None
     plain = DiffusionGRPOConfig(str(tmp_path), use_cpu=True)
     assert prepare_args("tiny", plain).height == 32 and plain.height is None
+    assert prepare_args("owner/name", plain).height is None
 
 
 def test_settings_that_a_trainer_has_read_are_not_changed(tmp_path):

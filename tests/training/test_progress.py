@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 from command_line import make_config
-from tiny_runs import trainer_for
+from tiny_runs import finished_run, trainer_for
 from transformers import TrainerCallback
 
 from diffusion_grpo.training.progress import RewardProgressCallback, UpdateProgress
@@ -67,8 +67,7 @@ def test_a_long_update_says_once_a_minute_where_it_is(capsys):
 
 def test_a_terminal_shows_a_bar_and_the_lines(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    trainer = trainer_for(tmp_path, disable_tqdm=False)
-    trainer.train()
+    finished_run(tmp_path, disable_tqdm=False)
     shown = capsys.readouterr()
     assert "2/2" in shown.err and "update 1/2: reward 0." in shown.out and "'loss'" not in shown.out
 

@@ -12,7 +12,19 @@ from datasets import Dataset, Image
 from embedding_runs import ALONE, counted
 from peft import LoraConfig
 from safetensors.torch import load_file
-from tiny_runs import LORA, PROMPTS, SETTINGS, brightness, latent_mean, logged, trained_weights, trainer_for
+from tiny_runs import (
+    LORA,
+    PROMPTS,
+    SETTINGS,
+    are_equal,
+    brightness,
+    difference,
+    finished_run,
+    latent_mean,
+    logged,
+    trained_weights,
+    trainer_for,
+)
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.data.call_form import learn_forms
@@ -104,16 +116,14 @@ def test_a_run_trains_the_same_weights(name, mode, own, tmp_path):
     folder = {"prompt_embeds_dir": str(tmp_path / "embeds")} if mode == "disk" else {}
     evaluated = {"eval_strategy": "steps", "eval_steps": 1, "validation_prompts": ["a lamp"], "validation_steps": 1}
     settings = ONE_UPDATE | evaluated
-    plain = trainer_for(tmp_path / "plain", name, **settings)
-    plain.train()
+    plain = finished_run(tmp_path / "plain", name, **settings)
     pipe, _ = tiny_pipelines.build(name)
     with counted(pipe) as calls:
         kept = trainer_for(tmp_path / "kept", name, cache_prompt_embeds=mode, **folder, **own, **settings)
         ahead = len(calls)
         kept.train()
     assert 0 < ahead == len(calls)
-    one, other = trained_weights(plain), trained_weights(kept)
-    assert all(torch.equal(one[key], other[key]) for key in one)
+    assert are_equal(trained_weights(plain), trained_weights(kept))
     assert logged(plain, "eval_reward") == logged(kept, "eval_reward") and logged(kept, "ratio/max_error") == [0.0]
     plainly, kept_files = (sorted((tmp_path / run / "validation").rglob("0000.*")) for run in ("plain", "kept"))
     assert plainly
@@ -127,14 +137,13 @@ def test_a_pipeline_is_trained_twice_and_stays_usable(tmp_path):
     before, settings, trained = sample(), ONE_UPDATE | {"cache_prompt_embeds": "disk"}, []
     settings["prompt_embeds_dir"] = str(tmp_path / "embeds")
     for run in ("first", "second"):
-        trainer = trainer_for(tmp_path / run, model=pipe, **settings)
-        trainer.train()
+        trainer = finished_run(tmp_path / run, model=pipe, **settings)
         trained.append(trained_weights(trainer))
         assert [part.is_loaded for part in find_lazy_modules(pipe).values()] == [False] * 3
         assert (trainer.policy.prompts.encoded == 0) == (run == "second")
         pipe.unload_lora_weights()
     # weights that were moved lie elsewhere in memory, and MKL's sums may depend on their alignment
-    assert all(torch.allclose(trained[1][name], weight, rtol=0, atol=1e-6) for name, weight in trained[0].items())
+    assert difference(*trained) <= 1e-6
     pipe.to(torch.bfloat16)
     assert sample().dtype == torch.bfloat16
     assert torch.allclose(pipe.to(torch.float32) and sample(), before, atol=0.05)
@@ -169,8 +178,7 @@ def test_a_later_run_does_not_even_load_the_encoders(tmp_path, monkeypatch):
             trainer = train_by_name(tmp_path / run, tmp_path / "model", **settings)
         assert bool(calls) == (run == "first") and sorted(loads) == ENCODERS
         assert [part.is_loaded for part in find_lazy_modules(trainer.pipe).values()] == [False] * 3
-        found = trained_weights(trainer)
-        assert all(torch.equal(plain[name], found[name]) for name in plain)
+        assert are_equal(trained_weights(trainer), plain)
     # a user may call the pipeline at any time
     image = trainer.pipe("a new prompt", num_inference_steps=2, height=16, width=16, max_sequence_length=8).images[0]
     assert image.size == (16, 16) and len(loads) == 6
@@ -188,7 +196,7 @@ def test_encoders_that_are_given_as_objects_are_told_apart_and_leave(tmp_path):
             trainer = train_by_name(tmp_path / str(seed), tmp_path / "model", **settings, **own)
         assert calls and not trainer.pipe.text_encoder.is_loaded
         found.append(trained_weights(trainer))
-    assert any(not torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert not are_equal(found[0], found[1])
     folders = [path for path in (tmp_path / "embeds").iterdir() if path.name.startswith("StableDiffusion3Pipeline-")]
     assert len(folders) == 2
 
@@ -225,22 +233,17 @@ def test_a_whole_pipeline_is_saved_with_its_encoders(tmp_path):
     trainer = train_by_name(tmp_path / "run", tmp_path / "model", lora=False, cache_prompt_embeds="memory")
     trainer.save_model()
     for part in ("text_encoder", "text_encoder_2", "text_encoder_3"):
-        saved = load_file(tmp_path / "run" / part / "model.safetensors")
-        there = load_file(tmp_path / "model" / part / "model.safetensors")
-        assert saved.keys() == there.keys() and all(torch.equal(saved[name], there[name]) for name in there)
+        assert are_equal(*(load_file(tmp_path / place / part / "model.safetensors") for place in ("run", "model")))
     assert json.loads((tmp_path / "run/model_index.json").read_text())["text_encoder"][1].startswith("CLIP")
 
 
 def test_a_resumed_run_is_the_unbroken_one(tmp_path):
     settings = {"cache_prompt_embeds": "memory", "rewards": latent_mean, "watch_rewards": None}
     settings |= {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "steps_per_generation": 4}
-    whole = trainer_for(tmp_path / "whole", **settings)
-    whole.train()
+    whole = finished_run(tmp_path / "whole", **settings)
     trainer_for(tmp_path / "broken", **settings | {"max_steps": 1}).train()
-    resumed = trainer_for(tmp_path / "broken", **settings, resume_from_checkpoint="True")
-    resumed.train()
-    one, other = trained_weights(whole), trained_weights(resumed)
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    resumed = finished_run(tmp_path / "broken", **settings, resume_from_checkpoint="True")
+    assert are_equal(trained_weights(whole), trained_weights(resumed))
 
 
 def test_each_of_two_processes_encodes_its_share(tmp_path):
@@ -250,8 +253,7 @@ def test_each_of_two_processes_encodes_its_share(tmp_path):
         folder = tmp_path / str(processes)
         folder.mkdir()
         ranks_server.succeed(folder / "processes", processes, embedding_runs.run, folder, dict(settings))
-    one, other = (load_file(tmp_path / run / "weights.safetensors") for run in "12")
-    assert max((one[name] - other[name]).abs().max() for name in one) < 1e-6
+    assert difference(*(load_file(tmp_path / run / "weights.safetensors") for run in "12")) < 1e-6
     reports = [
         json.loads((tmp_path / run).read_text()) for run in ("2/result-0.json", "2/result-1.json", "1/result-0.json")
     ]

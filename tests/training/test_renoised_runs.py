@@ -7,7 +7,10 @@ import pytest
 import torch
 from diffusers.models.attention import FeedForward
 from tiny_runs import (
+    are_equal,
     brightness,
+    difference,
+    finished_run,
     first_frame_brightness,
     joined_trajectory,
     logged,
@@ -42,12 +45,7 @@ def trained(folder, name="sd3", **settings):
 
 
 def has_moved(trainer, before):
-    return any(not torch.equal(value, before[name]) for name, value in trained_weights(trainer).items())
-
-
-def assert_same_policy(one, other):
-    expected = policy_weights(one)
-    assert all(torch.equal(value, expected[name]) for name, value in policy_weights(other).items())
+    return not are_equal(trained_weights(trainer), before)
 
 
 # Evaluations
@@ -132,9 +130,7 @@ def test_the_best_and_the_worst_of_each_group(tmp_path):
     assert len(every.loader.buffer.rows) == 4 and len(chosen.loader.buffer.rows) == 2
     assert logged(chosen, "reward") == logged(every, "reward")
     after = trained_weights(every)
-    moved = max(float((value - before[name]).abs().max()) for name, value in after.items())
-    apart = max(float((value - after[name]).abs().max()) for name, value in trained_weights(chosen).items())
-    assert apart < 1e-3 * moved and moved > 0
+    assert difference(trained_weights(chosen), after) < 1e-3 * difference(after, before) > 0
 
 
 def test_zero_advantages_can_be_left_out(tmp_path):
@@ -243,7 +239,7 @@ def test_old_policy_lags_and_makes_the_rollouts_of_nft(tmp_path, monkeypatch):
         decay = min(0.3 * rollout, 0.9)
         old = {name: decay * value + (1 - decay) * policy[name].double() for name, value in old.items()}
         assert all(torch.allclose(value.double(), old[name], atol=1e-8) for name, value in at_rollout.items())
-        assert any(not torch.equal(value, policy[name]) for name, value in at_rollout.items())
+        assert not are_equal(at_rollout, policy)
     assert logged(trainer, "old/distance")[-1] > 0
 
 
@@ -262,7 +258,7 @@ def test_others_roll_out_by_the_policy_itself(tmp_path, monkeypatch, loss):
     trainer.train()
     trained_on = trained_weights(trainer)
     trainer.train()  # its rollout is the policy's as it was left
-    assert all(torch.equal(value, trained_on[name]) for name, value in shown[1].items())
+    assert are_equal(shown[1], trained_on)
 
 
 def test_an_old_policy_moves_once_per_rollout(tmp_path, monkeypatch):
@@ -300,8 +296,7 @@ def test_a_prediction_that_is_not_found_again_stops_the_run(tmp_path, monkeypatc
     with pytest.raises(RatioError, match="Relative to their size, the first predictions after a rollout are off by"):
         trainer.train()
     assert not has_moved(trainer, before)
-    never = trainer_for(tmp_path / "never", **SHORT, loss_type="nft", max_ratio_error=None)
-    never.train()
+    never = finished_run(tmp_path / "never", **SHORT, loss_type="nft", max_ratio_error=None)
     (error,) = logged(never, "prediction/max_error")
     assert 1e-3 < error < 0.2  # at the last step, where the prediction makes up least of the clean sample
 
@@ -383,8 +378,7 @@ FULL |= {"learning_rate": 1e-4}
     ],
 )
 def test_nft_resumes_bit_for_bit(tmp_path, settings):
-    whole = trainer_for(tmp_path / "whole", **settings)
-    whole.train()
+    whole = finished_run(tmp_path / "whole", **settings)
     for step in (1, 4):  # within a rollout, and between two
         checkpoint = tmp_path / "whole" / f"checkpoint-{step}"
         own = {path.name for path in checkpoint.iterdir() if path.is_dir()}
@@ -393,7 +387,7 @@ def test_nft_resumes_bit_for_bit(tmp_path, settings):
         again = trainer_for(tmp_path / f"from-{step}", **settings)
         again.train(resume_from_checkpoint=str(checkpoint))
         assert again.state.global_step == 6
-        assert_same_policy(whole, again)
+        assert are_equal(policy_weights(again), policy_weights(whole))
         one, other = whole.learner, again.learner
         for kept, read in ((one.average, other.average), (one.old_policy, other.old_policy)):
             assert all(torch.equal(*pair) for pair in zip(kept.shares, read.shares, strict=True))
@@ -412,7 +406,7 @@ def test_others_resume_within_a_rollout_bit_for_bit(tmp_path, loss):
     whole, _ = trained(tmp_path / "whole", **settings)
     again = trainer_for(tmp_path / "again", **settings)
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
-    assert_same_policy(whole, again)
+    assert are_equal(policy_weights(again), policy_weights(whole))
     assert logged(again, "loss") == logged(whole, "loss")
 
 
@@ -426,7 +420,7 @@ def test_evaluations_measure_the_policy_and_not_its_old_self(tmp_path):
     with trainer.learner.old_policy.place(is_shown=True):
         assert trainer.evaluate(metric_key_prefix="old")["old_reward"] != measured["again_reward"]
     averaged, _ = trained(tmp_path / "average", **settings, ema_decay=0.5, ema_update_interval=1)
-    assert_same_policy(trainer, averaged)
+    assert are_equal(policy_weights(averaged), policy_weights(trainer))
     assert logged(averaged, "reward") == logged(trainer, "reward")
 
 

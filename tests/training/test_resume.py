@@ -15,7 +15,16 @@ import ranks_server
 import resumable_run
 import torch
 from safetensors.torch import load_file
-from tiny_runs import brightness, first_frame_brightness, logged, policy_weights, trained_weights, trainer_for
+from tiny_runs import (
+    are_equal,
+    brightness,
+    finished_run,
+    first_frame_brightness,
+    logged,
+    policy_weights,
+    trained_weights,
+    trainer_for,
+)
 from transformers import TrainerCallback
 from transformers.trainer_jit_checkpoint import CheckpointManager
 
@@ -61,9 +70,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_equal_runs(one: Path, other: Path) -> None:
-    ours, theirs = weights(one), weights(other)
-    assert ours.keys() == theirs.keys() and len(ours) > 4
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    ours = weights(one)
+    assert are_equal(ours, weights(other)) and len(ours) > 4
 
 
 @pytest.fixture(scope="module")
@@ -99,14 +107,13 @@ EXPERTS |= {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "ema_deca
 
 def test_two_experts_trained_in_full_resume_exactly(tmp_path):
     """From a checkpoint of another name, such as `hub_strategy="checkpoint"` publishes."""
-    whole = trainer_for(tmp_path / "whole", **EXPERTS)
-    whole.train()
+    whole = finished_run(tmp_path / "whole", **EXPERTS)
     shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "downloaded" / "last-checkpoint")
     again = trainer_for(tmp_path / "again", **EXPERTS)
     again.train(resume_from_checkpoint=str(tmp_path / "downloaded" / "last-checkpoint"))
     expected = policy_weights(whole)
     assert {name.split(".")[0] for name in expected} == {"transformer", "transformer_2"}
-    assert all(torch.equal(value, expected[name]) for name, value in policy_weights(again).items())
+    assert are_equal(policy_weights(again), expected)
     pairs = zip(whole.learner.average.shares, again.learner.average.shares, strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
 
@@ -131,14 +138,13 @@ def test_two_experts_trained_in_full_resume_exactly(tmp_path):
 def test_resume_from_every_checkpoint(tmp_path, settings):
     """In one process: a new trainer for each resume, as a new process would build it."""
     settings = settings | {"save_total_limit": None}
-    whole = trainer_for(tmp_path / "whole", **settings)
-    whole.train()
+    whole = finished_run(tmp_path / "whole", **settings)
     expected = policy_weights(whole)
     for step in (1, 4):  # within a rollout, and after it where one serves for four updates
         again = trainer_for(tmp_path / f"from-{step}", **settings)
         again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
         assert again.state.global_step == 6
-        assert all(torch.equal(value, expected[name]) for name, value in policy_weights(again).items())
+        assert are_equal(policy_weights(again), expected)
         assert logged(again, "reward") == logged(whole, "reward")
         assert logged(again, "kl/old") == logged(whole, "kl/old")
         assert logged(again, "prediction/change") == logged(whole, "prediction/change")
@@ -168,12 +174,10 @@ def test_resuming_where_rollouts_are_larger_than_micro_batches(tmp_path):
     """The rollout encoded two prompts, the resumed micro-batches ask for one of them at a time."""
     settings = {"rollout_batch_size": 8, "gradient_accumulation_steps": 1, "steps_per_generation": 2}
     settings |= {"save_strategy": "steps", "save_steps": 1, "num_iterations": 2, "max_steps": 3}
-    whole = trainer_for(tmp_path / "whole", **settings)
-    whole.train()
+    whole = finished_run(tmp_path / "whole", **settings)
     again = trainer_for(tmp_path / "again", **settings)
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
-    expected = policy_weights(whole)
-    assert all(torch.equal(value, expected[name]) for name, value in policy_weights(again).items())
+    assert are_equal(policy_weights(again), policy_weights(whole))
 
 
 def drawn(images, **columns):
@@ -187,8 +191,7 @@ def drawing(tmp_path_factory):
     settings = {"max_steps": 5, "save_strategy": "steps", "save_steps": 1, "rewards": drawn, "save_total_limit": None}
     settings |= {"lr_scheduler_type": "linear"}
     folder = tmp_path_factory.mktemp("drawing")
-    trainer = trainer_for(folder, **settings)
-    trainer.train()
+    trainer = finished_run(folder, **settings)
     return folder, settings, trainer
 
 
@@ -210,7 +213,7 @@ def test_chance_the_rate_and_the_prompts_go_on_where_they_were(tmp_path, drawing
     orders = [rolled_out(folder, update) for update in range(5)]
     assert [rolled_out(tmp_path, update) for update in range(step, 5)] == orders[step:]
     assert orders[:2] != orders[2:4]  # of the two epochs
-    assert all(torch.equal(v, trained_weights(whole)[name]) for name, v in trained_weights(trainer).items())
+    assert are_equal(trained_weights(trainer), trained_weights(whole))
 
 
 class Interrupt(TrainerCallback):
@@ -232,8 +235,7 @@ def test_a_run_that_was_interrupted_before_its_first_checkpoint_is_started_again
     assert (tmp_path / "run.json").is_file() and list(tmp_path.glob("samples/step-*"))
     stale = tmp_path / "samples" / "step-000077.parquet"
     stale.touch()
-    again = trainer_for(tmp_path, noise_level=0.5, **settings)
-    again.train()
+    again = finished_run(tmp_path, noise_level=0.5, **settings)
     assert again.state.global_step == 2 and not stale.exists() and (tmp_path / "checkpoint-2").is_dir()
     assert json.loads((tmp_path / "run.json").read_text())["settings"]["noise_level"] == 0.5
 
@@ -275,8 +277,7 @@ def test_one_script_begins_goes_on_and_ends(tmp_path, monkeypatch):
     ended, again = start(), start()
     assert ended.state.global_step == again.state.global_step == 2
     assert logged(again, "reward") == logged(ended, "reward")
-    expected = trained_weights(ended)
-    assert all(torch.equal(value, expected[name]) for name, value in trained_weights(again).items())
+    assert are_equal(trained_weights(again), trained_weights(ended))
     assert start(max_steps=3).state.global_step == 3
     assert start(max_steps=-1, num_train_epochs=2).state.global_step == 4  # of two updates
 
@@ -361,8 +362,7 @@ def test_other_prompts_are_accepted_with_a_warning(tmp_path, caplog):
     others = ["a cat", "a dog", "the sea", "a new one"]
     for updates, columns, is_told in ((4, {}, False), (6, {"prompt": others}, True)):
         caplog.clear()
-        trainer = trainer_for(tmp_path, max_steps=updates, columns=columns, resume_from_checkpoint=True, **saved)
-        trainer.train()
+        trainer = finished_run(tmp_path, max_steps=updates, columns=columns, resume_from_checkpoint=True, **saved)
         assert trainer.state.global_step == updates
         assert ("training prompts" in caplog.text) == is_told
 
@@ -371,8 +371,7 @@ def test_a_resumed_run_evaluates_and_saves_as_often_as_its_own_settings_say(tmp_
     settings = {"num_inference_steps": 2, "save_strategy": "steps"}
     trainer_for(tmp_path, max_steps=1, save_steps=1, **settings).train()
     often = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 3, "resume_from_checkpoint": "true"}
-    again = trainer_for(tmp_path, max_steps=3, **often, **settings)
-    again.train()
+    again = finished_run(tmp_path, max_steps=3, **often, **settings)
     assert [entry["step"] for entry in again.state.log_history if "eval_reward" in entry] == [2, 3]
     assert not (tmp_path / "checkpoint-2").exists() and (tmp_path / "checkpoint-3").is_dir()
 
@@ -382,6 +381,5 @@ def test_another_optimizer_is_refused_or_starts_afresh(tmp_path, caplog):
     trainer_for(tmp_path, **{**settings, "resume_from_checkpoint": None, "max_steps": 1}).train()
     with pytest.raises(ResumeError, match="no state of sgd but that of adamw_torch.*resume_without_optimizer=True"):
         trainer_for(tmp_path, optim="sgd", **settings).train()
-    again = trainer_for(tmp_path, optim="sgd", resume_without_optimizer=True, **settings)
-    again.train()
+    again = finished_run(tmp_path, optim="sgd", resume_without_optimizer=True, **settings)
     assert again.state.global_step == 2 and "has no state of sgd but that of adamw_torch" in caplog.text

@@ -9,7 +9,7 @@ import pytest
 import tiny_pipelines
 from peft import LoraConfig
 from PIL import Image
-from tiny_runs import LORA, first_frame_brightness, trainer_for
+from tiny_runs import LORA, finished_run, first_frame_brightness, trainer_for
 from transformers import TrainerState, TrainingArguments
 from transformers.integrations import (
     ClearMLCallback,
@@ -77,8 +77,7 @@ def test_trackers_of_the_users_own_stay(tmp_path):
             shown.append(logs)
 
     own = Own(writer)
-    trainer = trainer_for(tmp_path, callbacks=[own, Printer()], report_to="tensorboard", max_steps=1)
-    trainer.train()
+    trainer = finished_run(tmp_path, callbacks=[own, Printer()], report_to="tensorboard", max_steps=1)
     assert any(call.args[0] == "train/reward" for call in writer.add_scalar.call_args_list)
     assert own in trainer.callback_handler.callbacks and shown
 

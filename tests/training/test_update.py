@@ -193,11 +193,12 @@ def test_a_repeated_pass_counts_nothing():
     assert metrics.values["passes"] == [1.0] * 3
 
 
-def test_a_loss_that_is_not_finite_names_the_update_and_gives_no_gradient(tmp_path):
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e200])
+def test_a_loss_that_is_not_finite_names_the_update_and_gives_no_gradient(tmp_path, value):
     policy = Policy()
-    with pytest.raises(NonFiniteError, match="The loss of update 7 is nan"):
+    with pytest.raises(NonFiniteError, match="The loss of update 7 is (nan|inf)"):
         update = make_update(policy, tmp_path)
-        update.train_policy(None, Batch([[(math.nan, [0])]]), Place(7, count=1, is_first=True, is_last=True))
+        update.train_policy(None, Batch([[(value, [0])]]), Place(7, count=1, is_first=True, is_last=True))
     assert policy.weight.grad is None
 
 

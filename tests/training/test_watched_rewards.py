@@ -2,11 +2,10 @@
 
 import dataclasses
 
-import pyarrow.parquet
 import pytest
 import torch
 from datasets import Dataset
-from tiny_runs import brightness, logged, trainer_for
+from tiny_runs import brightness, finished_run, logged, read_table, trainer_for
 
 from diffusion_grpo.policy.drivers import UnsupportedPipeline
 from diffusion_grpo.policy.rollout import DenoisingPolicy
@@ -31,8 +30,7 @@ def test_what_is_looked_at_fits_what_is_made_and_is_not_trained_on() -> None:
 
 def test_evaluations_of_a_run_watch(tmp_path) -> None:
     settings = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True, "num_generations_eval": 2}
-    trainer = trainer_for(tmp_path, rewards=["brightness", Embeds()], num_inference_steps=3, **settings)
-    trainer.train()
+    trainer = finished_run(tmp_path, rewards=["brightness", Embeds()], num_inference_steps=3, **settings)
     for name in ("sharpness", "colorfulness", "jpeg_compressibility"):
         assert len(logged(trainer, f"eval_watch/{name}/mean")) == 2
     assert logged(trainer, "eval_watch/brightness/mean") == [] and len(logged(trainer, "eval_diversity")) == 2
@@ -101,7 +99,7 @@ def test_a_logged_column_stays_beside_a_watched_reward_of_its_name(tmp_path) -> 
 
     trainer = trainer_for(tmp_path, rewards=talkative)
     metrics = trainer.evaluate()
-    table = pyarrow.parquet.read_table(tmp_path / "evaluations" / "step-000000.parquet").to_pydict()
+    table = read_table(tmp_path, kind="evaluations")
     assert table["sharpness"] == [0, 1]
     assert sum(table["watch/sharpness"]) / 2 == pytest.approx(metrics["eval_watch/sharpness/mean"])
     trainer = trainer_for(tmp_path / "other", rewards=talkative, eval_reward_funcs="sharpness")

@@ -14,7 +14,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from tiny_runs import brightness, first_frame_brightness, trained_weights, trainer_for
+from tiny_runs import brightness, finished_run, first_frame_brightness, trained_weights, trainer_for
 from torch import nn
 
 from diffusion_grpo.report.card import list_upload_patterns
@@ -28,6 +28,17 @@ def draw_sample(pipe, inputs, output_type="np"):
     with tiny_pipelines.on_equal_terms(pipe):
         images = pipe(**inputs, num_inference_steps=3, generator=generators, output_type=output_type)[0]
     return torch.as_tensor(images)
+
+
+def draw_with(load, folder, name="sd3", **options):
+    """What a new pipeline draws with weights that `load(pipe, folder)` has put into it."""
+    pipe, inputs = tiny_pipelines.build(name)
+    load(pipe, folder)
+    return draw_sample(pipe, inputs, **options)
+
+
+def load_plainly(pipe, folder):
+    pipe.load_lora_weights(folder)
 
 
 def first_number(completions, **columns):
@@ -67,15 +78,12 @@ def put_on_hub(monkeypatch, repository, cache):
 
 @pytest.mark.parametrize("name", ["sd3", "flux"])
 def test_a_lora_in_plain_diffusers_makes_the_identical_image(tmp_path, name):
-    trainer = trainer_for(tmp_path, name=name, learning_rate=0.02)
-    trainer.train()
+    trainer = finished_run(tmp_path, name=name, learning_rate=0.02)
     trainer.save_model()
     fresh, inputs = tiny_pipelines.build(name)
-    before = draw_sample(fresh, inputs)
     trained = draw_sample(trainer.pipe, inputs)
-    fresh.load_lora_weights(tmp_path)
-    assert torch.equal(draw_sample(fresh, inputs), trained)
-    assert not torch.allclose(before, trained, atol=1e-3)
+    assert torch.equal(draw_with(load_plainly, tmp_path, name), trained)
+    assert not torch.allclose(draw_sample(fresh, inputs), trained, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -98,11 +106,8 @@ def test_a_lora_of_any_layers_in_plain_diffusers_makes_the_identical_image(tmp_p
             weights.data.normal_(std=0.1)
     hub.save_policy(model, pipe, (component,), tmp_path)
     trained = draw_sample(pipe, inputs)
-    fresh, inputs = tiny_pipelines.build(name)
-    before = draw_sample(fresh, inputs)
-    fresh.load_lora_weights(tmp_path)
-    assert torch.equal(draw_sample(fresh, inputs), trained)
-    assert not torch.allclose(before, trained, atol=1e-3)
+    assert torch.equal(draw_with(load_plainly, tmp_path, name), trained)
+    assert not torch.allclose(draw_sample(*tiny_pipelines.build(name)), trained, atol=1e-3)
 
 
 def test_the_loras_of_two_experts_in_plain_diffusers(tmp_path):
@@ -122,9 +127,7 @@ def test_the_loras_of_two_experts_in_plain_diffusers(tmp_path):
     trained = draw_sample(trainer.pipe, inputs)
     assert torch.equal(draw_sample(fresh, inputs), trained) and not torch.equal(one_expert, trained)
     assert "load_into_transformer_2=True" in (tmp_path / "README.md").read_text()
-    again, _ = tiny_pipelines.build("wan_experts")
-    hub.load_weights(again, tmp_path)
-    assert torch.equal(draw_sample(again, inputs), trained)
+    assert torch.equal(draw_with(hub.load_weights, tmp_path, "wan_experts"), trained)
 
 
 def test_the_loras_of_two_experts_from_the_hub(tmp_path, monkeypatch):
@@ -200,8 +203,7 @@ OF_THE_NETWORK = f'pipe.prior.load_lora_adapter("{{folder}}", prefix=None, weigh
 )
 def test_a_lora_that_the_pipeline_does_not_load(tmp_path, name, rewards, line):
     """The card names what loads it instead, and the image is identical."""
-    trainer = trainer_for(tmp_path, name=name, rewards=rewards, learning_rate=0.02)
-    trainer.train()
+    trainer = finished_run(tmp_path, name=name, rewards=rewards, learning_rate=0.02)
     trainer.save_model()
     fresh, inputs = tiny_pipelines.build(name)
     before, trained = (draw_sample(pipe, inputs, output_type="pt") for pipe in (fresh, trainer.pipe))
@@ -209,9 +211,7 @@ def test_a_lora_that_the_pipeline_does_not_load(tmp_path, name, rewards, line):
     assert line.format(folder=tmp_path.name) in card and "load_lora_weights" not in card
     exec(line.format(folder=tmp_path), {"PeftModel": PeftModel, "pipe": fresh})
     assert torch.equal(draw_sample(fresh, inputs, output_type="pt"), trained) and not torch.equal(before, trained)
-    again, _ = tiny_pipelines.build(name)
-    hub.load_weights(again, tmp_path)
-    assert torch.equal(draw_sample(again, inputs, output_type="pt"), trained)
+    assert torch.equal(draw_with(hub.load_weights, tmp_path, name, output_type="pt"), trained)
 
 
 def save_lora(folder, name, component="transformer"):
@@ -227,9 +227,7 @@ def save_lora(folder, name, component="transformer"):
 @pytest.mark.parametrize(("name", "component"), [("flux2", "transformer"), ("sd15", "unet")])
 def test_pefts_file_of_a_lora_is_loaded_with_its_scale(tmp_path, name, component):
     expected = save_lora(tmp_path, name, component)
-    fresh, inputs = tiny_pipelines.build(name)
-    hub.load_weights(fresh, tmp_path / hub.ADAPTER_WEIGHTS)
-    assert torch.equal(draw_sample(fresh, inputs), expected)
+    assert torch.equal(draw_with(hub.load_weights, tmp_path / hub.ADAPTER_WEIGHTS, name), expected)
     (tmp_path / hub.ADAPTER_CONFIG).unlink()
     with pytest.raises(ValueError, match=hub.ADAPTER_CONFIG):
         hub.load_weights(tiny_pipelines.build(name)[0], tmp_path / hub.ADAPTER_WEIGHTS)
@@ -297,9 +295,7 @@ def test_full_training_of_two_experts(tmp_path):
         for name in ("transformer", "transformer_2"):
             setattr(fresh, name, WanTransformer3DModel.from_pretrained(tmp_path / place / name))
         assert torch.equal(draw_sample(fresh, inputs), expected), place
-        again, _ = tiny_pipelines.build("wan_experts")
-        hub.load_weights(again, tmp_path / place)
-        assert torch.equal(draw_sample(again, inputs), expected), place
+        assert torch.equal(draw_with(hub.load_weights, tmp_path / place, "wan_experts"), expected), place
 
 
 def load_from(folder: Path) -> DiffusionPipeline:
@@ -351,20 +347,16 @@ def test_a_run_of_a_local_model_publishes_no_folder_and_goes_on(tmp_path):
 
 def test_what_was_measured_is_what_is_published(tmp_path, monkeypatch):
     """Top of the folder, `trainer.pipe` and card have the average's weights; the policy's own are in a subfolder."""
-    trainer = trainer_for(tmp_path, ema_decay=0.5, ema_update_interval=1, learning_rate=0.05, max_steps=3)
-    trainer.train()
+    trainer = finished_run(tmp_path, ema_decay=0.5, ema_update_interval=1, learning_rate=0.05, max_steps=3)
     trainer.save_model()
-    average, policy = (tiny_pipelines.build("sd3")[0] for _ in range(2))
     _, inputs = tiny_pipelines.build("sd3")
-    average.load_lora_weights(tmp_path)
-    policy.load_lora_weights(tmp_path / "policy")
+    average, policy = (draw_with(load_plainly, folder) for folder in (tmp_path, tmp_path / "policy"))
     with trainer.learner.average.place(is_shown=True):
         measured = draw_sample(trainer.pipe, inputs)
     assert torch.equal(draw_sample(trainer.pipe, inputs), measured)
-    assert torch.allclose(draw_sample(average, inputs), measured, atol=1e-5)
-    assert not torch.allclose(draw_sample(policy, inputs), measured, atol=1e-3)
+    assert torch.allclose(average, measured, atol=1e-5) and not torch.allclose(policy, measured, atol=1e-3)
     with trainer.learner.average.place(is_shown=False):
-        assert torch.allclose(draw_sample(policy, inputs), draw_sample(trainer.pipe, inputs), atol=1e-5)
+        assert torch.allclose(policy, draw_sample(trainer.pipe, inputs), atol=1e-5)
     card = (tmp_path / "README.md").read_text()
     assert "moving average of the policy (`ema_decay` 0.5)" in card and "`policy` contains the policy itself" in card
     files = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
@@ -403,7 +395,7 @@ def collect_uploads(monkeypatch, is_done):
 @pytest.mark.parametrize("push_samples", [False, True])
 def test_push_to_hub_uploads_the_weights_and_the_card(tmp_path, monkeypatch, push_samples):
     made = collect_uploads(monkeypatch, is_done=True)
-    trainer = trainer_for(
+    trainer = finished_run(
         tmp_path,
         push_to_hub=True,
         hub_model_id="mine",
@@ -413,7 +405,6 @@ def test_push_to_hub_uploads_the_weights_and_the_card(tmp_path, monkeypatch, pus
         report_to="tensorboard",
         push_samples=push_samples,
     )
-    trainer.train()
     trainer.push_to_hub()
     uploads = [(upload.get("path_in_repo"), upload["files"]) for upload in made]
     assert any(path == "last-checkpoint" and "optimizer.pt" in files for path, files in uploads)

@@ -10,12 +10,12 @@ import torch
 from diffusers import DiffusionPipeline
 from packaging.version import Version
 from peft import LoraConfig, get_peft_model
-from tiny_runs import LORA, trained_weights, trainer_for
+from tiny_runs import LORA, are_equal, finished_run, trained_weights, trainer_for
 
 from diffusion_grpo.rollout.reference import disable_adapters
 from diffusion_grpo.weights import files as hub
 from diffusion_grpo.weights import lora as adapters
-from tests.weights.test_files import draw_sample, put_on_hub, save_experts
+from tests.weights.test_files import draw_sample, draw_with, load_plainly, put_on_hub, save_experts
 
 STRONG = {"learning_rate": 0.02}
 
@@ -28,8 +28,7 @@ def close(one, other):
 def style(tmp_path_factory):
     """The folder of a LoRA, and what the pipeline draws with it."""
     folder = tmp_path_factory.mktemp("style")
-    trainer = trainer_for(folder, **STRONG)
-    trainer.train()
+    trainer = finished_run(folder, **STRONG)
     trainer.save_model()
     return folder, draw_sample(trainer.pipe, tiny_pipelines.build("sd3")[1])
 
@@ -41,8 +40,7 @@ def with_style(style, name="style"):
 
 
 def trained(folder, pipe, lora=False, **settings):
-    trainer = trainer_for(folder, lora=lora, model=pipe, **STRONG | settings)
-    trainer.train()
+    trainer = finished_run(folder, lora=lora, model=pipe, **STRONG | settings)
     return trainer
 
 
@@ -61,9 +59,7 @@ def test_an_adapter_of_the_pipeline_is_trained_further(tmp_path, style):
     assert torch.equal(draw_sample(trainer.pipe, inputs), after)
     assert list(trained_weights(trainer)) == names
     trainer.save_model()
-    fresh, _ = tiny_pipelines.build("sd3")
-    fresh.load_lora_weights(tmp_path)
-    assert close(draw_sample(fresh, inputs), after)
+    assert close(draw_with(load_plainly, tmp_path), after)
     assert trainer.run["trains_by"] == "LoRA style, trained further"
 
 
@@ -82,9 +78,7 @@ def test_a_saved_lora_is_trained_further(tmp_path, style, layout):
     assert str(folder) not in json.dumps(trainer.run)
     trainer.train()
     trainer.save_model()
-    fresh, _ = tiny_pipelines.build("sd3")
-    hub.load_weights(fresh, tmp_path / "run")
-    found = draw_sample(fresh, inputs)
+    found = draw_with(hub.load_weights, tmp_path / "run")
     assert close(found, draw_sample(trainer.pipe, inputs)) and not close(found, drawn)
 
 
@@ -101,12 +95,10 @@ def test_a_lora_on_the_hub_is_trained_further(tmp_path, style, monkeypatch):
 def test_a_run_that_trains_a_lora_further_resumes_exactly(tmp_path, style):
     settings = STRONG | {"lora": False, "lora_path": str(style[0]), "save_strategy": "steps", "save_steps": 1}
     settings |= {"beta": 0.1, "max_steps": 3}
-    whole = trainer_for(tmp_path / "whole", **settings)
-    whole.train()
+    whole = finished_run(tmp_path / "whole", **settings)
     again = trainer_for(tmp_path / "again", **settings)
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
-    expected = trained_weights(whole)
-    assert all(torch.equal(value, expected[name]) for name, value in trained_weights(again).items())
+    assert are_equal(trained_weights(again), trained_weights(whole))
 
 
 def test_other_adapters_stay_active_and_frozen(tmp_path, style):
@@ -134,8 +126,7 @@ def test_other_adapters_stay_active_and_frozen(tmp_path, style):
 
 def test_a_second_trainer_on_the_same_pipeline(tmp_path):
     """A notebook's cell, run twice: refused before the first one's LoRA is touched; then trained further, or kept."""
-    first = trainer_for(tmp_path / "first", **STRONG)
-    first.train()
+    first = finished_run(tmp_path / "first", **STRONG)
     pipe, (_, inputs) = first.pipe, tiny_pipelines.build("sd3")
     drawn = draw_sample(pipe, inputs)
     with pytest.raises(ValueError, match="lora_adapter='default'"):
@@ -160,8 +151,7 @@ def test_a_second_trainer_on_the_same_pipeline(tmp_path):
 
 @pytest.mark.parametrize("name", ["sd3", "sd15"])
 def test_the_whole_pipeline_is_saved_with_the_lora_in_its_weights(tmp_path, name):
-    trainer = trainer_for(tmp_path / "run", name=name, **STRONG)
-    trainer.train()
+    trainer = finished_run(tmp_path / "run", name=name, **STRONG)
     _, inputs = tiny_pipelines.build(name)
     drawn = draw_sample(trainer.pipe, inputs)
     trainer.pipe.save_pretrained(tmp_path / "whole")
@@ -181,9 +171,7 @@ def test_a_peft_model_as_the_network(tmp_path):
     trainer = trained(tmp_path, pipe, lora_adapter="default")
     assert type(trainer.pipe.transformer).__name__ == "SD3Transformer2DModel"
     trainer.save_model()
-    fresh, _ = tiny_pipelines.build("sd3")
-    fresh.load_lora_weights(tmp_path)
-    assert close(draw_sample(fresh, inputs), draw_sample(trainer.pipe, inputs))
+    assert close(draw_with(load_plainly, tmp_path), draw_sample(trainer.pipe, inputs))
 
 
 @pytest.mark.parametrize(

@@ -333,6 +333,7 @@ def test_tokens(serve, monkeypatch) -> None:
         ({"url": []}, "http://host:port"),
         ({"url": "localhost:8000"}, "http://host:port"),
         ({"url": ["http://a", "http://me:password@b"]}, "holds a name or key.*token_env"),
+        ({"url": "me:password@b"}, "holds a name or key.*token_env"),
         ({"url": "http://a", "batch_size": 0}, "batch_size"),
         ({"url": "http://a", "body": "pickle"}, "expected Literal"),
         ({"url": "http://a", "token_env": "NO_SUCH_VARIABLE"}, "NO_SUCH_VARIABLE"),

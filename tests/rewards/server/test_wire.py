@@ -15,7 +15,6 @@ from diffusion_grpo.rewards.contract import is_marked
 from diffusion_grpo.rewards.server.wire import (
     FailedRequest,
     WireError,
-    check_url,
     read_object,
     read_request,
     seconds_to_wait,
@@ -173,16 +172,6 @@ def test_safetensors_that_are_not_of_the_form() -> None:
         with pytest.raises(WireError):
             read_request(wrong, is_safetensors=True)
     assert read_request(body([{"picture": "x"}], x=image), is_safetensors=True)["samples"][0].size == (4, 4)
-
-
-def test_a_url_holds_no_key():
-    check_url("https://host:8000/v1", "mine", "http://host:port", "key_env")
-    with pytest.raises(ValueError, match="http://host:port"):
-        check_url("host", "mine", "http://host:port", "key_env")
-    for url in ("http://me:secret@host", "me:secret@host"):
-        with pytest.raises(ValueError, match="key_env") as error:
-            check_url(url, "mine", "http://host:port", "key_env")
-        assert "secret" not in str(error.value)
 
 
 @pytest.mark.parametrize("text", ["oops", "[" * 100_000, "[1]"])
