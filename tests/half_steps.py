@@ -27,9 +27,6 @@ class HalfSteps:
     def denoise(self, prediction, timestep, sample):
         return CleanEstimate(sample - prediction, torch.ones(()), sample)
 
-    def clean_at_zero(self, prediction, timestep, sample):
-        return sample
-
     def scale(self, timestep, sample, noise_level, count=None):
         return StepScale(torch.full((len(sample),), STD), torch.ones(len(sample)), torch.ones(len(sample)))
 
@@ -46,7 +43,6 @@ def run(driver, scheduler, latents):
     return left
 
 
-def record(scheduler=None, latents=None, **settings):
+def record(latents=None, **settings):
     recorder = Recorder(RolloutRequest(SEEDS, SEEDS + 10, 4, **settings), 0.7)
-    left = run(recorder, scheduler or HalfSteps(), torch.ones(2, 3) if latents is None else latents)
-    return recorder, left
+    return recorder, run(recorder, HalfSteps(), torch.ones(2, 3) if latents is None else latents)

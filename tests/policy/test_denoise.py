@@ -6,7 +6,7 @@ import tiny_pipelines
 import torch
 from diffusers import WanImageToVideoPipeline
 from PIL import Image
-from recorded import make_policy
+from recorded import make_policy, record
 
 from diffusion_grpo.policy.base import call_arguments
 from diffusion_grpo.policy.drivers import UnsupportedPipeline
@@ -25,21 +25,21 @@ OTHERS = ["cosmos", "cosmos2", "stable_audio", "svd", "cascade_prior"]
 STEPS = 4
 
 
-def clean_rollout(name, **settings):
+def clean_rollout(name):
     policy, inputs = make_policy(name)
-    made, clean = rollout(policy, inputs, seeds=[1, 2], num_inference_steps=STEPS, keeps_clean=True, **settings)
-    return policy, inputs, made, clean
+    return policy, inputs, record(policy, inputs, num_inference_steps=STEPS, keeps_clean=True)
 
 
-def noise_of(clean, step, shape):
+def noise_of(clean, step):
     """The noise of each sample at a step, as its seed fixes it."""
-    seeds = [sample_seed("renoise", int(seed), step) for seed in clean.seeds]
-    return torch.stack([torch.randn(shape[1:], generator=torch.Generator().manual_seed(seed)) for seed in seeds])
+    seeds, size = [sample_seed("renoise", int(seed), step) for seed in clean.seeds], clean.latents.shape[1:]
+    return torch.stack([torch.randn(size, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
 
 
 def predict(policy, inputs, latents, step, clean):
-    """What the scheduler gets for any latents at a step, with gradient."""
+    """What the scheduler gets for any latents at a step, without guidance and with gradient."""
     kind, seen = type(policy.scheduler), []
+    inputs = switch_guidance_off(policy.pipe, policy.networks, inputs)
     distribution = kind.distribution
     steps = torch.full((len(latents), 1), step)
     records = latents[:, None], latents[:, None], torch.zeros(len(latents), 1), steps
@@ -52,15 +52,14 @@ def predict(policy, inputs, latents, step, clean):
 @pytest.mark.parametrize("name", FLOWS)
 def test_a_flow_is_noised_as_diffusers_does_it(name):
     """Against the velocity at the latent made by hand, in float64."""
-    policy, inputs, _, clean = clean_rollout(name)
-    unguided = switch_guidance_off(policy.pipe, policy.networks, inputs)
+    policy, inputs, clean = clean_rollout(name)
     for step in (1, STEPS - 1):
         with torch.no_grad():
             found = denoise(policy, inputs, clean, step)
             sigma = policy.scheduler.sigmas[policy.scheduler.first + step].double()
-            noise = noise_of(clean, step, clean.latents.shape)
+            noise = noise_of(clean, step)
             noised = ((1 - sigma) * clean.latents + sigma * noise).float()
-            velocity = predict(policy, unguided, noised, step, clean)
+            velocity = predict(policy, inputs, noised, step, clean)
         assert found.moves is None and torch.allclose(found.sigma.double(), sigma)
         torch.testing.assert_close(found.clean, noised - sigma.float() * velocity, rtol=1e-4, atol=1e-4)
         error = ((velocity.double() - (noise - clean.latents)) ** 2).flatten(1).mean(1)
@@ -71,15 +70,14 @@ def test_a_flow_is_noised_as_diffusers_does_it(name):
 
 @pytest.mark.parametrize("name", PRESERVING)
 def test_a_variance_preserving_latent_is_noised_as_diffusers_does_it(name):
-    policy, inputs, _, clean = clean_rollout(name)
-    unguided = switch_guidance_off(policy.pipe, policy.networks, inputs)
+    policy, inputs, clean = clean_rollout(name)
     for step in (1, 2):
         with torch.no_grad():
             found = denoise(policy, inputs, clean, step)
-            scheduler, noise = policy.scheduler, noise_of(clean, step, clean.latents.shape)
+            scheduler, noise = policy.scheduler, noise_of(clean, step)
             time = scheduler.timesteps[scheduler.first + step].reshape(1)
             noised = scheduler.add_noise(clean.latents, noise, time.expand(2).long())
-            output = predict(policy, unguided, noised, step, clean).double()
+            output = predict(policy, inputs, noised, step, clean).double()
         alpha = scheduler.alphas_cumprod[int(time)].double()
         output = output.chunk(2, 1)[0] if output.shape[1] == 2 * noised.shape[1] else output
         a, b, x = alpha.sqrt(), (1 - alpha).sqrt(), noised.double()
@@ -95,7 +93,7 @@ def test_a_variance_preserving_latent_is_noised_as_diffusers_does_it(name):
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_coordinates(name):
     """The network is handed data + sigma * noise, or the cosine schedule's mix of the two."""
-    policy, inputs, _, clean = clean_rollout(name)
+    policy, inputs, clean = clean_rollout(name)
     handed, scheduler = {}, policy.scheduler
     step_of = type(scheduler).denoise
     with pytest.MonkeyPatch.context() as patch:
@@ -104,7 +102,7 @@ def test_other_coordinates(name):
         )
         with torch.no_grad():
             found = denoise(policy, inputs, clean, 2)
-    noise = noise_of(clean, 2, clean.latents.shape).double()
+    noise = noise_of(clean, 2).double()
     if name == "cascade_prior":
         alpha = scheduler._alpha_cumprod(handed["time"][:1], "cpu").double()
         expected, share = alpha.sqrt() * clean.latents + (1 - alpha).sqrt() * noise, (1 - alpha).sqrt()
@@ -117,7 +115,7 @@ def test_other_coordinates(name):
 
 
 def test_two_latents_are_noised_each_by_its_own_scheduler():
-    policy, inputs, _, clean = clean_rollout("ltx2")
+    policy, inputs, clean = clean_rollout("ltx2")
     with torch.no_grad():
         found = denoise(policy, inputs, clean, 1)
     assert found.clean.shape == clean.latents.shape == found.sigma.shape
@@ -142,13 +140,13 @@ def test_a_solver_that_draws_noise_is_replaced():
     for name, is_watched in (("sd3", True), ("wan", True), ("kandinsky_prior", False), ("deepfloyd", False)):
         pipe, _ = tiny_pipelines.build(name)
         assert (watch_solver(pipe.scheduler, lambda *_: None) is not None) == is_watched
-    twice = [clean_rollout("deepfloyd")[3].latents for _ in range(2)]
+    twice = [clean_rollout("deepfloyd")[2].latents for _ in range(2)]
     assert torch.equal(*twice)
 
 
 def test_what_the_pipeline_holds_fixed_is_no_target():
     """Inpainting writes the known half into its latents after every step."""
-    policy, inputs, _, clean = clean_rollout("flux_inpaint")
+    policy, inputs, clean = clean_rollout("flux_inpaint")
     with torch.no_grad():
         found = denoise(policy, inputs, clean, 2)
     assert 0.4 < found.moves.float().mean() < 0.6
@@ -173,10 +171,9 @@ def test_a_frame_that_only_the_network_gets_is_no_target():
     found, step = denoise(policy, inputs, clean, 2), 2
     assert found.moves[:, :, 1:].all() and not found.moves[:, :, 0].any()
     sigma = policy.scheduler.sigmas[policy.scheduler.first + step].double()
-    noise = noise_of(clean, step, clean.latents.shape)
+    noise = noise_of(clean, step)
     noised = ((1 - sigma) * clean.latents + sigma * noise).float()
-    unguided = switch_guidance_off(policy.pipe, policy.networks, inputs)
-    velocity = predict(policy, unguided, noised, step, clean)
+    velocity = predict(policy, inputs, noised, step, clean)
     error = ((velocity.double() - (noise - clean.latents)) ** 2)[:, :, 1:].flatten(1).mean(1)
     torch.testing.assert_close(found.error(), error, rtol=1e-3, atol=0)
     weights = [parameter for parameter in policy.network.parameters() if parameter.requires_grad]
@@ -190,13 +187,13 @@ def test_a_frame_that_only_the_network_gets_is_no_target():
 
 @pytest.mark.parametrize("name", ["wan_image", "sd15_inpaint_9", "sd15_controlnet"])
 def test_a_condition_beside_the_latents_holds_nothing(name):
-    policy, inputs, _, clean = clean_rollout(name)
+    policy, inputs, clean = clean_rollout(name)
     with torch.no_grad():
         assert denoise(policy, inputs, clean, 2).moves is None
 
 
 def test_a_network_that_is_not_given_the_latents_is_refused(monkeypatch):
-    policy, inputs, _, clean = clean_rollout("sd3")
+    policy, inputs, clean = clean_rollout("sd3")
     monkeypatch.setattr(InputWatch, "follow", lambda self, latents: self.seen.append(None) or latents)
     with pytest.raises(UnsupportedPipeline, match="unknown which parts of the latents stay fixed; train it on"):
         denoise(policy, inputs, clean, 2)
@@ -214,7 +211,7 @@ def test_a_step_beyond_the_loop_is_named():
 @pytest.mark.parametrize("name", ["sd3", "sd15", "sd2", "cosmos", "cascade_prior"])
 def test_a_change_is_measured_relative_to_what_the_network_puts_out(name, monkeypatch):
     """Whatever it predicts: 10 % more of it is a difference of 10 %."""
-    policy, inputs, _, clean = clean_rollout(name)
+    policy, inputs, clean = clean_rollout(name)
     real = policy.network.forward
     with torch.no_grad():
         now = denoise(policy, inputs, clean, 2)
