@@ -304,6 +304,7 @@ def checked(drift, algorithm):
     """What the check after one pass gives, where the replay's log-probability is off by log(1 + drift)."""
     _, inputs, trajectory = weighted("none", num_inference_steps=3)
     part = part_of(None, inputs, trajectory[[0]], [1.0])
+    part.old_log_probs = part.old_log_probs + 1.0  # of a replay: what counts is the rollout
     now = distribution(1.2, float(trajectory.log_probs[0, 0]) + math.log1p(drift))
     return algorithm.check(SimpleNamespace(is_on_policy=True), algorithm.loss(Fixed(now), None, part, 0).drift)
 

@@ -174,10 +174,7 @@ def test_an_estimate_that_is_read_alone_is_no_step():
 
 
 def test_a_step_that_a_replay_ends_leaves_no_argument_for_the_next():
-    class Leaving:
-        def join_frames(self, batch):
-            return batch
-
+    class Leaving(Driver):
         def step(self, *args):
             raise StopIteration
 
@@ -331,10 +328,36 @@ def test_mochis_time_runs_from_noise_to_data(process, index):
     torch.testing.assert_close(euler.double(), (1 - after) * clean + after * noise, rtol=1e-5, atol=1e-5)
 
 
-def flow():
+class Driver:
+    """Notes the steps that it is asked for, and leaves zeros."""
+
+    def __init__(self):
+        self.steps = []
+
+    def join_frames(self, batch):
+        return batch
+
+    def step(self, scheduler, index, prediction, timestep, sample):
+        self.steps.append((index, scheduler.position))
+        return torch.zeros_like(sample)
+
+
+def flow(begin=None):
     scheduler = stochastic_scheduler(FlowMatchEulerDiscreteScheduler())
     scheduler.set_timesteps(4)
+    if begin is not None:
+        scheduler.set_begin_index(begin)
     return scheduler
+
+
+@pytest.mark.parametrize(("begin", "first"), [(None, 0), (2, 2), (None, 2)], ids=["all", "begin index", "timestep"])
+def test_a_driver_chooses_the_next_latent_and_a_loop_may_start_in_the_middle(begin, first):
+    scheduler, driver, sample = flow(begin), Driver(), torch.ones(2, 3)
+    scheduler.driver = driver
+    for timestep in scheduler.timesteps[first:]:
+        assert torch.equal(scheduler.step(sample, timestep, sample, return_dict=False)[0], torch.zeros(2, 3))
+    assert driver.steps == list(enumerate(range(first, 4)))
+    assert scheduler.loop_length == 4 - first
 
 
 def test_a_copy_keeps_its_place_and_its_driver():
