@@ -85,13 +85,6 @@ def test_scales():
     assert_close(compute([rewards], groups, scale_rewards="group").advantages, [-half, half, -half, half])
 
 
-def test_sum_then_normalize_weighs_the_rewards_before_the_statistics():
-    first, second = [0.0, 1.0, 2.0, 0.0], [30.0, 0.0, 10.0, 0.0]
-    result = compute([first, second], weights=[1.0, 0.1])
-    assert_close(result.rewards, [3.0, 1.0, 3.0, 0.0])
-    assert_close(result.advantages, z_scores([3.0, 1.0, 3.0, 0.0]))
-
-
 def test_normalize_then_sum_makes_the_scale_of_a_reward_immaterial():
     first, second = [0.0, 1.0, 2.0, 0.0], [30.0, 0.0, 10.0, 0.0]
     options = {"multi_objective_aggregation": "normalize_then_sum", "weights": [1.0, 0.5]}
@@ -115,6 +108,7 @@ def test_function_that_leaves_a_sample_out_contributes_nothing_to_it():
     summed = compute([first, second])
     assert_close(summed.rewards, [6.0, 8.0, 13.0, 9.0])  # 6 is the mean of the second function
     assert_close(summed.advantages, z_scores([6.0, 8.0, 13.0, 9.0]))
+    assert_close(summed.group_std, torch.tensor([6.0, 8.0, 13.0, 9.0]).std().expand(4))  # of the sum
     apart = compute([first, second], multi_objective_aggregation="normalize_then_sum")
     expected = z_scores(first)
     expected[[0, 2]] += z_scores([5.0, 7.0])
