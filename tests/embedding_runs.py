@@ -10,9 +10,8 @@ from unittest import mock
 import tiny_pipelines
 import torch
 from datasets import Dataset
-from rank_runs import built
-from safetensors.torch import save_file
-from tiny_runs import SETTINGS, latent_mean, trained_weights
+from rank_runs import built, leave_group, write_weights
+from tiny_runs import SETTINGS, latent_mean
 
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.data.inputs import PipelineInputs
@@ -86,11 +85,8 @@ def run(folder, settings, source=None):
     report["calls"] = single(calls)
     (folder / f"result-{rank}.json").write_text(json.dumps(report))
     trainer.save_model()
-    with trainer.learner.weights.show_whole(is_kept=trainer.is_world_process_zero()):
-        if trainer.is_world_process_zero():
-            save_file(trained_weights(trainer), folder / "weights.safetensors")
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    write_weights(trainer, folder)
+    leave_group()
 
 
 def fail(folder, settings, where):

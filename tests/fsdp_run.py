@@ -9,8 +9,8 @@ import os
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
-from tiny_runs import SMOOTH, SMOOTH_VIDEOS, trained_weights, trainer_for
+from rank_runs import REWARDS, built, write_weights
+from tiny_runs import logged
 from torch.distributed.tensor import DTensor, Shard
 
 
@@ -31,32 +31,24 @@ def run(folder: Path, settings: dict) -> None:
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world == 1:
         settings.pop("context_parallel_size", None)
-    processes = world // settings.get("context_parallel_size", 1)
-    for name in ("gradient_accumulation_steps", "steps_per_generation"):
-        if name in settings:
-            settings[name] //= processes
     resume = settings.pop("resume", None)
     is_offloaded = settings.pop("offload", False)
     if world > 1:
         os.environ["FSDP_OFFLOAD_PARAMS"] = str(is_offloaded)
-    settings = SMOOTH_VIDEOS | settings if settings.get("name", "").startswith("wan") else SMOOTH | settings
-    trainer = trainer_for(folder, **settings)
+    rewards = REWARDS["smooth video" if settings.get("name", "").startswith("wan") else "smooth"]
+    trainer = built(folder, {"reward_weights": [0.0, 1.0], **settings}, rewards)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
-    evaluated = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
     logs = [entry for entry in trainer.state.log_history if "ratio/max_error" in entry]
     report = shares(trainer) | {
         "wrapper": type(trainer.model_wrapped).__name__,
         "ratio": max((entry["ratio/max_error"] for entry in logs), default=0.0),
         "rewards": [entry["reward"] for entry in logs],
-        "eval_rewards": [entry["eval_reward"] for entry in evaluated],
+        "eval_rewards": logged(trainer, "eval_reward"),
         "kl": [entry["kl"] for entry in logs if "kl" in entry],
     }
-    is_first = trainer.is_world_process_zero()
-    with trainer.learner.weights.show_whole(is_kept=is_first):
-        if is_first:
-            save_file(trained_weights(trainer), folder / "weights.safetensors")
-    if is_first:
+    write_weights(trainer, folder)
+    if trainer.is_world_process_zero():
         (folder / "result.json").write_text(json.dumps(report))
 
 

@@ -1,16 +1,13 @@
 """A tiny pipeline on disk, and runs that load it with quantised networks."""
 
-import json
-import os
 from pathlib import Path
 
+import rank_runs
 import tiny_pipelines
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from safetensors.torch import save_file
-from tiny_runs import LORA, PROMPTS, SETTINGS, SMOOTH, brightness, trained_weights
-from zero_run import deepspeed_config, use_deepspeed_on_a_cpu
+from tiny_runs import LORA, PROMPTS, SETTINGS, brightness
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.weights import quantization
@@ -53,32 +50,10 @@ def call_network(network, dtype=torch.float32):
         return network(**{name: value.to(dtype) for name, value in inputs.items()}).sample
 
 
-def train(folder: Path, base: Path, settings: dict, backend: str = "torchao") -> None:
-    """Train as each of several processes does; process 0 writes what it logged and the weights.
-
-    `gradient_accumulation_steps` is given for one process. `backend` quantises the transformer: torchao's int8, or
-    bitsandbytes with its CPU kernels.
-    """
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    settings = settings | {"gradient_accumulation_steps": settings["gradient_accumulation_steps"] // processes}
-    settings |= {"quantization": {"transformer": backend}, "reward_weights": SMOOTH["reward_weights"]}
-    if settings.pop("fsdp2", False):
-        os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-    if "deepspeed" in settings:
-        use_deepspeed_on_a_cpu()
-    if backend.startswith("bitsandbytes"):
-        allow_bitsandbytes_on_a_cpu(setattr)
-    trainer = trainer_of(base, folder, rewards=SMOOTH["rewards"], **settings)
-    trainer.train()
-    trainer.save_model()
-    if trainer.is_world_process_zero():
-        report = {"wrapper": type(trainer.model_wrapped).__name__, "log": trainer.state.log_history}
-        (folder / "result.json").write_text(json.dumps(report))
-    with trainer.learner.weights.show_whole(is_kept=trainer.is_world_process_zero()):
-        if trainer.is_world_process_zero():
-            save_file(trained_weights(trainer), folder / "weights.safetensors")
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+def train_on_bitsandbytes(*args) -> None:
+    """`rank_runs.train` on a base that bitsandbytes quantises with its CPU kernels."""
+    allow_bitsandbytes_on_a_cpu(setattr)
+    rank_runs.train(*args)
 
 
 def allow_bitsandbytes_on_a_cpu(replace) -> None:
@@ -91,8 +66,3 @@ def allow_bitsandbytes_on_a_cpu(replace) -> None:
         replace(cls, "update_device_map", lambda self, device_map: device_map or {"": "cpu"})
     replace(bitsandbytes.nn.modules, "has_avx512bf16", lambda: False)  # whose packing wants wider layers
     replace(quantization, "check_gpu", lambda name, spec: None)
-
-
-def engine_settings(mode: str) -> dict:
-    """Settings of `train` for zero1, zero2, zero3 or fsdp2."""
-    return {"fsdp2": True} if mode == "fsdp2" else {"deepspeed": deepspeed_config(int(mode[-1]))}

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import conftest  # noqa: F401
 import plain_attention
+import ranks_server
 import torch
 from datasets import Dataset
-from safetensors.torch import save_file
-from tiny_runs import SMOOTH, SMOOTH_VIDEOS, blue, brightness, trained_weights, trainer_for
+from safetensors.torch import load_file, save_file
+from tiny_runs import SMOOTH, SMOOTH_VIDEOS, blue, brightness, first_frame_brightness, trained_weights, trainer_for
 from zero_run import deepspeed_config, use_deepspeed_on_a_cpu
 
 from diffusion_grpo import trainer as trainer_module
@@ -55,7 +56,8 @@ def uneven(images, log_metric, **columns):
     return values
 
 
-SMOOTH_REWARDS, SMOOTH_VIDEO_REWARDS, BLUE = SMOOTH["rewards"], SMOOTH_VIDEOS["rewards"], [blue]
+REWARDS = {"brightness": brightness, "video": first_frame_brightness, "blue": [blue], "uneven": uneven}
+REWARDS |= {"smooth": SMOOTH["rewards"], "smooth video": SMOOTH_VIDEOS["rewards"]}
 
 
 def built(folder, settings, rewards=brightness):
@@ -88,17 +90,36 @@ def built(folder, settings, rewards=brightness):
 
 def train(folder, settings, rewards="brightness", resume=None):
     """Train; process 0 writes what it logged and the final weights."""
-    own = built(folder, settings, globals()[rewards])
+    own = built(folder, settings, REWARDS[rewards])
     own.train(resume_from_checkpoint=resume)
     own.save_model()
     if own.is_world_process_zero():
         report = {"wrapper": type(own.model_wrapped).__name__, "log": own.state.log_history}
         (Path(folder) / "result.json").write_text(json.dumps(report))
-    with own.learner.weights.show_whole(is_kept=own.is_world_process_zero()):
-        if own.is_world_process_zero():
-            save_file(trained_weights(own), Path(folder) / "weights.safetensors")
+    write_weights(own, folder)
+    leave_group()
+
+
+def write_weights(trainer, folder):
+    """Let process 0 write the trained weights, of which each process may have a part."""
+    is_first = trainer.is_world_process_zero()
+    with trainer.learner.weights.show_whole(is_kept=is_first):
+        if is_first:
+            save_file(trained_weights(trainer), Path(folder) / "weights.safetensors")
+
+
+def leave_group():
+    """Leave the group of processes, if this is one of several."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def trained(folder, processes, settings, rewards="brightness", resume=None, by=train):
+    """Let processes `train` in `folder / "run"`; return the class of the wrapper, the log of updates, the weights."""
+    ranks_server.succeed(folder, processes, by, folder / "run", settings, rewards, resume)
+    report = json.loads((folder / "run" / "result.json").read_text())
+    updates = [entry for entry in report["log"] if "grad_norm" in entry]
+    return report["wrapper"], updates, load_file(folder / "run" / "weights.safetensors")
 
 
 def write_late(folder, settings):
@@ -141,10 +162,10 @@ def train_apart(folder, settings, resume=None):
     train(own, settings | {"save_on_each_node": False}, resume=resume)  # what the disks are like decides, not this
 
 
-def train_in_rings(folder, settings):
+def train_in_rings(folder, settings, *rest):
     """`train` with context parallelism by rings."""
     plain_attention.install()
-    train(folder, settings | {"context_parallel_type": "ring"})
+    train(folder, settings | {"context_parallel_type": "ring"}, *rest)
 
 
 def first_weights(settings, rewards=brightness):
@@ -232,28 +253,22 @@ def evaluate(folder, settings, trains=False):
     metrics = own.evaluate()
     if own.is_world_process_zero():
         (Path(folder) / "result.json").write_text(json.dumps(metrics))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    leave_group()
 
 
-def move_reference(folder, settings, stage):
+def move_reference(folder, settings):
     """Train with a reference that follows the policy, then read one of its checkpoints twice.
 
     Once into the trainer that wrote it, whose reference is sharded by then, from where it is saved to `back`; and once
-    into a new trainer, `again`. `stage` is ZeRO's; None trains with FSDP2.
+    into a new trainer, `again`.
     """
-    if stage is None:
-        os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
-    else:
-        use_deepspeed_on_a_cpu()
-        settings = settings | {"deepspeed": deepspeed_config(stage)}
     point = folder / "whole" / "checkpoint-1"
-    trainer = trainer_for(folder / "whole", **settings)
+    trainer = built(folder / "whole", settings, REWARDS["smooth"])
     trainer.train()
     trainer.checkpointer.load(point)
     trainer.checkpointer.save_beside_weights(folder / "back")
     trainer.accelerator.wait_for_everyone()
-    trainer_for(folder / "again", **settings).train(resume_from_checkpoint=str(point))
+    built(folder / "again", settings, REWARDS["smooth"]).train(resume_from_checkpoint=str(point))
     torch.distributed.destroy_process_group()
 
 
@@ -277,9 +292,7 @@ def train_from_files(folder, runs):
         own.accelerator.wait_for_everyone()
         report = {"before": before, "after": held_back(own.model), "log": own.state.log_history}
         (folder / name / f"result-{rank()}.json").write_text(json.dumps(report))
-        with own.learner.weights.show_whole(is_kept=own.is_world_process_zero()):
-            if own.is_world_process_zero():
-                save_file(trained_weights(own), folder / name / "weights.safetensors")
+        write_weights(own, folder / name)
     torch.distributed.destroy_process_group()
 
 

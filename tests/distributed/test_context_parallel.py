@@ -1,21 +1,17 @@
 """Context parallelism: a group of processes that share each sample's sequence does what one process does."""
 
-import json
-
 import pytest
 import rank_runs
 import ranks_server
 import tiny_pipelines
 import torch
-from safetensors.torch import load_file
-from tiny_runs import brightness, first_frame_brightness, logged, trained_weights, trainer_for
+from tiny_runs import difference, finished_run, logged, trained_weights
 
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.config.defaults import BatchSizes
 from diffusion_grpo.data.sampler import GroupSampler
 from diffusion_grpo.distributed.choose import choose_backend
 from diffusion_grpo.distributed.context_parallel import ContextGroups, check_context
-from tests.distributed.test_processes import result
 
 SETTINGS = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "num_generations": 4, "max_steps": 2}
 
@@ -39,18 +35,20 @@ def test_a_group_trains_what_one_process_trains(tmp_path, settings, processes):
     """By Ulysses over groups of two processes: the same samples, ratio 1, and the same weights; each file once."""
     saving = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 2}
     settings = SETTINGS | saving | settings
-    rewards = first_frame_brightness if settings["name"] == "wan" else brightness
-    alone = trainer_for(tmp_path / "1", rewards=rewards, **settings)
-    alone.train()
-    group, together = result(tmp_path / "2", processes, context_parallel_size=2, **settings)
-    assert group["wrapper"] == "DistributedDataParallel" and group["ratio"] == 0.0
-    assert group["rewards"] == pytest.approx(logged(alone, "reward")[: len(group["rewards"])], abs=1e-6)
-    assert group["grad_norm"] == pytest.approx(logged(alone, "grad_norm"), rel=1e-4)
-    assert max((value - together[name]).abs().max() for name, value in trained_weights(alone).items()) < 1e-6
+    rewards = "video" if settings["name"] == "wan" else "brightness"
+    alone = finished_run(tmp_path / "1" / "run", rewards=rank_runs.REWARDS[rewards], **settings)
+    own = settings | {"context_parallel_size": 2}
+    wrapper, group, together = rank_runs.trained(tmp_path / "2", processes, own, rewards)
+    assert wrapper == "DistributedDataParallel"
+    assert max(entry.get("ratio/max_error", 0.0) for entry in group) == 0.0
+    found = [entry["reward"] for entry in group if "reward" in entry]
+    assert found == pytest.approx(logged(alone, "reward")[: len(found)], abs=1e-6)
+    assert [entry["grad_norm"] for entry in group] == pytest.approx(logged(alone, "grad_norm"), rel=1e-4)
+    assert difference(trained_weights(alone), together) < 1e-6
     if processes > 2:  # each group writes files of its own
         return
     for pattern in ("samples/*.parquet", "evaluations/*.parquet", "checkpoint-1/rollout-rank*"):
-        files = [sorted(path.name for path in (tmp_path / number).glob(pattern)) for number in "12"]
+        files = [sorted(path.name for path in (tmp_path / number / "run").glob(pattern)) for number in "12"]
         assert files[0] == files[1] and (files[0] or settings.get("num_iterations") is None)
 
 
@@ -59,13 +57,12 @@ def test_a_group_trains_what_one_process_trains(tmp_path, settings, processes):
 def test_a_ring_trains_what_one_process_trains(tmp_path, processes):
     """One of two processes, or two such: the exchange is diffusers', over gloo; attention itself is written out."""
     settings = SETTINGS | {"name": "flux", "gradient_checkpointing": True, "num_iterations": 2, "epsilon": 0.2}
-    ranks_server.succeed(tmp_path / "a", 1, rank_runs.train, tmp_path / "one", settings)
     own = settings | {"context_parallel_size": 2}
-    ranks_server.succeed(tmp_path / "b", processes, rank_runs.train_in_rings, tmp_path / "rings", own)
-    one, rings = (load_file(tmp_path / name / "weights.safetensors") for name in ("one", "rings"))
-    assert max((one[name] - rings[name]).abs().max() for name in one) < 1e-6
-    logs = [json.loads((tmp_path / name / "result.json").read_text())["log"] for name in ("one", "rings")]
-    assert [entry["ratio/max_error"] for log in logs for entry in log if "ratio/max_error" in entry] == [0.0] * 2
+    _, alone, one = rank_runs.trained(tmp_path / "one", 1, settings)
+    _, together, rings = rank_runs.trained(tmp_path / "rings", processes, own, by=rank_runs.train_in_rings)
+    assert difference(one, rings) < 1e-6
+    found = [entry["ratio/max_error"] for entry in (*alone, *together) if "ratio/max_error" in entry]
+    assert found == [0.0] * 2
 
 
 def test_a_group_counts_as_one_process(monkeypatch):

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from diffusion_grpo.distributed.trained_weights import as_dtensor, as_shard, is_sharded
+from diffusion_grpo.distributed.trained_weights import as_dtensor, as_shard
 
 
 @pytest.fixture
@@ -31,7 +30,3 @@ def test_an_uneven_share_knows_the_whole_shape(mesh):
     like = distribute_tensor(torch.zeros(3, 2), mesh, [Shard(0)], src_data_rank=None)
     found = as_dtensor(torch.ones(1, 2), like)
     assert found.shape == (3, 2) and found.stride() == (2, 1) and found.to_local().shape == (1, 2)
-
-
-def test_plain_models_are_not_sharded():
-    assert not is_sharded(nn.Sequential(nn.Linear(1, 1)))

@@ -7,10 +7,9 @@ import types
 import pytest
 import rank_runs
 import ranks_server
-import torch
 from safetensors.torch import load_file
+from tiny_runs import are_equal
 
-from diffusion_grpo.distributed import collectives as gathering
 from diffusion_grpo.distributed import failure
 
 SMALL = {
@@ -19,54 +18,43 @@ SMALL = {
     "num_generations": 4,
     "num_inference_steps": 3,
     "max_steps": 3,
-    "ddp_timeout": 15,
+    "ddp_timeout": 600,
 }
 LIMIT = 60  # seconds within which the others must end, on a busy machine
 
 
+SCORER = "RewardError: .*'fragile' raised ValueError: the scorer is out"
+EVALUATED = {"held_out": [str(number) for number in range(16)], "per_device_eval_batch_size": 2}
+EVALUATED |= {"eval_strategy": "steps", "eval_steps": 1}
+OWN_ERROR = "ZeroDivisionError: a loss of one's own"
+
+
 @pytest.mark.parametrize(
-    ("where", "words"),
+    ("where", "mode", "failed", "words"),
     [
-        ("reward", "RewardError: .*'fragile' raised ValueError: the scorer is out"),
-        pytest.param("loss", "NonFiniteError", marks=pytest.mark.distributed),
-        pytest.param("ratio", "RatioError: .*The first ratio after a rollout", marks=pytest.mark.distributed),
+        ("reward", "ddp", 1, SCORER),
+        pytest.param("loss", "ddp", 1, "NonFiniteError", marks=pytest.mark.distributed),
+        pytest.param(
+            "ratio", "ddp", 1, "RatioError: .*The first ratio after a rollout", marks=pytest.mark.distributed
+        ),
+        # in the first of two parts, after which the other process would sample again
+        pytest.param("evaluation", "fsdp2", 1, SCORER, marks=pytest.mark.distributed),
+        pytest.param("evaluation", "zero3", 1, SCORER, marks=pytest.mark.distributed),
+        # before a collective of the rollout, to which it does not come
+        pytest.param("rows", "fsdp2", 1, "OSError: cannot read 17.png", marks=pytest.mark.distributed),
+        # at the start
+        pytest.param("disk", "ddp", 0, "OSError: .Errno 28. No space left on device", marks=pytest.mark.distributed),
     ],
 )
-def test_an_error_of_one_process_is_that_of_all(tmp_path, where, words):
-    ended = ranks_server.run(tmp_path, 2, rank_runs.fail, tmp_path / "run", SMALL, where)
+def test_an_error_of_one_process_is_that_of_all(tmp_path, where, mode, failed, words):
+    settings = SMALL | {"mode": mode} | (EVALUATED if where == "evaluation" else {})
+    ended = ranks_server.run(tmp_path, 2, rank_runs.fail, tmp_path / "run", settings, where)
     assert ended.codes == [1, 1] and ended.seconds < LIMIT
     assert all(re.search(words, log) for log in ended.logs), [log[-1500:] for log in ended.logs]
-    assert "Process 1 of 2 failed" in ended.logs[0] and "Process 1 of 2" not in ended.logs[1]
-    if where == "reward":  # what was trained until then is kept
+    told = [f"Process {failed} of 2 failed" in log for log in ended.logs]
+    assert told == [rank != failed for rank in range(2)]
+    if where in ("reward", "evaluation"):  # what was trained until then is kept
         assert (tmp_path / "run" / "checkpoint-1" / "trainer_state.json").is_file()
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("mode", ["fsdp2", "zero3"])
-def test_a_reward_that_fails_within_an_evaluation_ends_all_with_a_checkpoint(tmp_path, mode):
-    """In the first of two parts, after which the other process would sample again."""
-    settings = SMALL | {"mode": mode, "ddp_timeout": 600, "held_out": [str(number) for number in range(16)]}
-    settings |= {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}
-    ended = ranks_server.run(tmp_path, 2, rank_runs.fail, tmp_path / "run", settings, "evaluation", limit=120)
-    assert ended.codes == [1, 1] and ended.seconds < LIMIT
-    assert all(re.search("RewardError: .*'fragile' raised ValueError: the scorer is out", log) for log in ended.logs)
-    assert "Process 1 of 2 failed" in ended.logs[0] and "Process 1 of 2" not in ended.logs[1]
-    assert (tmp_path / "run" / "checkpoint-1" / "trainer_state.json").is_file()
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("mode", "where", "failed", "words"),
-    [
-        ("fsdp2", "rows", 1, "cannot read 17.png"),  # before a collective of the rollout, to which it does not come
-        ("ddp", "disk", 0, "[Errno 28] No space left on device"),  # at the start
-    ],
-)
-def test_what_one_process_cannot_read_or_write_ends_all(tmp_path, mode, where, failed, words):
-    settings = SMALL | {"mode": mode, "ddp_timeout": 600}
-    ended = ranks_server.run(tmp_path, 2, rank_runs.fail, tmp_path / "run", settings, where, limit=120)
-    assert ended.codes == [1, 1] and ended.seconds < LIMIT
-    assert f"Process {failed} of 2 failed with OSError: {words}" in ended.logs[1 - failed]
 
 
 @pytest.mark.distributed
@@ -80,15 +68,20 @@ def test_an_error_that_was_caught_is_over(tmp_path):
 @pytest.mark.parametrize("mode", ["ddp", "zero3"])
 def test_an_error_in_the_update_ends_all_before_the_time_out(tmp_path, mode, where):
     """Whether the collective breaks in which the others wait, or does not, as with NCCL."""
-    settings = SMALL | {"ddp_timeout": 600, "mode": mode}
+    settings = SMALL | {"mode": mode}
     ended = ranks_server.run(tmp_path, 2, rank_runs.fail, tmp_path / "run", settings, where, limit=150)
     assert ended.codes == [1, 1] and ended.seconds < 100
-    assert "ZeroDivisionError: a loss of one's own" in ended.logs[1]
-    assert "Process 1 of 2 failed with ZeroDivisionError: a loss of one's own" in ended.logs[0]
+    assert OWN_ERROR in ended.logs[1] and f"Process 1 of 2 failed with {OWN_ERROR}" in ended.logs[0]
     assert ("this process ends too" in ended.logs[0]) or where == "bug"
 
 
-SAVED = SMALL | {"save_strategy": "steps", "save_steps": 1, "steps_per_generation": 8, "max_steps": 4}
+SAVED = SMALL | {
+    "ddp_timeout": 15,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "steps_per_generation": 8,
+    "max_steps": 4,
+}
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +92,7 @@ def unbroken(tmp_path_factory):
     def weights(mode):
         if mode not in found:
             folder = tmp_path_factory.mktemp("unbroken")
-            ranks_server.succeed(folder, 2, rank_runs.train, folder / "run", SAVED | {"mode": mode})
-            found[mode] = load_file(folder / "run" / "weights.safetensors")
+            _, _, found[mode] = rank_runs.trained(folder, 2, SAVED | {"mode": mode})
         return found[mode]
 
     return weights
@@ -126,8 +118,7 @@ def test_a_killed_process_ends_the_others_soon_and_the_run_resumes_exactly(tmp_p
         return
     assert list(run.glob("checkpoint-*"))
     ranks_server.succeed(tmp_path / "again", 2, rank_runs.train, run, settings, "brightness", True)
-    one, other = load_file(run / "weights.safetensors"), unbroken(mode)
-    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    assert are_equal(load_file(run / "weights.safetensors"), unbroken(mode))
 
 
 def test_one_process_waits_for_nobody():
@@ -139,5 +130,3 @@ def test_one_process_waits_for_nobody():
     with pytest.raises(KeyError), alone.propagate_errors():
         raise KeyError("z")
     alone.agree(None)
-    measured = {"a": [1.0, 2.0], "b": [1.0, 3.0], "c": [], "d": [4.0, 2.0]}
-    assert gathering.gather_means(alone.processes, measured, ("b",), ("d",)) == {"a": 1.5, "b": 3.0, "d": 2.0}

@@ -12,7 +12,7 @@ import torch
 from accelerate.utils import DistributedType
 from diffusers import DiffusionPipeline
 from safetensors.torch import load_file
-from tiny_runs import GUIDED, OPTIONAL, SMOOTH, edited_images, trained_weights, trainer_for
+from tiny_runs import GUIDED, OPTIONAL, SMOOTH, are_equal, difference, edited_images, trained_weights, trainer_for
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -115,11 +115,6 @@ def results(folder, processes, cases):
     }
 
 
-def difference(some, others):
-    assert some.keys() == others.keys()
-    return max(float((some[name].cpu() - others[name].cpu()).abs().max()) for name in some)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("fsdp")
@@ -205,8 +200,7 @@ def test_the_loras_of_two_experts_are_loaded_by_plain_diffusers(folder, together
         trained = {re.sub(r"default_\d", "default", key): value for key, value in state.items() if "lora_" in key}
         prefix = f"{name}.base_model.model."
         expected = {key.removeprefix(prefix): value for key, value in together["experts"][1].items() if prefix in key}
-        assert trained.keys() == expected.keys() and len(trained) > 0
-        assert all(torch.equal(value, trained[key]) for key, value in expected.items())
+        assert are_equal(expected, trained) and len(trained) > 0
         assert any(value.any() for key, value in expected.items() if "lora_B" in key)
 
 

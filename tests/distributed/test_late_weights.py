@@ -10,6 +10,7 @@ import tiny_pipelines
 import torch
 from diffusers import SD3Transformer2DModel, TorchAoConfig, WanTransformer3DModel
 from safetensors.torch import load_file, save_file
+from tiny_runs import are_equal
 from torchao.quantization import Int8WeightOnlyConfig
 
 from diffusion_grpo.distributed.late_weights import copy_held, fill, find_dtype, hold, is_waiting, load_held, read_late
@@ -190,8 +191,7 @@ def test_two_processes_hold_a_network_in_its_file_until_it_is_sharded(folder, tm
     ranks_server.succeed(tmp_path, 2, rank_runs.train_from_files, tmp_path, runs)
     early = load_file(tmp_path / "early" / "weights.safetensors")
     for name in runs:
-        late = load_file(tmp_path / name / "weights.safetensors")
-        assert early.keys() == late.keys() and all(torch.equal(early[key], late[key]) for key in early)
+        assert are_equal(load_file(tmp_path / name / "weights.safetensors"), early)
     pipe, _ = tiny_pipelines.build("sd3")
     count, size = len(list(pipe.transformer.parameters())), sum(p.numel() * 2 for p in pipe.transformer.parameters())
     for rank in range(2):

@@ -3,21 +3,14 @@
 import json
 import shutil
 
-import distributed_run
 import pyarrow.parquet
 import pytest
 import rank_runs
 import ranks_server
-import torch
 from safetensors.torch import load_file
+from tiny_runs import are_equal, difference
 
 SETTINGS = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "num_generations": 4, "max_steps": 3}
-
-
-def result(folder, processes, **settings):
-    """What a run reported of itself, and its trained weights."""
-    ranks_server.succeed(folder / "processes", processes, distributed_run.run, folder, SETTINGS | settings)
-    return json.loads((folder / "result.json").read_text()), load_file(folder / "weights.safetensors")
 
 
 SWAPPED = {"group_offload": "block_level", "group_offload_stream": True, "gradient_checkpointing": True}
@@ -32,12 +25,13 @@ SWAPPED = {"group_offload": "block_level", "group_offload_stream": True, "gradie
     ],
 )
 def test_two_processes_train_what_one_trains(tmp_path, name, swaps):
-    alone, weights = result(tmp_path / "one", 1, name=name)
-    both, together = result(tmp_path / "two", 2, name=name, **swaps)
-    assert (alone["wrapper"], both["wrapper"]) == ("PeftModel", "DistributedDataParallel")
-    assert alone["ratio"] == both["ratio"] == 0.0
-    assert alone["rewards"] == both["rewards"]
-    assert max((weights[name] - together[name]).abs().max() for name in weights) < 1e-6
+    settings = SETTINGS | {"name": name}
+    plain, alone, weights = rank_runs.trained(tmp_path / "one", 1, settings)
+    wrapper, both, together = rank_runs.trained(tmp_path / "two", 2, settings | swaps)
+    assert (plain, wrapper) == ("PeftModel", "DistributedDataParallel")
+    assert {entry["ratio/max_error"] for entry in (*alone, *both)} == {0.0}
+    assert [entry["reward"] for entry in alone] == [entry["reward"] for entry in both]
+    assert difference(weights, together) < 1e-6
 
 
 SEVERAL = {  # three updates of four samples a rollout, made twice, and one of the next; groups of three micro-batches
@@ -68,13 +62,6 @@ PRECISE |= {"step_selection": "sliding", "step_interval": 2, "noisy_steps": "tra
 DDIM = SEVERAL | {"name": "sd15", "optim": "sgd", "learning_rate": 0.01}
 ROWS = {"prompt": ["a red cat", "the sea", "a red cat", "a blue dog", "a tree"], "height": [16, 32, 16, 16, 32]}
 SIZES = SEVERAL | {"rows": ROWS, "per_device_train_batch_size": 4, "steps_per_generation": 6, "max_steps": 4}
-
-
-def ran(folder, processes, settings):
-    """Metrics of each update and the weights at the end."""
-    ranks_server.succeed(folder, processes, rank_runs.train, folder / "run", settings, "uneven")
-    report = json.loads((folder / "run" / "result.json").read_text())
-    return report, load_file(folder / "run" / "weights.safetensors"), samples(folder / "run")
 
 
 def samples(run):
@@ -110,30 +97,29 @@ CASES = {
     ],
 )
 def test_samples_rewards_and_weights_of_any_number_of_processes(tmp_path, settings):
-    (alone, weights, scored), (both, together, found) = (
-        ran(tmp_path / str(count), count, settings) for count in (1, 2)
+    (_, alone, weights), (wrapper, both, together) = (
+        rank_runs.trained(tmp_path / str(count), count, settings, "uneven") for count in (1, 2)
     )
-    assert (both["wrapper"], len(scored)) == ("DistributedDataParallel", len(found))
+    scored, found = (samples(tmp_path / str(count) / "run") for count in (1, 2))
+    assert (wrapper, len(scored)) == ("DistributedDataParallel", len(found))
     assert scored.keys() == found.keys() and len({step for step, _ in scored}) == 1 + (settings["max_steps"] > 4)
     for (step, seed), (prompt, reward, advantage) in scored.items():
         if step == 0:
             assert found[step, seed] == [prompt, reward, advantage]
         else:  # weights that differ in the last bits round a few pixels another way
             assert found[step, seed][0] == prompt and found[step, seed][1] == pytest.approx(reward, abs=3e-4)
-    logs = [[entry for entry in report["log"] if "ratio/mean" in entry] for report in (alone, both)]
-    assert len(logs[0]) == settings["max_steps"] and sorted(logs[0][0]) == sorted(logs[1][0].keys() - {"of_rank_1"})
-    for one, other in zip(*logs, strict=True):
+    assert len(alone) == settings["max_steps"] and sorted(alone[0]) == sorted(both[0].keys() - {"of_rank_1"})
+    for one, other in zip(alone, both, strict=True):
         is_rounded = one.get("reward") != other.get("reward")  # one such pixel moves all advantages of its prompt
         for name in ("reward", "reward_std", "rewards/uneven/mean", "dark", "ratio/mean", "kl", "loss"):
             tolerance = (2e-3 if is_rounded else 1e-4) if name == "loss" else 5e-5
             assert one.get(name) == pytest.approx(other.get(name), abs=tolerance)
-    is_exact = logs[0][-1].get("reward") == logs[1][-1].get("reward")
-    assert max((weights[name] - together[name]).abs().max() for name in weights) < (1e-6 if is_exact else 1e-5)
+    is_exact = alone[-1].get("reward") == both[-1].get("reward")
+    assert difference(weights, together) < (1e-6 if is_exact else 1e-5)
     if settings is not CHOSEN:  # branches that span micro-batches are replayed in other batches than rolled out
         limit = 1e-6 if settings is BRANCHED else 0.0
-        assert max(entry.get("ratio/max_error", 0.0) for log in logs for entry in log) <= limit
-    moved = rank_runs.first_weights(settings)
-    assert max((weights[name] - moved[name]).abs().max() for name in weights) > 1e-4
+        assert max(entry.get("ratio/max_error", 0.0) for entry in (*alone, *both)) <= limit
+    assert difference(weights, rank_runs.first_weights(settings)) > 1e-4
 
 
 @pytest.mark.distributed
@@ -198,7 +184,7 @@ def test_a_run_goes_on_within_a_rollout_on_another_number_of_processes(tmp_path,
         tmp_path / "b", after, rank_runs.train, tmp_path / "on", settings, "brightness", str(checkpoint)
     )
     whole, other = (load_file(tmp_path / name / "weights.safetensors") for name in ("whole", "on"))
-    assert max((whole[name] - other[name]).abs().max() for name in whole) < 1e-6
+    assert difference(whole, other) < 1e-6
 
 
 def test_machines_without_a_shared_disk_save_what_each_needs(tmp_path):
@@ -210,7 +196,7 @@ def test_machines_without_a_shared_disk_save_what_each_needs(tmp_path):
         shutil.rmtree(path)  # the newest that both have is the first
     ranks_server.succeed(tmp_path / "again", 2, rank_runs.train_apart, tmp_path, settings, True)
     again = [load_file(machine / "adapter_model.safetensors") for machine in machines]
-    assert all(torch.equal(value, weights[name]) for weights in (whole[1], *again) for name, value in whole[0].items())
+    assert all(are_equal(weights, whole[0]) for weights in (whole[1], *again))
     assert all((machine / "checkpoint-3" / f"rng_state_{rank}.pth").is_file() for rank, machine in enumerate(machines))
     assert not list(tmp_path.glob("machine-*/tmp-*"))
 

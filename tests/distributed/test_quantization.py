@@ -1,11 +1,9 @@
 """A LoRA on a quantised base under several processes: it trains what one process trains, or is refused."""
 
-import json
-
 import pytest
 import quantized
-import ranks_server
-from safetensors.torch import load_file
+from rank_runs import trained
+from tiny_runs import difference
 from torch import nn
 
 from diffusion_grpo.distributed.backend import DistributedBackend
@@ -15,22 +13,18 @@ from diffusion_grpo.training import preflight
 
 SETTINGS = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "num_generations": 4}
 SETTINGS |= {"num_inference_steps": 3, "max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 0.1}
-
-
-def ran(folder, base, processes, **given):
-    ranks_server.succeed(folder / "processes", processes, quantized.train, folder, base, SETTINGS | given)
-    return json.loads((folder / "result.json").read_text()), load_file(folder / "weights.safetensors")
+SETTINGS |= {"reward_weights": [0.0, 1.0]}
 
 
 @pytest.mark.distributed
 def test_two_processes_train_what_one_trains_on_int8_weights(tmp_path):
-    base = quantized.save_pipeline(tmp_path / "base")
-    alone, weights = ran(tmp_path / "one", base, 1)
-    both, together = ran(tmp_path / "two", base, 2)
-    assert (alone["wrapper"], both["wrapper"]) == ("PeftModel", "DistributedDataParallel")
-    for log in (alone["log"], both["log"]):
-        assert [entry["ratio/max_error"] for entry in log if "ratio/max_error" in entry] == [0.0, 0.0]
-    assert max((weights[name] - together[name]).abs().max() for name in weights) < 1e-6
+    base = str(quantized.save_pipeline(tmp_path / "base"))
+    settings = SETTINGS | {"model": base, "quantization": {"transformer": "torchao"}}
+    plain, alone, weights = trained(tmp_path / "one", 1, settings, "smooth")
+    wrapper, both, together = trained(tmp_path / "two", 2, settings, "smooth")
+    assert (plain, wrapper) == ("PeftModel", "DistributedDataParallel")
+    assert [entry["ratio/max_error"] for entry in (*alone, *both)] == [0.0] * 4
+    assert difference(weights, together) < 1e-6
     assert max(value.abs().max() for name, value in weights.items() if "lora_B" in name) > 1e-4  # from 0
 
 
@@ -53,12 +47,9 @@ def test_it_is_refused_before_a_model_is_loaded(tmp_path, monkeypatch):
 @pytest.mark.parametrize("mode", ["zero2", "zero3", "fsdp2"])
 def test_four_bits_are_sharded_and_train_what_one_process_trains(tmp_path, mode):
     pytest.importorskip("bitsandbytes")
-    base, backend = quantized.save_pipeline(tmp_path / "base"), "bitsandbytes_4bit"
-    results = []
-    for processes, own in ((1, {}), (2, quantized.engine_settings(mode))):
-        folder = tmp_path / str(processes)
-        args = (folder, base, SETTINGS | own, backend)
-        ranks_server.succeed(folder / "processes", processes, quantized.train, *args)
-        results.append(load_file(folder / "weights.safetensors"))
-    weights, together = results
-    assert max((weights[name] - together[name]).abs().max() for name in weights) < 1e-6
+    base = str(quantized.save_pipeline(tmp_path / "base"))
+    settings = SETTINGS | {"model": base, "quantization": {"transformer": "bitsandbytes_4bit"}}
+    by = {"rewards": "smooth", "by": quantized.train_on_bitsandbytes}
+    _, _, weights = trained(tmp_path / "one", 1, settings, **by)
+    _, _, together = trained(tmp_path / "two", 2, settings | {"mode": mode}, **by)
+    assert difference(weights, together) < 1e-6

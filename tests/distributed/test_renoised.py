@@ -4,8 +4,7 @@ import json
 
 import pytest
 import rank_runs
-import ranks_server
-from safetensors.torch import load_file
+from tiny_runs import are_equal, difference
 
 # groups of four on two processes; an old policy well behind the policy; a second update on each rollout
 SETTINGS = {
@@ -46,13 +45,8 @@ RUNS |= {("awm, EDM", "ddp"): AWM | {"name": "cosmos"}, ("dgpo, DDIM", "fsdp2"):
 
 
 def ran(folder, processes, settings, resume=None):
-    """What a run said of itself, what it logged of each update, and the weights at its end."""
     is_video = settings.get("name", "").startswith(("wan", "cosmos"))
-    rewards = "SMOOTH_VIDEO_REWARDS" if is_video else "SMOOTH_REWARDS"
-    ranks_server.succeed(folder, processes, rank_runs.train, folder / "run", settings, rewards, resume)
-    report = json.loads((folder / "run" / "result.json").read_text())
-    log = [entry for entry in report["log"] if "denoising_error" in entry]
-    return report["wrapper"], log, load_file(folder / "run" / "weights.safetensors")
+    return rank_runs.trained(folder, processes, settings, "smooth video" if is_video else "smooth", resume)
 
 
 @pytest.mark.distributed
@@ -71,13 +65,10 @@ def test_two_processes_train_what_one_trains(tmp_path, mode, settings):
         for name in ("reward", "denoising_error", "kl", "velocity/ratio_to_ref", "old/distance"):
             assert other.get(name, 0.0) == pytest.approx(one.get(name, 0.0), rel=1e-3, abs=1e-6), name
         assert other.get("prediction/max_error", 0.0) == one.get("prediction/max_error", 0.0) == 0.0
-    checked = [
-        "prediction/max_error" in entry for entry in both
-    ]  # first updates, while something is recorded for them
+    # first updates, while something is recorded for them
+    checked = ["prediction/max_error" in entry for entry in both]
     assert checked == [True, False, True][: len(both)]
-    difference = max(float((weights[name] - together[name]).abs().max()) for name in weights)
-    print(f"largest difference: {difference:.1e}")
-    assert weights.keys() == together.keys() and difference < 1e-6
+    assert difference(weights, together) < 1e-6
     first = rank_runs.first_weights(settings | {"reward_weights": None})
     moved = {name: float((weights[name] - first[name]).abs().max()) for name in weights}
     assert max(moved.values()) > 1e-4
@@ -113,6 +104,4 @@ def test_an_old_policy_and_an_average_go_on_where_two_processes_left_them(tmp_pa
     every = json.loads((tmp_path / "whole" / "run" / "result.json").read_text())["log"]
     evaluated = [(entry["eval_kl"], entry["eval_velocity/ratio_to_ref"]) for entry in every if "eval_kl" in entry]
     assert len(evaluated) == 3 and all(distance > 0 and 0 < ratio != 1 for distance, ratio in evaluated)
-    assert weights.keys() == resumed.keys()
-    for name, weight in weights.items():
-        assert weight.equal(resumed[name]), name
+    assert are_equal(weights, resumed)
