@@ -47,7 +47,7 @@ def test_json_reaches_all():
 def test_means_are_over_all_values_wherever_they_were_measured():
     values = [
         {"loss": [1.0, 2.0], "top": [3.0, 9.0], "low": [3.0]},
-        {"loss": [6.0], "low": [1.0], "own": [5.0], "no": []},
+        {"loss": [6.0], "top": [4.0], "low": [1.0], "own": [5.0], "no": []},
     ]
 
     def gather(accelerator, metrics):

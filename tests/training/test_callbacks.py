@@ -91,8 +91,7 @@ class Stopping(TrainerCallback):
 
 def test_the_last_updates_are_logged(tmp_path):
     def steps(name, **settings):
-        trainer = trainer_for(tmp_path / name, **SHORT, **settings)
-        trainer.train()
+        trainer = finished_run(tmp_path / name, **SHORT, **settings)
         return [entry["step"] for entry in trainer.state.log_history if "ratio/mean" in entry]
 
     assert steps("at the end", max_steps=3, logging_steps=2) == [2, 3]

@@ -28,7 +28,7 @@ def latent_mean(latents, **columns):
 
 
 class Brightness:
-    """The mean pixel of each image; logs a column now and then. Knows how many samples there were at each call."""
+    """The mean pixel of each image; logs one of two columns. Knows how many samples there were at each call."""
 
     __name__ = "brightness"
 
@@ -47,6 +47,8 @@ class Brightness:
         log_metric("size", len(images))
         if "4" in prompts:
             log_extra("has_four", [prompt == "4" for prompt in prompts])
+        else:
+            log_extra("others", prompts)
         return brightness(images)
 
 
@@ -74,6 +76,7 @@ def test_samples_are_dropped_once_they_are_scored_and_nothing_else_changes(tmp_p
     columns = table.keys() - {"file", "image", "reward"}
     assert {name: table[name] for name in columns} == {name: whole_table[name] for name in columns}
     assert table["has_four"] == [None] * 4 + [False, False, True, True] + [None] * 2
+    assert table["others"] == [*"5533", *[None] * 4, *"22"]
     assert [name is not None for name in table["file"]] == [True] + [False] * 9
     assert len(list((tmp_path / "parts" / "evaluations" / "step-000000").iterdir())) == 1
 

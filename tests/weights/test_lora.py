@@ -40,8 +40,7 @@ def with_style(style, name="style"):
 
 
 def trained(folder, pipe, lora=False, **settings):
-    trainer = finished_run(folder, lora=lora, model=pipe, **STRONG | settings)
-    return trainer
+    return finished_run(folder, lora=lora, model=pipe, **STRONG | settings)
 
 
 def test_an_adapter_of_the_pipeline_is_trained_further(tmp_path, style):
