@@ -15,6 +15,7 @@ from tiny_runs import (
     joined_trajectory,
     logged,
     policy_weights,
+    resume,
     trained_weights,
     trainer_for,
 )
@@ -378,16 +379,14 @@ FULL |= {"learning_rate": 1e-4}
     ],
 )
 def test_nft_resumes_bit_for_bit(tmp_path, settings):
-    whole = finished_run(tmp_path / "whole", **settings)
-    for step in (1, 4):  # within a rollout, and between two
+    # within a rollout, and between two
+    whole, *resumed = resume(lambda folder: trainer_for(folder, **settings), tmp_path, 1, 4)
+    for step, again in zip((1, 4), resumed, strict=True):
         checkpoint = tmp_path / "whole" / f"checkpoint-{step}"
         own = {path.name for path in checkpoint.iterdir() if path.is_dir()}
         assert {"policy", "old_policy"} <= own and ("reference" in own) == ("lora" in settings)
         assert (checkpoint / "rollout-rank0.safetensors").is_file() == (step == 1)
-        again = trainer_for(tmp_path / f"from-{step}", **settings)
-        again.train(resume_from_checkpoint=str(checkpoint))
         assert again.state.global_step == 6
-        assert are_equal(policy_weights(again), policy_weights(whole))
         one, other = whole.learner, again.learner
         for kept, read in ((one.average, other.average), (one.old_policy, other.old_policy)):
             assert all(torch.equal(*pair) for pair in zip(kept.shares, read.shares, strict=True))
@@ -403,10 +402,7 @@ def test_nft_resumes_bit_for_bit(tmp_path, settings):
 def test_others_resume_within_a_rollout_bit_for_bit(tmp_path, loss):
     kwargs = BEHIND["loss_kwargs"] if loss != "dpo" else None
     settings = SHORT | SAVED | {"loss_type": loss, "loss_kwargs": kwargs, "num_iterations": 2, "max_steps": 4}
-    whole, _ = trained(tmp_path / "whole", **settings)
-    again = trainer_for(tmp_path / "again", **settings)
-    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
-    assert are_equal(policy_weights(again), policy_weights(whole))
+    whole, again = resume(lambda folder: trainer_for(folder, **settings), tmp_path, 1)
     assert logged(again, "loss") == logged(whole, "loss")
 
 

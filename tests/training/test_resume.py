@@ -22,6 +22,7 @@ from tiny_runs import (
     first_frame_brightness,
     logged,
     policy_weights,
+    resume,
     trained_weights,
     trainer_for,
 )
@@ -138,20 +139,16 @@ def test_two_experts_trained_in_full_resume_exactly(tmp_path):
 def test_resume_from_every_checkpoint(tmp_path, settings):
     """In one process: a new trainer for each resume, as a new process would build it."""
     settings = settings | {"save_total_limit": None}
-    whole = finished_run(tmp_path / "whole", **settings)
-    expected = policy_weights(whole)
-    for step in (1, 4):  # within a rollout, and after it where one serves for four updates
-        again = trainer_for(tmp_path / f"from-{step}", **settings)
-        again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
+    # within a rollout, and after it where one serves for four updates
+    whole, *resumed = resume(lambda folder: trainer_for(folder, **settings), tmp_path, 1, 4)
+    if settings.get("loss_type") in ("dppo", "grpo_guard"):
+        kept = load_file(tmp_path / "whole" / "checkpoint-1" / "rollout-rank0.safetensors")
+        assert kept["means.0"].dtype == torch.float32 and max(logged(resumed[0], "kl/old")) > 0
+        assert ("step_weights.0" in kept) == ("step_weight" in settings)
+    for again in resumed:
         assert again.state.global_step == 6
-        assert are_equal(policy_weights(again), expected)
-        assert logged(again, "reward") == logged(whole, "reward")
-        assert logged(again, "kl/old") == logged(whole, "kl/old")
-        assert logged(again, "prediction/change") == logged(whole, "prediction/change")
-        if settings.get("loss_type") in ("dppo", "grpo_guard") and step == 1:
-            kept = load_file(tmp_path / "whole" / f"checkpoint-{step}" / "rollout-rank0.safetensors")
-            assert kept["means.0"].dtype == torch.float32 and max(logged(again, "kl/old")) > 0
-            assert ("step_weights.0" in kept) == ("step_weight" in settings)
+        for key in ("reward", "kl/old", "prediction/change"):
+            assert logged(again, key) == logged(whole, key), key
         if whole.learner.average is not None:
             pairs = zip(whole.learner.average.shares, again.learner.average.shares, strict=True)
             assert all(torch.equal(one, other) for one, other in pairs)
@@ -174,10 +171,7 @@ def test_resuming_where_rollouts_are_larger_than_micro_batches(tmp_path):
     """The rollout encoded two prompts, the resumed micro-batches ask for one of them at a time."""
     settings = {"rollout_batch_size": 8, "gradient_accumulation_steps": 1, "steps_per_generation": 2}
     settings |= {"save_strategy": "steps", "save_steps": 1, "num_iterations": 2, "max_steps": 3}
-    whole = finished_run(tmp_path / "whole", **settings)
-    again = trainer_for(tmp_path / "again", **settings)
-    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
-    assert are_equal(policy_weights(again), policy_weights(whole))
+    resume(lambda folder: trainer_for(folder, **settings), tmp_path, 1)
 
 
 def drawn(images, **columns):
