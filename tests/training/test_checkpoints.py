@@ -26,13 +26,14 @@ def test_an_old_policy_that_a_checkpoint_lacks_starts_from_its_policy(tmp_path, 
 def test_a_moving_reference_is_read_where_there_is_one(tmp_path, caplog):
     own = {"lora": False, "beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1}
     trainer = finished_run(tmp_path, **SAVED, **own)
-    reference = list(trainer.learner.reference.module.parameters())
+    policy, reference = trained_weights(trainer), list(trainer.learner.reference.module.parameters())
     saved = [parameter.clone() for parameter in reference]
     for is_there in (True, False):
         for parameter in reference:
             parameter.data.zero_()
         trainer.checkpointer.load(tmp_path / "checkpoint-1")
         assert all(torch.equal(*pair) for pair in zip(reference, saved)) == is_there
+        assert are_equal(trained_weights(trainer), policy)  # which is another one
         assert ("contains no reference: it starts from the model as it was before" in caplog.text) != is_there
         shutil.rmtree(tmp_path / "checkpoint-1" / "reference", ignore_errors=True)
 
