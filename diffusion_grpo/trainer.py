@@ -39,9 +39,8 @@ from .training.checkpoints import count_updates, explain_interrupt, holds_run
 from .training.learner import check_own_optimizer, make_learner
 from .training.loading import load_policy
 from .training.memory import weigh_run
-from .training.metrics import Metrics
 from .training.out_of_memory import explain_out_of_memory, train_with_smaller_batches
-from .training.progress import UpdateProgress
+from .training.progress import Metrics, UpdateProgress
 from .training.update import NonFiniteError, Place, refuse_non_finite
 
 logger = logging.getLogger(__name__)

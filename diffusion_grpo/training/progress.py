@@ -1,13 +1,15 @@
-"""What a run prints: where it trains what, a line per update and evaluation, and where a long update is.
+"""What a run measures and prints of its updates: `Metrics` until they are logged, and `UpdateProgress` meanwhile.
 
-All other metrics go only to the trackers.
+It prints where it trains what, a line per update and evaluation, and where a long update is. All other metrics go only
+to the trackers.
 """
 
 import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from transformers.utils import is_in_notebook
 
 from ..config.settings import DiffusionGRPOConfig
 from ..data.held_out import name_prompts
+from ..distributed.backend import DistributedBackend
+from ..distributed.collectives import gather_means
 from ..quiet import replace_unprintable
 from ..report.run_folder import format_measured, format_updates
 from .memory import measure_peak_memory
@@ -26,7 +30,77 @@ from .memory import measure_peak_memory
 logger = logging.getLogger(__name__)
 FEW_UPDATES = 50  # a run of fewer, whose max_steps is not set, says why it is short
 NOTICE = 60.0  # seconds without output after which a long update prints its progress
-STAGES = ("time/rollout", "time/reward", "time/update")
+TOTALS = ("time/rollout", "time/reward", "time/update")  # seconds per update of the slowest process
+# metrics that are logged as the largest or smallest value since the last log, instead of the mean
+LARGEST = (
+    "ratio/max_error",
+    "prediction/max_error",
+    "ratio/max",
+    "sampling/sampling_logp_difference/max",
+    "spread/reward_max",
+    "spread/advantage_max",
+    "memory/peak_gib",
+    *TOTALS,
+)
+SMALLEST = ("ratio/min", "spread/reward_min", "spread/advantage_min", "samples_per_second")
+
+
+class Metrics:
+    """Collection of values by name, until they are logged."""
+
+    def __init__(self):
+        self.reset()
+
+    def add(self, name: str, value: float, weight: float = 1.0) -> None:
+        """Add one value, unless its weight is 0."""
+        if weight:
+            self.values[name].append(value)
+            self.weights[name].append(weight)
+            self._seconds += value if name in TOTALS else 0.0
+
+    def add_all(self, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self.add(name, value)
+
+    @contextlib.contextmanager
+    def time(self, name: str) -> Iterator[None]:
+        """Add the seconds that are spent inside this context."""
+        start = time.perf_counter()
+        yield
+        self.add(name, time.perf_counter() - start)
+
+    def start(self, step: int) -> None:
+        """Start counting updates at `step`, unless counting has begun already."""
+        if self._logged_step is None:
+            self._logged_step = step
+
+    def reset(self) -> None:
+        """Forget everything, for a new run."""
+        self.values: dict[str, list[float]] = defaultdict(list)
+        self.weights: dict[str, list[float]] = defaultdict(list)
+        self._logged_step: int | None = None
+        self.samples, self._seconds = 0, 0.0  # of the rollout that is being trained on
+        self._finished_samples, self._finished_seconds = 0, 0.0  # of rollouts used up since the last log
+
+    def finish_rollout(self) -> None:
+        """Count the finished rollout in `samples_per_second`: all its updates are done, so its total time is known."""
+        if self.samples:  # 0 if it was made before the run was resumed
+            self._finished_samples += self.samples
+            self._finished_seconds += self._seconds
+        self.samples, self._seconds = 0, 0.0
+
+    def gather(self, backend: DistributedBackend, step: int) -> dict[str, float]:
+        """Return the metrics since the last log, combined over all processes, and forget them; a collective."""
+        updates = max(1, step - self._logged_step)
+        totals = {name: [sum(self.values.pop(name, [])) / updates] for name in TOTALS}
+        measured, weights = self.values | totals, {name: self.weights[name] for name in self.values}
+        measured["memory/peak_gib"] = [measure_peak_memory(backend.accelerator.device)]
+        if self._finished_samples:
+            measured["samples_per_second"] = [self._finished_samples / self._finished_seconds]
+        self._finished_samples, self._finished_seconds, self._logged_step = 0, 0.0, step
+        self.values.clear()
+        self.weights.clear()
+        return gather_means(backend.accelerator, measured, LARGEST, SMALLEST, weights)
 
 
 class UpdateProgress:
@@ -88,7 +162,7 @@ def update_line(step: int, total: int, logs: dict[str, float], left: float | Non
         parts.append(f"KL {logs['kl']:.2g}")
     if "grad_norm" in logs:
         parts.append(f"grad norm {float(logs['grad_norm']):.3g}")
-    seconds = [logs[stage] for stage in STAGES if stage in logs]
+    seconds = [logs[stage] for stage in TOTALS if stage in logs]
     if seconds:
         parts.append(f"{sum(seconds):.2g} s/update" if sum(seconds) < 10 else f"{sum(seconds):.0f} s/update")
     parts += [] if left is None else [f"{format_seconds(left)} left"]

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from ..algorithms.batch import MicroBatch
 from ..distributed.backend import DistributedBackend
-from .metrics import Metrics
+from .progress import Metrics
 
 START = 1e-3  # share of the learning rate at which the first update is made: a first step too large is not made good
 GROWTH = 32.0  # of the rate from one update to the next, at most: a change far below the target measures badly

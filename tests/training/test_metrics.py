@@ -8,8 +8,8 @@ import torch
 from tiny_runs import finished_run, trainer_for
 from transformers import TrainerCallback
 
-from diffusion_grpo.training import metrics as metrics_module
-from diffusion_grpo.training.metrics import TOTALS, Metrics
+from diffusion_grpo.training import progress as progress_module
+from diffusion_grpo.training.progress import TOTALS, Metrics
 
 
 class Alone:
@@ -88,7 +88,7 @@ def test_a_reset_forgets_the_rollout_too():
 def test_every_pass_of_the_network_is_in_one_stage(tmp_path, monkeypatch, settings):
     """By a clock that each pass moves by a second; the rest takes no time."""
     clock = SimpleNamespace(now=0)
-    monkeypatch.setattr(metrics_module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(progress_module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     short = {"gradient_accumulation_steps": 1, "num_inference_steps": 3, "num_iterations": 2, "max_steps": 3}
     trainer = trainer_for(tmp_path, **short, **settings)
     seconds = []
