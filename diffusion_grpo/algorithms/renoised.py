@@ -1,10 +1,12 @@
-"""What algorithms on re-noised samples share: passes, reference, old policy, checks of passes, groups, settings.
+"""What algorithms on re-noised samples share: passes, reference, old policy, checks of passes.
 
 A rollout keeps only the finished samples. Each pass adds noise to them again, to the level of one of the rollout's own
 steps, predicts clean samples, and compares the predictions with the finished samples, weighted by their advantages.
 The rollout needs no noise, so any solver can sample. To first order, all of these algorithms have the same gradient,
 the advantage times the gradient of the denoising error, up to a weight that depends on time; they differ in how they
 limit the update.
+
+The checks of groups and of settings are also used for losses and algorithms on recorded steps.
 """
 
 import dataclasses

@@ -1,7 +1,8 @@
 """`PipelineInputs`: what one pipeline accepts, checked against settings and datasets, and the calls it gets for rows.
 
-Equal rows give equal arguments in rollout, replay and evaluation. The signature of the pipeline says which columns it
-takes; a trial call (`call_form.py`), whether it takes several samples at once. Samples of different shapes share none.
+Equal rows give equal arguments in rollout, replay and evaluation, which leaves out `sigmas`. The pipeline's signature
+says which columns it takes; a trial call (`call_form.py`), whether it takes several samples at once. Samples of
+different shapes share none. The videos' frame rate and a check of the samples that a call returns are here too.
 """
 
 import dataclasses

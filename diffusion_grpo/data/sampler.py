@@ -1,4 +1,4 @@
-"""The order in which the rows of a dataset are rolled out."""
+"""The order in which the rows of a dataset are rolled out: in groups, which accelerate must not break up (a check)."""
 
 from collections.abc import Iterator
 

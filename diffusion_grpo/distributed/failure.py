@@ -2,7 +2,8 @@
 
 A collective in which one process is missing may end only in a timeout that does not name the process. So processes
 agree after each piece of work that they do by themselves (a rollout, its rewards), and exchange errors that happen
-between collectives through torch's key-value store.
+between collectives through torch's key-value store. Meanwhile a thread looks for such errors there, and ends the
+process if it goes on waiting for one that has failed.
 """
 
 import contextlib

@@ -7,7 +7,7 @@ and dtype of the run, take no memory, and refer to the tensors of the file. Valu
 parameter at a time, when it is sharded.
 
 The elements of a stand-in are NaN. Values are also filled in by the first call of the network, and by other code that
-reads its weights.
+reads its weights. Inside `read_late`, a function of this module stands in for diffusers' private method that loads.
 """
 
 import contextlib

@@ -1,7 +1,8 @@
 """Held-out evaluation: the same prompts and seeds each time, no noise in the steps.
 
-The main evaluation also leaves images (or videos, or sound) and a table in the run's folder. Validation prompts are
-sampled in the same way and never scored.
+Rewards and diversity are measured, and the distance to the reference on the last rollout, with the averaged weights if
+there are any. The main evaluation also leaves images (or videos, or sound) and a table in the run's folder. Validation
+prompts are sampled in the same way and never scored.
 """
 
 import contextlib
