@@ -1,7 +1,8 @@
 """FSDP2: each process keeps a share of every weight, and gathers whole weights when they are needed.
 
-torch's `fully_shard` is applied, by way of accelerate, to the network and to its repeated blocks. Sharded weights have
-rules of their own: who calls the network, when its units are gathered, and how whole tensors are read and written.
+torch's `fully_shard` is applied to the network and to its repeated blocks, on CPUs too, by a function that accelerate
+calls in place of its own. Sharded weights have rules of their own: who calls the network, when its units are gathered,
+and how whole tensors are read and written.
 """
 
 import collections

@@ -1,4 +1,7 @@
-"""`TrainedWeights`: read and write the trained parameters, whole on each process here; ZeRO and FSDP2 override it."""
+"""`TrainedWeights`: read and write the trained parameters, whole on each process here; ZeRO and FSDP2 override it.
+
+It also moves a reference towards the policy. Functions for FSDP2's sharded models and tensors are here too.
+"""
 
 import contextlib
 from collections.abc import Iterator

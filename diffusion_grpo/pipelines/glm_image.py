@@ -1,7 +1,8 @@
 """GLM-Image: a language model writes the tokens of a preview and of the image, and a DiT makes the image from them.
 
 What sets it apart: images are lists of lists, a key-value cache is filled before the denoising loop, only some ids are
-image tokens, and tokens have positions on their grids.
+image tokens, and tokens have positions on their grids. It has no default size, and its features of condition images
+are split again for newer versions of transformers.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Counts of prompts, samples, updates and network evaluations, computed from the settings."""
+"""Counts of prompts, samples, updates and network evaluations, from the settings and (evaluations) a measured call."""
 
 import math
 
