@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from ..policy.trajectory import Denoised
+from .base import check_number
 from .batch import Part
-from .renoised import RenoisedWithOldPolicy, check_number
+from .renoised import RenoisedWithOldPolicy
 
 WEIGHTS = ("ghuber", "uniform", "t", "t2")
 

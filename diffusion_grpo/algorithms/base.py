@@ -1,6 +1,7 @@
 """The interface of algorithms: which data each one needs, which passes it makes, and what one pass computes.
 
-The reference's interface, the check that a first pass reproduces its rollout, and shared metrics are here too.
+The reference's interface, shared metrics, and the checks that a first pass reproduces its rollout, that groups are
+whole and that settings are within limits are here too.
 """
 
 import dataclasses
@@ -236,3 +237,20 @@ class Algorithm(Protocol):
             RatioError: the invariant does not hold.
         """
         return {}
+
+
+def check_number(name: str, value: Any, is_within: Callable[[float], bool], limits: str) -> None:
+    """Refuse a setting in `loss_kwargs` that is out of range or not a number, like `1e-3` in YAML 1.1."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not is_within(value):
+        raise ValueError(f"loss_kwargs: {name} must be a number {limits}, got {value!r}.")
+
+
+def refuse_torn_groups(part: Part, loss_type: str) -> None:
+    """Refuse a part that holds only some samples of a group."""
+    counts = part.groups.unique(return_counts=True)[1]
+    if bool((counts != part.group_size).any()):
+        raise ValueError(
+            f"loss_type={loss_type!r} compares the {part.group_size} samples of a prompt within one pipeline call, "
+            f"but a call holds {sorted(set(counts.tolist()))} of them: the pipeline takes fewer samples at a time, or "
+            "their sizes differ; use loss_type='nft' or 'awm'."
+        )

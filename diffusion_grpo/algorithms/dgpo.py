@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from ..policy.trajectory import Denoised
-from .base import Recording
+from .base import Recording, check_number, refuse_torn_groups
 from .batch import Part
-from .renoised import Renoised, RenoisedWithOldPolicy, check_number, refuse_torn_groups
+from .renoised import Renoised, RenoisedWithOldPolicy
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)

@@ -3,10 +3,9 @@
 import torch
 
 from ..policy.trajectory import StepDistribution
-from .base import Recording, summarise_samples
+from .base import Recording, refuse_torn_groups, summarise_samples
 from .batch import Part
 from .grpo import GRPO
-from .renoised import refuse_torn_groups
 
 
 class FDFO(GRPO):

@@ -6,9 +6,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..policy.trajectory import Denoised
-from .base import Recording
+from .base import Recording, check_number
 from .batch import Part
-from .renoised import RenoisedWithOldPolicy, check_number
+from .renoised import RenoisedWithOldPolicy
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from . import ALGORITHMS
-from .base import Algorithm, Anchor, Recording
+from .base import Algorithm, Anchor, Recording, check_number
 from .grpo import GRPO, record_for_loss
 from .losses import Loss
-from .renoised import check_number
 
 # what to write instead of losses that TRL or a paper has and this package has not, or has under another name
 AVERAGED_OVER_TOKENS = (

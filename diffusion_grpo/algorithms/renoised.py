@@ -5,20 +5,27 @@ steps, predicts clean samples, and compares the predictions with the finished sa
 The rollout needs no noise, so any solver can sample. To first order, all of these algorithms have the same gradient,
 the advantage times the gradient of the denoising error, up to a weight that depends on time; they differ in how they
 limit the update.
-
-The checks of groups and of settings are also used for losses and algorithms on recorded steps.
 """
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..policy.trajectory import ROUNDING_OF_TWO, Denoised
-from .base import Algorithm, Anchor, DriftLimit, PassOutput, Recording, Reference, measure_gradient, summarise_samples
+from .base import (
+    Algorithm,
+    Anchor,
+    DriftLimit,
+    PassOutput,
+    Recording,
+    Reference,
+    check_number,
+    measure_gradient,
+    summarise_samples,
+)
 from .batch import MicroBatch, Part
 
 if TYPE_CHECKING:
@@ -173,20 +180,3 @@ class RenoisedWithOldPolicy(Renoised):
         check_number("decay_start", start, lambda x: x >= 0, "of at least 0")
         if most * rate > 0 or self.anchor != "own":
             self.old_decay = lambda n: min(max(rate * (n - start), 0.0), most)
-
-
-def check_number(name: str, value: Any, is_within: Callable[[float], bool], limits: str) -> None:
-    """Refuse a setting in `loss_kwargs` that is out of range or not a number, like `1e-3` in YAML 1.1."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not is_within(value):
-        raise ValueError(f"loss_kwargs: {name} must be a number {limits}, got {value!r}.")
-
-
-def refuse_torn_groups(part: Part, loss_type: str) -> None:
-    """Refuse a part that holds only some samples of a group."""
-    counts = part.groups.unique(return_counts=True)[1]
-    if bool((counts != part.group_size).any()):
-        raise ValueError(
-            f"loss_type={loss_type!r} compares the {part.group_size} samples of a prompt within one pipeline call, "
-            f"but a call holds {sorted(set(counts.tolist()))} of them: the pipeline takes fewer samples at a time, or "
-            "their sizes differ; use loss_type='nft' or 'awm'."
-        )
