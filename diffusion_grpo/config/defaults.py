@@ -100,10 +100,6 @@ class Sizes:
         return self.beta > 0 or self.kl_reward > 0 or self.recording.reference
 
     @property
-    def regulates_rate(self) -> bool:
-        return self.target_change is not None or self.learning_rate is None
-
-    @property
     def recording(self) -> Recording:
         """What the algorithm needs recorded of a rollout; one of the user's own is imported for this."""
         return find_recording(self.loss_type)

@@ -64,7 +64,7 @@ def count_evaluations(args: DiffusionGRPOConfig, counted: Measurement | None = N
     updates = args.micro_batches_per_rollout * iterations / args.gradient_accumulation_steps
     if args.importance_sampling_level == "sequence" and updates > 1:
         passes["sequence ratio"] = one * steps * iterations * (1 - 1 / updates)
-    if args.regulates_rate:  # two predictions before and after each update
+    if args.target_change is not None or args.learning_rate is None:  # two predictions before and after each update
         measured = 1 if args.takes_gradients else min(PASSES_MEASURED, steps)
         passes["change of the predictions"] = 4 * update * measured * iterations / args.gradient_accumulation_steps
     return passes

@@ -97,10 +97,11 @@ def _trains_by(args: DiffusionGRPOConfig, peft_config: PeftConfig | None) -> str
 def list_changed_settings(args: DiffusionGRPOConfig) -> dict[str, Any]:
     """Return the settings that differ from their defaults, without paths and secrets."""
     defaults = DiffusionGRPOConfig(output_dir=args.output_dir, use_cpu=args.use_cpu)
-    changed = {}
+    # a rate that regulates itself has only a limit, which would be a rate in another run
+    changed, left_out = {}, NOT_SETTINGS | ({"learning_rate"} - args.given)
     for setting in dataclasses.fields(DiffusionGRPOConfig):  # a subclass may have more
         value = getattr(args, setting.name)
-        if setting.name in NOT_SETTINGS or value == getattr(defaults, setting.name):
+        if setting.name in left_out or value == getattr(defaults, setting.name):
             continue
         if isinstance(value, (str, int, float, list, dict, type(None))):
             changed[setting.name] = getattr(value, "value", value)

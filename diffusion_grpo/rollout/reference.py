@@ -18,7 +18,7 @@ from ..weights.lora import reference_adapters, reference_names
 
 
 class Reference:
-    """The policy's networks with the weights that the run began with."""
+    """The policy's networks with the weights that the run began with, or that were synchronised since."""
 
     def __init__(self, policy: Policy, model: nn.Module, backend: DistributedBackend):
         self._policy, self._model, self._backend = policy, model, backend
@@ -114,7 +114,7 @@ class CopiedReference(Reference):
 
 @contextlib.contextmanager
 def disable_adapters(model: nn.Module) -> Iterator[None]:
-    """Switch the LoRA off inside this context, or use its copy from before training."""
+    """Switch the LoRA off inside this context, or use the reference's copy of it."""
     with contextlib.ExitStack() as stack:
         for part in model.values() if isinstance(model, nn.ModuleDict) else [model]:
             if not isinstance(part, PeftModel):

@@ -61,7 +61,7 @@ READ_ONCE -= {"num_generations_eval", "eval_num_inference_steps"}
 # cheap rewards, watched because a fall of one says that a trained reward may be being hacked
 CHEAP = {"images": ["brightness", "sharpness", "colorfulness", "jpeg_compressibility"]}
 CHEAP["videos"] = [*CHEAP["images"], "flicker", "motion"]
-LORA_LEARNING_RATE, FULL_LEARNING_RATE = 3e-4, 1e-5  # of a DeepSpeed configuration's optimizer
+LORA_LEARNING_RATE, FULL_LEARNING_RATE = 3e-4, 1e-5  # for lr: auto of a DeepSpeed configuration
 LARGEST_LEARNING_RATE, TARGET_CHANGE = 0.01, 0.25  # the former with target_change, which scales it down
 
 

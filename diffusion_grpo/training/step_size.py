@@ -40,9 +40,12 @@ class StepSize(TrainerCallback):
         self._hooks: list[Any] = []
         self._state: dict[str, Any] = {"rate": None, "gains": []}
         self.scale = START
+        self.has_gradient = True  # else the next update is no measurement
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Scale the rate of an optimizer while it steps."""
+        if not self._hooks:  # before there is a schedule, which may begin at 0
+            self._limit = float(optimizer.param_groups[0]["lr"])
         for hook in self._hooks:  # Trainer prepares an optimizer more than once
             hook.remove()
         self._hooks = [
@@ -64,7 +67,7 @@ class StepSize(TrainerCallback):
         self._state = state.stateful_callbacks.setdefault(NAME, {"rate": None, "gains": []})
 
     def on_step_end(self, args, state, control, **kwargs):
-        if not self._used:  # the update was skipped (fp16), or the schedule's rate is 0
+        if not self._used or not self.has_gradient:  # skipped (fp16), at a rate of 0, or by momentum
             return
         with self.metrics.time("time/update"):
             change = self._measure()
@@ -91,9 +94,8 @@ class StepSize(TrainerCallback):
     def _scale_rates(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
         groups = optimizer.param_groups
         self._rates = [group["lr"] for group in groups]
-        limit = groups[0].get("initial_lr", groups[0]["lr"])
-        self._state["rate"] = float(limit * START if self._state["rate"] is None else min(self._state["rate"], limit))
-        self.scale = self._state["rate"] / float(limit)
+        rate = self._limit * START if self._state["rate"] is None else min(self._state["rate"], self._limit)
+        self._state["rate"], self.scale = rate, rate / self._limit if self._limit else 0.0
         for group in groups:
             group["lr"] = group["lr"] * self.scale
         self._used = float(groups[0]["lr"])

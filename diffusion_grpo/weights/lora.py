@@ -240,7 +240,7 @@ def _linear_names(network: nn.Module) -> str:
 
 @contextlib.contextmanager
 def reference_adapters(model: PeftModel) -> Iterator[None]:
-    """Make the network behave as before training inside this context; kept adapters stay active."""
+    """Make the network behave as the reference inside this context; kept adapters stay active."""
     name = model.active_adapter
     if list(model.peft_config) == [name]:
         with model.disable_adapter():
@@ -280,8 +280,8 @@ def merge_adapters(network: nn.Module) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, layer in layers:
             base = layer.get_base_layer()
-            *_, weight = layer.parameters()  # the adapter's last; a formerly quantised layer is on the CPU
-            for parameter in base.parameters():
+            *_, weight = layer.parameters()  # the last adapter's; a formerly quantised layer is on the CPU
+            for parameter in layer.parameters():
                 stack.callback(setattr, parameter, "data", parameter.data)
                 parameter.data = parameter.data.to(weight.device, copy=True)
             # a quantised layer's own merge would round again; `show_plain_layers` has replaced it by a plain layer

@@ -6,8 +6,19 @@ import numpy as np
 import pytest
 import tiny_pipelines
 import torch
+from peft import LoraConfig
 from PIL import Image
-from tiny_runs import are_equal, finished_run, logged, policy_weights, trained_weights, trainer_for
+from safetensors.torch import load_file
+from tiny_runs import (
+    LORA,
+    are_equal,
+    finished_run,
+    first_frame_brightness,
+    logged,
+    policy_weights,
+    trained_weights,
+    trainer_for,
+)
 from transformers import TrainerCallback
 
 from diffusion_grpo.policy.rollout import rollout
@@ -89,6 +100,20 @@ def test_where_a_checkpoint_keeps_the_policy(tmp_path, caplog):
     assert "contains no moving average: it starts again" in caplog.text
     (tmp_path / "policy").mkdir()
     assert find_policy_folder(tmp_path, has_average=False) == tmp_path / "policy"
+
+
+def test_a_reference_of_two_experts_with_dora_becomes_the_policy_and_is_not_saved(tmp_path):
+    settings = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0, "beta": 0.1}
+    settings |= {"num_inference_steps": 6, "peft_config": LoraConfig(**LORA, use_dora=True)}
+    trainer = trainer_for(tmp_path, "wan_experts", rewards=first_frame_brightness, max_steps=1, **settings)
+    trainer.train()
+    reference, policy = trainer.learner.reference.weights.parameters, trained_weights(trainer)
+    assert len({name.split(".")[0] for name in policy}) == 2 and any("magnitude" in name for name in policy)
+    assert all(torch.equal(kept, value) for kept, value in zip(reference, policy.values(), strict=True))
+    trainer.pipe.save_pretrained(tmp_path / "merged")
+    trainer.save_model(tmp_path / "lora")
+    names = [name for path in tmp_path.rglob("*.safetensors") for name in load_file(path)]
+    assert len(names) > len(policy) and not any("reference" in name for name in names)
 
 
 @pytest.mark.parametrize("lora", [False, True])

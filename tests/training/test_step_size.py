@@ -72,6 +72,34 @@ def test_the_rate_stays_below_the_limit_and_a_skipped_update_counts_for_nothing(
     assert str(state.stateful_callbacks) == kept and len(step_size.metrics.values["prediction/change"]) == 9
 
 
+def test_updates_without_a_gradient_measure_nothing():
+    """Momentum may still move the weights; without any, the rate would grow until the first gradient came."""
+    step_size, weight, optimizer, _, state = make(lambda weight: [(weight.clone(), weight.clone())])
+    rates = []
+    for has_gradient in (False, False, True, False):
+        step_size.watch(None)
+        step_size.has_gradient, weight.grad = has_gradient, torch.full_like(weight, float(has_gradient))
+        optimizer.step()
+        step_size.on_step_end(None, state, None)
+        rates.append(state.stateful_callbacks["StepSize"]["rate"])
+    assert rates[:2] == [pytest.approx(0.1)] * 2 and rates[2] == rates[3] != rates[1]
+    assert step_size.metrics.values["prediction/change"] == [pytest.approx(0.1)]
+
+
+def test_a_schedule_that_replaces_the_rate_multiplies_it_too():
+    """`reduce_lr_on_plateau` sets no `initial_lr`; a schedule may also begin at 0, and a rate of 0 trains nothing."""
+    step_size, weight, optimizer, _, state = make(lambda weight: [(weight.clone(), weight.clone())], limit=1.0)
+    del optimizer.param_groups[0]["initial_lr"]
+    for rate, moved in ((0.0, 0.0), (1.0, 1e-3), (0.1, 3.2e-3)):
+        optimizer.param_groups[0]["lr"] = rate
+        step_size.watch(None)
+        before, weight.grad = weight.detach().clone(), torch.ones_like(weight)
+        optimizer.step()
+        step_size.on_step_end(None, state, None)
+        assert (before - weight).detach().numpy() == pytest.approx(moved)
+    assert make(lambda weight: [], limit=0.0)[2].step() is None
+
+
 def test_rounding_is_no_change():
     """Each prediction has an error of 1 %, as in bfloat16; the update changes it by 0.2 %."""
     noise = torch.Generator().manual_seed(0)
