@@ -247,7 +247,7 @@ def check_number(name: str, value: Any, is_within: Callable[[float], bool], limi
 
 def refuse_torn_groups(part: Part, loss_type: str) -> None:
     """Refuse a part that holds only some samples of a group."""
-    assert part.groups is not None, "groups"  # as in every part of a rollout
+    assert part.groups is not None  # as in every part of a rollout
     counts = part.groups.unique(return_counts=True)[1]
     if bool((counts != part.group_size).any()):
         raise ValueError(
