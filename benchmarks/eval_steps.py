@@ -16,7 +16,7 @@ from diffusion_grpo.config.parse import parse_train_arguments
 from diffusion_grpo.quiet import hide_loading_bars
 from diffusion_grpo.training.callbacks import ReportCallback
 
-GRPO = "--loss_type=grpo --target_change=null --sigmas=null --learning_rate=5.5e-4 --warmup_steps=3 --max_steps=144"
+GRPO = "--loss_type=grpo --sigmas=null --learning_rate=5.5e-4 --warmup_steps=3 --max_steps=144"
 OFF = ("--eval_strategy=no", "--eval_on_start=false", "--baseline_guidance_scales=null", "--report_experiment=null")
 
 

@@ -21,7 +21,7 @@ REWARDS = ["text", "color", "tesseract"]
 SETTINGS = (
     "--seed 0 --per_device_train_batch_size 64 --gradient_accumulation_steps 4 --num_iterations 1 --max_steps 34 "
     "--eval_steps 17 --learning_rate 1.5e-3 --warmup_steps 2 --num_inference_steps 6 --trained_steps 0 3 "
-    "--loss_type grpo --target_change null --sigmas null"
+    "--loss_type grpo --sigmas null"
 )
 LEFT_OUT = "--reward_funcs text --reward_weights 1.0 --eval_reward_funcs color tesseract"
 NOTE = (

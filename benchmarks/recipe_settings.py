@@ -22,7 +22,6 @@ BASE = {
     "num_inference_steps": 6,
     "sigmas": None,
     "loss_type": "grpo",
-    "target_change": None,
     "trained_steps": [0, 3],
     "num_trained_steps": None,
     "num_iterations": 1,

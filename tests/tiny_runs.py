@@ -206,7 +206,7 @@ def train_and_compare(trainer: DiffusionGRPOTrainer) -> set[str]:
     return {name for name, value in trained_weights(trainer).items() if not torch.equal(value, before[name])}
 
 
-def resume(make, folder: Path, *steps: int) -> list[DiffusionGRPOTrainer]:
+def assert_resumes(make, folder: Path, *steps: int) -> list[DiffusionGRPOTrainer]:
     """A run that is trained whole, and again from its checkpoints of some steps; all end with the same weights.
 
     `make` gives a trainer in a folder.

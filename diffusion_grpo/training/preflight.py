@@ -133,9 +133,7 @@ def check_run(
     is_full_training = prepare_training(args, peft_config, has_optimizer)
     check_datasets(rewards, args, train_dataset, eval_dataset)
     if args.takes_gradients and args.stop_when is None:
-        args.stop_when = guard_gradients(rewards, args, eval_dataset)
-        if not args.stop_when and "load_best_model_at_end" not in args.given:  # the best was to be within limits
-            args.load_best_model_at_end = False
+        guard_gradients(rewards, args, eval_dataset)
     check_accelerator_config(args.accelerator_config)
     backend = choose_backend(args)
     optimizer = getattr(args.optim, "value", args.optim)
@@ -255,8 +253,8 @@ def load_run_rewards(reward_funcs: Any, eval_reward_funcs: Any, args: DiffusionG
 
 def guard_gradients(
     rewards: RunRewards, args: DiffusionGRPOConfig, eval_dataset: Dataset | dict[str, Dataset] | None
-) -> dict[str, float]:
-    """Return the limits of a run that would hack its rewards soon: of other rewards, or else of the diversity."""
+) -> None:
+    """Set limits for a run that would hack its rewards soon: of other rewards, or else of the diversity."""
     # one prompt has no standard error, and names of several datasets are part of the metrics' names
     evaluates = args.eval_strategy != "no" and isinstance(eval_dataset, Dataset) and len(eval_dataset) > 1
     limits = {f"eval_rewards/{reward.name}/mean": 3.0 for reward in rewards.evaluated if evaluates}
@@ -267,7 +265,9 @@ def guard_gradients(
             "loss_type='draft' soon finds what raises a reward and nothing else, and this run measures nothing that "
             "could stop it; set eval_dataset, eval_strategy, and eval_reward_funcs to a reward of another kind."
         )
-    return limits
+    args.stop_when = limits
+    if not limits and "load_best_model_at_end" not in args.given:  # the best was to be within limits
+        args.load_best_model_at_end = False
 
 
 def check_datasets(

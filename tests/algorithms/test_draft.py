@@ -243,7 +243,9 @@ def test_what_guards_a_run_is_what_its_evaluations_measure(tmp_path, caplog):
 
     def guard(rewards, dataset, **settings):
         own = {"loss_type": "draft", "eval_strategy": "steps", "eval_steps": 2} | settings
-        return guard_gradients(rewards, DiffusionGRPOConfig(str(tmp_path), use_cpu=True, **own), dataset)
+        args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, **own)
+        guard_gradients(rewards, args, dataset)
+        return args.stop_when
 
     alike = {"diversity": 0.4, "eval_diversity": 0.4}
     assert guard(beside, prompts, num_generations=2) == {"eval_rewards/not_blue/mean": 3}

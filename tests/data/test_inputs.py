@@ -22,7 +22,7 @@ from diffusers import (
 )
 from peft import LoraConfig
 from PIL import Image
-from tiny_runs import LORA, SETTINGS, brightness, joined_trajectory, logged, resume, trainer_for
+from tiny_runs import LORA, SETTINGS, assert_resumes, brightness, joined_trajectory, logged, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.data import call_form
@@ -356,7 +356,7 @@ def test_a_run_of_single_samples_is_resumed_within_a_rollout(tmp_path):
     """The pipeline is asked again: taken as one that batches, it would blend the images of a micro-batch."""
     own = {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 2}
     own |= {"num_generations": 2, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
-    resume(lambda folder: trainer_of(folder, *kontext(Blend), edits([(16, 16)] * 2), **own), tmp_path, 1)
+    assert_resumes(lambda folder: trainer_of(folder, *kontext(Blend), edits([(16, 16)] * 2), **own), tmp_path, 1)
 
 
 def test_a_rollout_is_cut_into_calls_as_its_updates_are(tmp_path):
@@ -421,7 +421,7 @@ def test_every_sample_weighs_the_same_however_shapes_part_them(tmp_path):
 
 def test_a_resumed_run_of_mixed_sizes_equals_an_unbroken_one(tmp_path):
     own = {"steps_per_generation": 2, "num_iterations": 2, "max_steps": 5, "save_strategy": "steps", "save_steps": 1}
-    _, again = resume(lambda folder: mixed(folder, **own), tmp_path, 1)  # within a rollout
+    _, again = assert_resumes(lambda folder: mixed(folder, **own), tmp_path, 1)  # within a rollout
     assert again.state.global_step == 5
 
 

@@ -9,7 +9,7 @@ from diffusers import DiffusionPipeline
 from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
 from peft import LoraConfig, PeftModel
 from tiny_pipelines.conditioned import draw_images
-from tiny_runs import LORA, SETTINGS, brightness, logged, resume, train_and_compare, trained_weights
+from tiny_runs import LORA, SETTINGS, assert_resumes, brightness, logged, train_and_compare, trained_weights
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.pipelines import FAMILIES, family_of
@@ -96,7 +96,7 @@ def _language(pipe):
 @pytest.mark.parametrize(("component", "kind"), list(zip(BOTH, reversed(KINDS), strict=True)))
 def test_resume_within_a_rollout(tmp_path, component, kind):
     settings = {"num_iterations": 2, "save_strategy": "steps", "save_steps": 1, "gradient_accumulation_steps": 1}
-    whole, again = resume(lambda folder: trainer_of(folder, component, kind, **settings), tmp_path, 1)
+    whole, again = assert_resumes(lambda folder: trainer_of(folder, component, kind, **settings), tmp_path, 1)
     assert (tmp_path / "whole" / "checkpoint-1" / "rollout-rank0.safetensors").is_file()
     assert again.state.global_step == 2 and logged(again, "reward") == logged(whole, "reward")
 

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tiny_runs import (
+    assert_resumes,
     brightness,
     first_frame_brightness,
     joined_trajectory,
     logged,
-    resume,
     train_and_compare,
     trainer_for,
 )
@@ -243,6 +243,6 @@ def test_a_run_resumes_in_the_middle_of_an_order(tmp_path, order):
     """Bit for bit, from between two rollouts and from within one; two updates a rollout."""
     settings = WINDOW | ORDERS[order] | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     settings |= {"steps_per_generation": 4, "max_steps": 6, "save_strategy": "steps", "save_steps": 1}
-    whole, *resumed = resume(lambda folder: trainer_for(folder, **settings), tmp_path, 2, 3)
+    whole, *resumed = assert_resumes(lambda folder: trainer_for(folder, **settings), tmp_path, 2, 3)
     assert set(logged(whole, "ratio/max_error")) == {0.0}
     assert all(logged(again, "reward") == logged(whole, "reward") for again in resumed)

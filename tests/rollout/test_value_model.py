@@ -11,11 +11,11 @@ import tiny_pipelines
 import torch
 from safetensors.torch import load_file
 from tiny_runs import (
+    assert_resumes,
     brightness,
     first_frame_brightness,
     joined_trajectory,
     logged,
-    resume,
     train_and_compare,
     trainer_for,
 )
@@ -168,7 +168,7 @@ def test_gradients_of_policy_and_value_model_are_those_of_their_objectives(tmp_p
 def test_a_resumed_run_has_the_same_value_model(tmp_path):
     settings = GAE | {"max_steps": 4, "num_iterations": 2, "save_strategy": "steps", "save_steps": 1, "ema_decay": 0.9}
     # within a rollout, and between two
-    whole, *resumed = resume(lambda folder: trainer_for(folder, **settings), tmp_path, 1, 2)
+    whole, *resumed = assert_resumes(lambda folder: trainer_for(folder, **settings), tmp_path, 1, 2)
     expected, saved = whole.learner.values.state_dict(), load_file(tmp_path / "whole" / "checkpoint-4" / VALUE_WEIGHTS)
     for found in (saved, *(again.learner.values.state_dict() for again in resumed)):
         assert all(torch.equal(found[name], value) for name, value in expected.items())

@@ -10,7 +10,7 @@ from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, tiny
 from diffusion_grpo.config.parse import parse_train_arguments
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.yaml"
-SHORT = "--warmup_steps 0 --target_change null --learning_rate 1e-3 --per_device_eval_batch_size 64"
+SHORT = "--warmup_steps 0 --learning_rate 1e-3 --per_device_eval_batch_size 64"
 SEVEN_ROLLOUTS = "--max_steps 14 --eval_steps 14 --target_change 0.12 --learning_rate 0.01"
 # Five updates that train the first three of six steps, on each sample once
 WINDOW = "--max_steps 5 --eval_steps 5 --num_iterations 1 --loss_type grpo"

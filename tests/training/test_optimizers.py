@@ -69,5 +69,6 @@ def test_an_optimizer_of_ones_own_has_to_hold_what_is_trained(tmp_path):
     schedule = torch.optim.lr_scheduler.LambdaLR(own, lambda step: 0.5)
     trainer = DiffusionGRPOTrainer(model=pipe, optimizers=(own, schedule), **settings)
     assert trainer.optimizer is own and trainer.lr_scheduler is schedule
+    assert trainer.args.target_change is None and trainer.step_size is None  # it has its own rate
     with pytest.raises(ValueError, match="optimizers: the schedule was made for another optimizer"):
         DiffusionGRPOTrainer(model=pipe, optimizers=(None, schedule), **settings)

@@ -86,6 +86,8 @@ def test_settings_serve_several_trainers(tmp_path):
         pipe, _ = tiny_pipelines.build("sd3")
         trainer = DiffusionGRPOTrainer(pipe, brightness, args, rows, peft_config=peft_config)
         rates.append(trainer.args.learning_rate)
+        shown = trainer.run["settings"]
+        assert shown["target_change"] == 0.25 and "learning_rate" not in shown  # which is only its limit
     assert rates == [0.01, 0.01] and args.learning_rate is None and args.target_change is None
     plain = DiffusionGRPOConfig(str(tmp_path), use_cpu=True)
     assert prepare_args("tiny", plain).height == 32 and plain.height is None

@@ -8,6 +8,7 @@ import torch
 from diffusers.models.attention import FeedForward
 from tiny_runs import (
     are_equal,
+    assert_resumes,
     brightness,
     difference,
     finished_run,
@@ -15,7 +16,6 @@ from tiny_runs import (
     joined_trajectory,
     logged,
     policy_weights,
-    resume,
     trained_weights,
     trainer_for,
 )
@@ -380,7 +380,7 @@ FULL |= {"learning_rate": 1e-4}
 )
 def test_nft_resumes_bit_for_bit(tmp_path, settings):
     # within a rollout, and between two
-    whole, *resumed = resume(lambda folder: trainer_for(folder, **settings), tmp_path, 1, 4)
+    whole, *resumed = assert_resumes(lambda folder: trainer_for(folder, **settings), tmp_path, 1, 4)
     for step, again in zip((1, 4), resumed, strict=True):
         checkpoint = tmp_path / "whole" / f"checkpoint-{step}"
         own = {path.name for path in checkpoint.iterdir() if path.is_dir()}
@@ -402,7 +402,7 @@ def test_nft_resumes_bit_for_bit(tmp_path, settings):
 def test_others_resume_within_a_rollout_bit_for_bit(tmp_path, loss):
     kwargs = BEHIND["loss_kwargs"] if loss != "dpo" else None
     settings = SHORT | SAVED | {"loss_type": loss, "loss_kwargs": kwargs, "num_iterations": 2, "max_steps": 4}
-    whole, again = resume(lambda folder: trainer_for(folder, **settings), tmp_path, 1)
+    whole, again = assert_resumes(lambda folder: trainer_for(folder, **settings), tmp_path, 1)
     assert logged(again, "loss") == logged(whole, "loss")
 
 

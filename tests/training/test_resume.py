@@ -17,12 +17,12 @@ import torch
 from safetensors.torch import load_file
 from tiny_runs import (
     are_equal,
+    assert_resumes,
     brightness,
     finished_run,
     first_frame_brightness,
     logged,
     policy_weights,
-    resume,
     trained_weights,
     trainer_for,
 )
@@ -140,7 +140,7 @@ def test_resume_from_every_checkpoint(tmp_path, settings):
     """In one process: a new trainer for each resume, as a new process would build it."""
     settings = settings | {"save_total_limit": None}
     # within a rollout, and after it where one serves for four updates
-    whole, *resumed = resume(lambda folder: trainer_for(folder, **settings), tmp_path, 1, 4)
+    whole, *resumed = assert_resumes(lambda folder: trainer_for(folder, **settings), tmp_path, 1, 4)
     if settings.get("loss_type") in ("dppo", "grpo_guard"):
         kept = load_file(tmp_path / "whole" / "checkpoint-1" / "rollout-rank0.safetensors")
         assert kept["means.0"].dtype == torch.float32 and max(logged(resumed[0], "kl/old")) > 0
@@ -171,7 +171,7 @@ def test_resuming_where_rollouts_are_larger_than_micro_batches(tmp_path):
     """The rollout encoded two prompts, the resumed micro-batches ask for one of them at a time."""
     settings = {"rollout_batch_size": 8, "gradient_accumulation_steps": 1, "steps_per_generation": 2}
     settings |= {"save_strategy": "steps", "save_steps": 1, "num_iterations": 2, "max_steps": 3}
-    resume(lambda folder: trainer_for(folder, **settings), tmp_path, 1)
+    assert_resumes(lambda folder: trainer_for(folder, **settings), tmp_path, 1)
 
 
 def drawn(images, **columns):

@@ -152,3 +152,12 @@ def test_passes_from_the_whole_micro_batch_are_measured(tmp_path):
     trainer.passes._predict = lambda part, step: steps.append(step) or predict(part, step)
     trainer.train()
     assert steps == [1, 1, 5, 5, 9, 9] * 2
+
+
+def test_a_run_of_equal_rewards_measures_no_change(tmp_path):
+    columns = {"weight": [0.0, 0.0, 1.0, 1.0]}  # two prompts per update: only the second update has a gradient
+    settings = SMOOTH | {"columns": columns, "shuffle_dataset": False, "optim": "sgd", "max_steps": 2}
+    trainer = trainer_for(tmp_path, **settings, learning_rate=1.0, target_change=0.1)
+    trainer.train()
+    assert len(logged(trainer, "prediction/change")) == 1
+    assert logged(trainer, "learning_rate") == pytest.approx([1e-3, 1e-3])

@@ -10,7 +10,7 @@ import torch
 from diffusers import DiffusionPipeline
 from packaging.version import Version
 from peft import LoraConfig, get_peft_model
-from tiny_runs import LORA, finished_run, resume, trained_weights, trainer_for
+from tiny_runs import LORA, assert_resumes, finished_run, trained_weights, trainer_for
 
 from diffusion_grpo.rollout.reference import disable_adapters
 from diffusion_grpo.weights import files as hub
@@ -94,7 +94,7 @@ def test_a_lora_on_the_hub_is_trained_further(tmp_path, style, monkeypatch):
 def test_a_run_that_trains_a_lora_further_resumes_exactly(tmp_path, style):
     settings = STRONG | {"lora": False, "lora_path": str(style[0]), "save_strategy": "steps", "save_steps": 1}
     settings |= {"beta": 0.1, "max_steps": 3}
-    resume(lambda folder: trainer_for(folder, **settings), tmp_path, 1)
+    assert_resumes(lambda folder: trainer_for(folder, **settings), tmp_path, 1)
 
 
 def test_other_adapters_stay_active_and_frozen(tmp_path, style):
