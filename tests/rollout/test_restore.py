@@ -24,7 +24,7 @@ from diffusion_grpo.rollout.restore import (
     save_buffer,
 )
 from diffusion_grpo.rollout.value_model import ValueTargets
-from tests.rollout.test_order import order_of
+from tests.rollout.test_plan import order_of
 
 
 def inputs_of(**settings):
