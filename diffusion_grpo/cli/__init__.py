@@ -11,8 +11,7 @@ import sys
 from .. import __version__
 from ..quiet import replace_unprintable
 from . import check, plan, report, rewards, sample, train
-from .failures import is_explained, print_failure
-from .refusal import Refusal
+from .errors import Refusal, is_explained, print_failure
 
 
 def main(argv: list[str] | None = None) -> int:

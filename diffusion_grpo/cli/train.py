@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..quiet import hide_loading_bars
-from .refusal import Refusal, refusing
+from .errors import Refusal, refusing
 
 if TYPE_CHECKING:
     from ..config.arguments import LaunchArguments, LoraArguments, ScriptArguments

@@ -1,8 +1,23 @@
-"""Errors that stop a run and explain themselves: shown as one line, without the library's own traceback."""
+"""Errors that end a command with one line: `Refusal` of what the user gave, and those that explain a failed run."""
 
+import contextlib
 import sys
 import traceback
+from collections.abc import Iterator
 from types import TracebackType
+
+
+class Refusal(Exception):
+    """Raised for input that cannot be used; the message says what to change."""
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Turn errors of checking or loading user input inside the context into a `Refusal`."""
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        raise Refusal(" ".join(str(error).split())) from error
 
 
 def is_explained(error: Exception) -> bool:

@@ -1,10 +1,11 @@
-"""Errors that stop a run: one line, after the traceback of a reward's own code."""
+"""Input that cannot be used is refused in one line; a run that fails ends in one, after a reward's own traceback."""
 
 import pytest
 import torch
 from command_line import SIZE
 
 from diffusion_grpo import cli
+from diffusion_grpo.cli.errors import refusing
 from diffusion_grpo.data.columns import RowError
 from diffusion_grpo.distributed.failure import RankError
 from diffusion_grpo.policy.drivers import UnsupportedPipeline
@@ -69,3 +70,22 @@ def test_memory_that_runs_out_is_one_line(config_file, model, capsys, monkeypatc
     printed = capsys.readouterr().err
     assert "Traceback" not in printed
     assert printed.splitlines()[-1].startswith("error: Out of memory while the model was loaded: CUDA out of memory.")
+
+
+# Input that is refused
+
+
+@pytest.mark.parametrize("error", [ValueError("too\n  large"), OSError("too large"), ImportError("too large")])
+def test_errors_of_input_become_one_line(error, monkeypatch, capsys):
+    def fail(arguments):
+        with refusing():
+            raise error
+
+    monkeypatch.setattr("diffusion_grpo.cli.train.run", fail)
+    assert cli.main(["train", "x.yaml"]) == 2
+    assert capsys.readouterr().err == "error: too large\n"
+
+
+def test_bugs_keep_their_traceback():
+    with pytest.raises(ZeroDivisionError), refusing():
+        _ = 7 // 0
