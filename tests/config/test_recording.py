@@ -1,18 +1,15 @@
 """What an algorithm needs recorded, and what follows for the settings: which fit it, and which are refused."""
 
 import pytest
-from tiny_runs import logged, train_and_compare, trainer_for
+from tiny_runs import RENOISED, logged, train_and_compare, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig
-from diffusion_grpo.algorithms import ALGORITHMS
 from diffusion_grpo.algorithms.base import Algorithm, PassOutput, Recording
 from diffusion_grpo.algorithms.losses import dppo
 from diffusion_grpo.algorithms.registry import find_recording
 from diffusion_grpo.config.validate import check_token_settings
 
-CLASSES = {name: found for name, found in ALGORITHMS.items() if isinstance(found, type)}  # others are losses of steps
-RENOISED = [name for name, cls in CLASSES.items() if cls.recording.keeps == "clean"]
-WHOLE_GROUPS = [name for name, cls in CLASSES.items() if cls.recording.whole_groups]
+WHOLE_GROUPS = ("fdfo", "dgpo", "dpo")
 
 
 def config(**settings):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from diffusers.models.attention import FeedForward
 from tiny_runs import (
+    RENOISED,
     are_equal,
     assert_resumes,
     brightness,
@@ -29,7 +30,6 @@ from diffusion_grpo.policy.trajectory import CleanSamples
 from diffusion_grpo.rollout import generate
 from diffusion_grpo.rollout.passes import Passes
 
-RENOISED = [name for name, cls in ALGORITHMS.items() if isinstance(cls, type) and cls.recording.keeps == "clean"]
 SHORT = {"gradient_accumulation_steps": 1, "num_inference_steps": 3}
 # an old policy that is well behind, so that it cannot be mistaken for the policy
 BEHIND = {"loss_type": "nft", "loss_kwargs": {"decay_rate": 0.3, "decay_max": 0.9}}
