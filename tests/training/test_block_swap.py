@@ -262,6 +262,22 @@ def test_runs_are_the_same_beside_reference_average_and_frozen_parts(tmp_path, m
     assert resumed.state.global_step == 3
 
 
+def test_a_swapped_network_is_saved_with_its_lora_merged(tmp_path):
+    """On an accelerator, the LoRA is there, and weights and reference are in CPU memory."""
+    settings = {"beta": 0.1, "sync_ref_model": True, "max_steps": 1, "learning_rate": 0.02}
+    trainer = finished_run(tmp_path, group_offload="block_level", **settings)
+    network, accelerator = trainer.pipe.transformer, trainer.args.device.type
+    before = {name: value.device.type for name, value in network.named_parameters()}
+    assert {where for name, where in before.items() if "_B.default" in name} == {accelerator}
+    assert {where for name, where in before.items() if "_B.grpo_reference" in name} == {"cpu"}
+    network.save_pretrained(tmp_path / "merged")
+    assert before == {name: value.device.type for name, value in network.named_parameters()}
+    saved, layer = type(network).from_pretrained(tmp_path / "merged"), "transformer_blocks.0.attn.to_q"
+    wrapped = network.get_submodule(layer)
+    expected = wrapped.get_base_layer().weight + wrapped.get_delta_weight("default").cpu()
+    torch.testing.assert_close(saved.get_submodule(layer).weight, expected, rtol=0, atol=1e-6)
+
+
 def test_experts_that_take_turns_are_swapped_each_by_itself(tmp_path, monkeypatch):
     settings = {"name": "wan_experts", "rewards": first_frame_brightness, "max_steps": 1}
     plain = finished_run(tmp_path / "plain", **settings)
