@@ -347,8 +347,8 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        if self.step_size is not None:
-            self.step_size.has_gradient = grad_norm is None or bool(grad_norm)
+        if self.step_size is not None:  # fp16 skips updates that overflow, fused optimizers do so within their step
+            self.step_size.has_gradient = grad_norm is None or 0 < float(grad_norm) < torch.inf
         if not self.args.fp16:  # fp16's loss scaling already skips such updates
             update = self.state.global_step + 1
             refuse_non_finite(torch.as_tensor(grad_norm), "gradient norm", update, self.args.output_dir)

@@ -163,7 +163,7 @@ def test_a_run_raises_its_reward_and_logs_as_every_other(tmp_path):
     ("name", "settings"),
     [
         ("sd15", {"lora": False, "learning_rate": 1e-4, "beta": 0.1}),
-        ("sd3", {"num_trained_steps": 2, "beta": 0.1, "num_generations": 2, "target_change": 0.1}),
+        ("sd3", {"num_trained_steps": 2, "beta": 0.1, "num_generations": 2, "target_change": 0.1, "learning_rate": 1.0}),
         ("flux", {"trained_steps": "all", "step_selection": "sample"}),
         ("wan", {"trained_steps": [1, 3], "step_selection": "prompt", "gradient_checkpointing": True}),
         ("wan_experts", {"num_trained_steps": 3, "num_inference_steps": 4}),
@@ -176,6 +176,8 @@ def test_kinds_of_runs(tmp_path, name, settings, caplog):
     assert min(logged(trainer, "grad_norm")) > 0
     assert max(logged(trainer, "prediction/max_error")) < 1e-5  # those that enter alone have another batch
     assert ("kl" in trainer.state.log_history[-3]) == ("beta" in settings)
+    changes = logged(trainer, "prediction/change")
+    assert bool(changes) == ("target_change" in settings) and all(change > 0 for change in changes)
     if "beta" in settings:
         first, *later = logged(trainer, "kl") + logged(trainer, "eval_kl")
         assert first == 0 < min(later)  # the policy begins as the reference

@@ -11,6 +11,7 @@ from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.algorithms.batch import Part
 from diffusion_grpo.algorithms.fdfo import FDFO
 from diffusion_grpo.policy.trajectory import StepDistribution, StepScale, Trajectory
+from diffusion_grpo.rewards import groupwise, takes_latents
 
 LATENTS = torch.tensor([7, 8, 7, 8, 7, 7])  # two of one prompt, interleaved, with four samples and with two
 JACOBIAN, STD = 0.25, 0.5
@@ -97,6 +98,24 @@ def test_a_rollout_keeps_finished_latents_beside_its_steps(tmp_path):
     assert logged(trainer, "ratio/max_error") == [0.0] and min(logged(trainer, "fdfo/spread")) > 0
     kept = joined_trajectory(trainer)
     assert torch.equal(kept.finished, torch.cat(scored)) and kept.latents.shape[1] == 1
+
+
+@groupwise
+@takes_latents
+def larger(latents, **columns):
+    """1 for the sample of a pair that `latent_mean` prefers."""
+    means = latent_mean(latents)
+    return (means == means.max()).float()
+
+
+def test_pairs_and_two_steps_learn_from_a_reward_that_only_compares(tmp_path):
+    settings = STEPS | {"num_generations": 2, "trained_steps": [0, 2], "max_steps": 6, "learning_rate": 0.01}
+    settings |= {"eval_strategy": "steps", "eval_steps": 6, "eval_on_start": True}
+    trainer = trainer_for(tmp_path, loss_type="fdfo", rewards=larger, eval_reward_funcs=latent_mean, **settings)
+    trainer.train()
+    assert logged(trainer, "rewards/larger/mean") == [0.5] * 6
+    start, end = logged(trainer, "eval_rewards/latent_mean/mean")
+    assert end > start + 0.1
 
 
 @pytest.mark.parametrize("settings", [{"samples_per_latent": 1}, {"per_device_train_batch_size": 2}])

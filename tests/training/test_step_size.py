@@ -161,3 +161,12 @@ def test_a_run_of_equal_rewards_measures_no_change(tmp_path):
     trainer.train()
     assert len(logged(trainer, "prediction/change")) == 1
     assert logged(trainer, "learning_rate") == pytest.approx([1e-3, 1e-3])
+
+
+def test_an_update_that_overflows_measures_nothing(tmp_path):
+    """fp16 skips it; a fused optimizer does so within its step, which seems to have changed nothing."""
+    trainer = trainer_for(tmp_path, target_change=0.1)
+    trainer.args.fp16 = True  # refused on a CPU
+    for norm, has_gradient in ((2.0, True), (torch.inf, False), (torch.nan, False), (0.0, False), (2.0, True)):
+        trainer._get_grad_norm(trainer.model, torch.tensor(norm))
+        assert trainer.step_size.has_gradient == has_gradient
