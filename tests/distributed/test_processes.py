@@ -132,10 +132,11 @@ def test_processes_stop_together_where_a_limit_is_passed(tmp_path):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("mode", ["ddp", "fsdp2", "zero2", "zero3", "zero3-layered"])
+@pytest.mark.parametrize("mode", ["ddp", "context parallel", "fsdp2", "zero1", "zero2", "zero3", "zero3-layered"])
 def test_processes_agree_on_the_step_size(tmp_path, mode):
     """Each measures samples of its own; with rates of their own, they would train weights of their own."""
-    settings = SETTINGS | {"mode": mode, "target_change": 0.1, "learning_rate": 1.0, "max_steps": 6}
+    own = {"mode": "ddp", "name": "flux", "context_parallel_size": 2} if mode == "context parallel" else {"mode": mode}
+    settings = SETTINGS | own | {"target_change": 0.1, "learning_rate": 1.0, "max_steps": 6}
     ranks_server.succeed(tmp_path, 2, rank_runs.regulate, tmp_path / "run", settings)
     one, other = json.loads((tmp_path / "run" / "result.json").read_text())
     assert one == other and one[0]["rate"] > 1e-3 and len(one[0]["gains"]) == 5
