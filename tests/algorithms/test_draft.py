@@ -163,7 +163,10 @@ def test_a_run_raises_its_reward_and_logs_as_every_other(tmp_path):
     ("name", "settings"),
     [
         ("sd15", {"lora": False, "learning_rate": 1e-4, "beta": 0.1}),
-        ("sd3", {"num_trained_steps": 2, "beta": 0.1, "num_generations": 2, "target_change": 0.1, "learning_rate": 1.0}),
+        (
+            "sd3",
+            {"num_trained_steps": 2, "beta": 0.1, "num_generations": 2, "target_change": 0.1, "learning_rate": 1.0},
+        ),
         ("flux", {"trained_steps": "all", "step_selection": "sample"}),
         ("wan", {"trained_steps": [1, 3], "step_selection": "prompt", "gradient_checkpointing": True}),
         ("wan_experts", {"num_trained_steps": 3, "num_inference_steps": 4}),
