@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", help="Hub id or folder of a diffusers pipeline, or `tiny`")
     command.add_argument("--prompt", default="a photo of a cat", help="prompt to sample; default: %(default)s")
-    sample_settings.add_call_options(command)
+    sample_settings.add_options(command, "num_inference_steps")
     command.add_argument("--sde_type", default="auto", help="SDE of the denoising steps; default: %(default)s")
     command.add_argument("--noise_level", type=float, default=None, help="noise level of the SDE; default: its own")
     command.set_defaults(run=run)

@@ -47,9 +47,14 @@ def check_quantization(sharding: str, methods: Collection[str]) -> None:
         )
 
 
-def check_group_offload(sharding: str) -> None:
-    """Refuse group offloading, which moves frozen weights, where an engine moves them itself."""
-    if sharding != "ddp":
+def check_group_offload(sharding: str, is_full_training: bool) -> None:
+    """Refuse group offloading, which moves frozen weights, where there are none or an engine moves them itself."""
+    if is_full_training:
+        raise ValueError(
+            "group_offload moves frozen weights, but full training has none; train a LoRA, or use DeepSpeed with "
+            "zero3_offload."
+        )
+    if sharding not in ("one process", "ddp"):
         raise ValueError(
             "group_offload moves weights that DeepSpeed and FSDP2 move themselves; leave it out (zero3_offload and "
             "fsdp_offload_params keep weights in CPU memory too), or start without them."

@@ -24,7 +24,7 @@ from ..config.settings import DiffusionGRPOConfig
 from ..data.call_form import call_in_some_form
 from ..data.inputs import BATCHED, Form, PipelineInputs
 from ..distributed.launch import check_processes, read_settings
-from ..distributed.refusals import check_optimizer, check_quantization
+from ..distributed.refusals import check_group_offload, check_optimizer, check_quantization
 from ..policy.networks import NetworkAccess
 from ..policy.token import make_policy
 from ..training.model import check_reentrant
@@ -168,11 +168,8 @@ def _plan_model(
     is_full_training, sharding = peft_config is None, made.sharding
     check_peft_config(peft_config)
     check_reentrant(args, is_full_training)
-    if args.group_offload is not None and (is_full_training or sharding.name not in ("one process", "ddp")):
-        raise ValueError(
-            f"group_offload={args.group_offload!r} moves the frozen weights under a LoRA, on one process or with DDP; "
-            "leave it out."
-        )
+    if args.group_offload is not None:
+        check_group_offload(sharding.name, is_full_training)
     check_optimizer(sharding.name, getattr(args.optim, "value", args.optim))
     parts, (counted, notes) = _build_and_measure(folder, args, peft_config, rows, cache)
     made.notes += notes

@@ -208,8 +208,6 @@ def stochastic_scheduler(
         True
     """
     name = type(scheduler).__name__
-    if sde_type != "auto" and sde_type not in SDES:
-        raise ValueError(f"sde_type must be auto or one of {', '.join(SDES)}, got {sde_type!r}.")
     match = _kind(scheduler)
     if match is None:
         raise _refusal(scheduler)

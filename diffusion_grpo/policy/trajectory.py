@@ -53,14 +53,14 @@ class SampleTensors:
         """Return metrics of a rollout."""
         return {}
 
-    def perturb(self, share: float = 0.01) -> "SampleTensors":
+    def perturb(self) -> "SampleTensors":
         """Return the samples with noise, equal for all, in their latents, if they have any."""
         name = "entered" if "entered" in self.tensors() else "latents"
         latents = self.tensors().get(name)
         if latents is None:
             return self
         noise = torch.randn(latents.shape[1:], generator=torch.Generator().manual_seed(0))
-        return dataclasses.replace(self, **{name: latents + share * latents.std() * noise.to(latents)})
+        return dataclasses.replace(self, **{name: latents + 0.01 * latents.std() * noise.to(latents)})
 
     def over_steps(self, values: Tensor) -> Tensor:
         """Average (batch, steps) values over steps; return (batch,)."""

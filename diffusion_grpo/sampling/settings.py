@@ -129,11 +129,6 @@ def add_options(command: argparse.ArgumentParser, first: str) -> None:
         command.add_argument(f"--{each.name}", type=kind, choices=field.choices or None, help=each.metadata["help"])
 
 
-def add_call_options(command: argparse.ArgumentParser) -> None:
-    """Add the options that `check` and `sample` share. Those not given keep the pipeline's default."""
-    add_options(command, "num_inference_steps")
-
-
 def add_sample_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "source",
@@ -154,7 +149,7 @@ def add_sample_options(command: argparse.ArgumentParser) -> None:
 
 
 def read_call_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the keyword arguments of a pipeline's call from the options of `add_call_options`, and their defaults."""
+    """Return the keyword arguments of a pipeline's call from its options, and their defaults."""
     options = {name: getattr(arguments, name) for name in ("num_inference_steps", *CALL)}
     options = {name: value for name, value in options.items() if value is not None}
     defaults = find_default_call(getattr(arguments, "source", None) or arguments.model, arguments.lora)

@@ -139,7 +139,8 @@ def check_run(
     optimizer = getattr(args.optim, "value", args.optim)
     refusals.check_optimizer(backend.sharding, optimizer)
     check_optimizer_package(optimizer)
-    check_block_swap(args, backend, is_full_training)
+    if args.group_offload is not None:
+        refusals.check_group_offload(backend.sharding, is_full_training)
     datasets = name_datasets(train_dataset, eval_dataset)
     pipeline = pipeline_class(model, args)
     check_named_model(model, pipeline, args)
@@ -157,26 +158,16 @@ def check_run(
     return CheckedRun(model, args, rewards, backend, is_full_training, record, datasets, inputs, quantized)
 
 
-def check_model(model: Any) -> None:
-    """Refuse a model that is neither a name nor a pipeline with all of its components."""
+def prepare_args(model: str | DiffusionPipeline, args: DiffusionGRPOConfig | None) -> DiffusionGRPOConfig:
+    """Return the settings of a run: a copy of the given ones, or the defaults, with the tiny model's own defaults."""
     check_components(model)
     if not isinstance(model, (str, DiffusionPipeline)):
         raise TypeError(
             f"model is a {type(model).__name__}; pass a Hub id, a folder, 'tiny', a DiffusionPipeline or a "
             "ModularPipeline, which holds the network to train."
         )
-
-
-def check_args(args: Any) -> None:
-    """Refuse settings of another trainer."""
     if args is not None and not isinstance(args, DiffusionGRPOConfig):
         raise TypeError(f"args is a {type(args).__name__}; pass a DiffusionGRPOConfig, with the same setting names.")
-
-
-def prepare_args(model: str | DiffusionPipeline, args: DiffusionGRPOConfig | None) -> DiffusionGRPOConfig:
-    """Return the settings of a run: a copy of the given ones, or the defaults, with the tiny model's own defaults."""
-    check_model(model)
-    check_args(args)
     if args is None:
         args = DiffusionGRPOConfig(f"{name_model(model).split('/')[-1]}-GRPO")
     args = copy.copy(args)  # the user may use the same settings for another run
@@ -314,18 +305,6 @@ def check_optimizer_package(name: str) -> None:
     package = "torchao" if name in refusals.TORCHAO else "bitsandbytes" if name in refusals.BITSANDBYTES else None
     if package is not None and importlib.util.find_spec(package) is None:
         raise ImportError(f"optim={name!r} needs the package {package}: pip install {package}.")
-
-
-def check_block_swap(args: DiffusionGRPOConfig, backend: DistributedBackend, is_full_training: bool) -> None:
-    """Refuse `group_offload` where it cannot work, before the model is loaded."""
-    if args.group_offload is None:
-        return
-    if is_full_training:
-        raise ValueError(
-            f"group_offload={args.group_offload!r} moves frozen weights, but full training has none; train a LoRA, or "
-            "use DeepSpeed with zero3_offload."
-        )
-    refusals.check_group_offload(backend.sharding)
 
 
 def describe_run(

@@ -22,8 +22,8 @@ METHODS = [
     [(check_optimizer, *case) for case in OPTIMIZERS]
     + [(check_quantization, sharding, [method], message) for sharding, method, message in METHODS]
     + [
-        (lambda sharding, _: check_group_offload(sharding), sharding, None, "group_offload")
-        for sharding in ("zero1", "fsdp2")
+        (check_group_offload, sharding, is_full_training, "group_offload")
+        for sharding, is_full_training in (("zero1", False), ("fsdp2", False), ("ddp", True), ("one process", True))
     ],
 )
 def test_what_an_engine_cannot_do_is_refused(check, sharding, given, message):
@@ -41,4 +41,4 @@ def test_what_an_engine_can_do_is_not_refused():
     ):
         check_quantization(sharding, [method])
     check_quantization("fsdp2", [])
-    check_group_offload("ddp")
+    check_group_offload("ddp", is_full_training=False)
