@@ -32,7 +32,7 @@ from .report.card import CardDetails, name_repository, write_model_card
 from .report.page import write_curve
 from .report.record import write_json
 from .rewards import Reward, RewardError, check_columns
-from .rollout.runtime import Runtime
+from .rollout.runtime import Metrics, Runtime, UpdateProgress
 from .training import build, preflight
 from .training.base import DiffusersTrainer
 from .training.checkpoints import count_updates, explain_interrupt, holds_run
@@ -40,7 +40,6 @@ from .training.learner import check_own_optimizer, make_learner
 from .training.loading import load_policy
 from .training.memory import weigh_run
 from .training.out_of_memory import explain_out_of_memory, train_with_smaller_batches
-from .training.progress import Metrics, UpdateProgress
 from .training.update import NonFiniteError, Place, refuse_non_finite
 
 logger = logging.getLogger(__name__)

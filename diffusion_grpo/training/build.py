@@ -29,7 +29,7 @@ from ..rewards.executor import Executor
 from ..rollout.estimator import AdvantageEstimator
 from ..rollout.generate import RolloutGenerator, RolloutLoader
 from ..rollout.passes import Passes
-from ..rollout.runtime import Runtime
+from ..rollout.runtime import Runtime, UpdateProgress
 from ..rollout.score import RewardScorer
 from ..rollout.value_model import ValueCallback
 from ..weights.files import lora_loader, name_half_dtype
@@ -49,7 +49,7 @@ from .checkpoints import Checkpointer
 from .evaluation import Evaluator
 from .learner import Learner
 from .preflight import RunRewards
-from .progress import UpdateProgress, replace_progress
+from .progress import replace_progress
 from .step_size import StepSize
 from .trackers import patch_trackers
 from .update import PolicyUpdate

@@ -1,6 +1,5 @@
-"""Memory sizes: count the bytes of tensors and of a run, format them, and measure the peak of this process."""
+"""Memory sizes: count the bytes of tensors and of a run, and format them."""
 
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -55,18 +54,3 @@ def format_size(count: int) -> str:
         if count >= unit:
             return f"{count / unit:.1f} {name}"
     return f"{count / 2**10:.1f} KiB"
-
-
-def measure_peak_memory(device: torch.device | str) -> float:
-    """Return the peak memory in GiB: of tensors on the GPU or, without a GPU, of the whole process in main memory."""
-    device = torch.device(device)
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    if sys.platform == "win32":
-        import psutil  # a requirement of accelerate
-
-        return psutil.Process().memory_info().peak_wset / 2**30
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, others KiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

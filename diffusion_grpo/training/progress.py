@@ -1,15 +1,10 @@
-"""What a run measures and prints of its updates: `Metrics` until they are logged, and `UpdateProgress` meanwhile.
+"""What a run prints: where it trains what, a line per update and evaluation, and where a long update is.
 
-It prints where it trains what, a line per update and evaluation, and where a long update is. All other metrics go only
-to the trackers.
+All other metrics go only to the trackers.
 """
 
 import contextlib
-import logging
 import sys
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,109 +16,12 @@ from transformers.utils import is_in_notebook
 
 from ..config.settings import DiffusionGRPOConfig
 from ..data.held_out import name_prompts
-from ..distributed.backend import DistributedBackend
-from ..distributed.collectives import gather_means
 from ..quiet import replace_unprintable
 from ..report.run_folder import format_measured, format_updates
-from .memory import measure_peak_memory
+from ..rollout.runtime import TOTALS, UpdateProgress
+from ..rollout.runtime import Metrics as Metrics
 
-logger = logging.getLogger(__name__)
 FEW_UPDATES = 50  # a run of fewer, whose max_steps is not set, says why it is short
-NOTICE = 60.0  # seconds without output after which a long update prints its progress
-TOTALS = ("time/rollout", "time/reward", "time/update")  # seconds per update of the slowest process
-# metrics that are logged as the largest or smallest value since the last log, instead of the mean
-LARGEST = (
-    "ratio/max_error",
-    "prediction/max_error",
-    "ratio/max",
-    "sampling/sampling_logp_difference/max",
-    "spread/reward_max",
-    "spread/advantage_max",
-    "memory/peak_gib",
-    *TOTALS,
-)
-SMALLEST = ("ratio/min", "spread/reward_min", "spread/advantage_min", "samples_per_second")
-
-
-class Metrics:
-    """Collection of values by name, until they are logged."""
-
-    def __init__(self):
-        self.reset()
-
-    def add(self, name: str, value: float, weight: float = 1.0) -> None:
-        """Add one value, unless its weight is 0."""
-        if weight:
-            self.values[name].append(value)
-            self.weights[name].append(weight)
-            self._seconds += value if name in TOTALS else 0.0
-
-    def add_all(self, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self.add(name, value)
-
-    @contextlib.contextmanager
-    def time(self, name: str) -> Iterator[None]:
-        """Add the seconds that are spent inside this context."""
-        start = time.perf_counter()
-        yield
-        self.add(name, time.perf_counter() - start)
-
-    def start(self, step: int) -> None:
-        """Start counting updates at `step`, unless counting has begun already."""
-        if self._logged_step is None:
-            self._logged_step = step
-
-    def reset(self) -> None:
-        """Forget everything, for a new run."""
-        self.values: dict[str, list[float]] = defaultdict(list)
-        self.weights: dict[str, list[float]] = defaultdict(list)
-        self._logged_step: int | None = None
-        self.samples, self._seconds = 0, 0.0  # of the rollout that is being trained on
-        self._finished_samples, self._finished_seconds = 0, 0.0  # of rollouts used up since the last log
-
-    def finish_rollout(self) -> None:
-        """Count the finished rollout in `samples_per_second`: all its updates are done, so its total time is known."""
-        if self.samples:  # 0 if it was made before the run was resumed
-            self._finished_samples += self.samples
-            self._finished_seconds += self._seconds
-        self.samples, self._seconds = 0, 0.0
-
-    def gather(self, backend: DistributedBackend, step: int) -> dict[str, float]:
-        """Return the metrics since the last log, combined over all processes, and forget them; a collective."""
-        updates = max(1, step - self._logged_step)
-        totals = {name: [sum(self.values.pop(name, [])) / updates] for name in TOTALS}
-        measured, weights = self.values | totals, {name: self.weights[name] for name in self.values}
-        measured["memory/peak_gib"] = [measure_peak_memory(backend.accelerator.device)]
-        if self._finished_samples:
-            measured["samples_per_second"] = [self._finished_samples / self._finished_seconds]
-        self._finished_samples, self._finished_seconds, self._logged_step = 0, 0.0, step
-        self.values.clear()
-        self.weights.clear()
-        return gather_means(backend.accelerator, measured, LARGEST, SMALLEST, weights)
-
-
-class UpdateProgress:
-    """Progress of the current update: its stage and how much of it is done."""
-
-    def __init__(self):
-        self.stage: str | None = None
-        self.done = self.total = 0
-        self.copies = 1
-        self.watch: Callable[[], None] = lambda: None
-
-    def begin(self, stage: str | None, total: int = 0, copies: int = 1) -> None:
-        """Enter a stage; None after the last one of an update."""
-        if self.stage is not None and logger.isEnabledFor(logging.DEBUG):
-            device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-            logger.debug("RL_METRIC: after %s: peak memory %.2f GiB", self.stage, measure_peak_memory(device))
-        self.stage, self.done, self.total, self.copies = stage, 0, total * copies, copies
-        self.watch()
-
-    def advance(self, count: int = 1) -> None:
-        """Count units of the stage that this process has done."""
-        self.done += count * self.copies
-        self.watch()
 
 
 def describe_run(args: DiffusionGRPOConfig, run: dict[str, Any], updates_of_run: int) -> str:
@@ -195,21 +93,20 @@ class RewardProgressCallback(ProgressCallback):
     It must come after `SampleGridCallback`, whose images a notebook shows below.
     """
 
-    def __init__(self, progress: UpdateProgress, run: dict[str, Any], clock: Callable[[], float] = time.monotonic):
+    def __init__(self, progress: UpdateProgress, run: dict[str, Any]):
         super().__init__()
-        self.progress, self.run, self.clock = progress, run, clock
+        self.progress, self.run = progress, run
         self.first = self.step = self.total = 0
         self.grid: Any = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.first = self.step = state.global_step
-        self.total, self.started = state.max_steps, self.clock()
-        self.written = self.stage_began = self.started
+        self.total, self.started = state.max_steps, self.progress.clock()
         if state.is_world_process_zero:
             if not args.disable_tqdm and (sys.stderr.isatty() or is_in_notebook()):
                 super().on_train_begin(args, state, control, **kwargs)
             self._write(describe_run(args, self.run, self.total))
-            self.progress.watch = self._show_stage
+            self.progress.notice = self._show_stage
 
     def on_step_end(self, args, state, control, **kwargs):
         self.step = state.global_step
@@ -224,7 +121,7 @@ class RewardProgressCallback(ProgressCallback):
             self._write(evaluation_line(state.global_step, logs, name_prompts(self.run["prompts"])))
         elif "loss" in logs:  # not the summary at the end; has no reward if a rollout is used again
             done, rest = self.step - self.first, self.total - self.step
-            left = (self.clock() - self.started) / done * rest if done and rest else None
+            left = (self.progress.clock() - self.started) / done * rest if done and rest else None
             self._write(update_line(state.global_step, self.total, logs, left))
 
     def on_evaluate(self, args, state, control, **kwargs):
@@ -239,26 +136,21 @@ class RewardProgressCallback(ProgressCallback):
                 self.grid = display.display(image, display_id=True)
 
     def on_train_end(self, args, state, control, **kwargs):
-        self.progress.watch = lambda: None
+        self.progress.notice = lambda: None
         self.total = 0
         if self.training_bar is not None:
             super().on_train_end(args, state, control, **kwargs)
 
     def _show_stage(self) -> None:
-        """Write how far a long update is, once a minute."""
-        progress, now = self.progress, self.clock()
-        if progress.done == 0:
-            self.stage_began = now
-        if progress.stage is None or now - self.written < NOTICE:
-            return
-        done, seconds = progress.done, now - self.stage_began
+        """Write how far a long update is."""
+        progress = self.progress
+        done, seconds = progress.done, progress.clock() - progress.began
         left = f", {format_seconds(seconds / done * (progress.total - done))} left in it" if done else ""
         unit = "passes" if progress.stage == "training" else "samples"
-        stage = f"{progress.stage}, {done} of {progress.total} {unit}{left}"
-        self._write(f"update {self.step + 1}/{self.total}: {stage}")
+        self._write(f"update {self.step + 1}/{self.total}: {progress.stage}, {done} of {progress.total} {unit}{left}")
 
     def _write(self, line: str) -> None:
-        self.written = self.clock()
+        self.progress.noticed = self.progress.clock()
         with contextlib.suppress(OSError):  # a terminal or pipe that was closed must not end the run
             if self.training_bar is not None:
                 self.training_bar.write(line)

@@ -1,5 +1,6 @@
 """What a user sees of a running training, in a terminal, in a pipe and in a notebook."""
 
+import itertools
 import os
 import sys
 from types import ModuleType, SimpleNamespace
@@ -9,7 +10,8 @@ from command_line import make_config
 from tiny_runs import finished_run, trainer_for
 from transformers import TrainerCallback
 
-from diffusion_grpo.training.progress import RewardProgressCallback, UpdateProgress
+from diffusion_grpo.rollout.runtime import UpdateProgress
+from diffusion_grpo.training.progress import RewardProgressCallback
 
 
 def lines_of(capsys):
@@ -36,7 +38,8 @@ def test_an_update_tells_where_it_is(tmp_path):
     class Watch(TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):
             progress = trainer.progress
-            progress.watch = lambda: seen.append((progress.stage, progress.done, progress.total))
+            progress.clock = itertools.count(progress.noticed + 60, 60).__next__  # a minute passes at each look
+            progress.notice = lambda: seen.append((progress.stage, progress.done, progress.total))
 
     trainer = trainer_for(tmp_path, max_steps=1)
     trainer.add_callback(Watch)
@@ -45,14 +48,14 @@ def test_an_update_tells_where_it_is(tmp_path):
     assert ("rewards", 0, 8) in seen and ("rewards", 8, 8) in seen
     passes = [(done, total) for stage, done, total in seen if stage == "training"]
     assert passes == [(done, 6) for done in range(7)]  # two micro-batches, three steps each
-    assert seen[-1] == (None, 0, 0)
+    assert trainer.progress.stage is None
 
 
 def test_a_long_update_says_once_a_minute_where_it_is(capsys):
     now = [0.0]
-    progress = UpdateProgress()
+    progress = UpdateProgress(clock=lambda: now[0])
     run = {"trains_by": "full", "component": "transformer"}
-    callback = RewardProgressCallback(progress, run, clock=lambda: now[0])
+    callback = RewardProgressCallback(progress, run)
     state = SimpleNamespace(global_step=0, max_steps=3, is_world_process_zero=True)
     callback.on_train_begin(make_config(disable_tqdm=True, max_steps=3), state, None)
     progress.begin("rollout", 128)

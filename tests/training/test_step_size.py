@@ -10,7 +10,7 @@ from tiny_runs import SMOOTH, brightness, logged, trainer_for
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerState
 
-from diffusion_grpo.training.progress import Metrics
+from diffusion_grpo.rollout.runtime import Metrics
 from diffusion_grpo.training.step_size import StepSize
 
 BACKEND = SimpleNamespace(accelerator=SimpleNamespace(device="cpu"), gather=lambda tensor: tensor)

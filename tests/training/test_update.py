@@ -12,9 +12,8 @@ from diffusion_grpo.distributed.backend import DistributedBackend
 from diffusion_grpo.distributed.context_parallel import ContextGroups
 from diffusion_grpo.distributed.failure import ProcessGroupMonitor
 from diffusion_grpo.distributed.trained_weights import TrainedWeights
-from diffusion_grpo.rollout.runtime import Runtime
+from diffusion_grpo.rollout.runtime import Metrics, Runtime, UpdateProgress
 from diffusion_grpo.rollout.value_model import STATE_SIZE, ValueModel, ValueTargets
-from diffusion_grpo.training.progress import Metrics, UpdateProgress
 from diffusion_grpo.training.update import NonFiniteError, Place, PolicyUpdate, count_measured, refuse_non_finite
 
 ONLY = Place(update=1, count=1, is_first=True, is_last=True)
