@@ -30,7 +30,7 @@ class RatioError(RuntimeError):
     """The replay does not reproduce the rollout, so the ratio is not 1 where it must be.
 
     Examples:
-        >>> DriftLimit(1e-5).check(0.1, "The first ratio after a rollout is", "A hook may have changed the network.")
+        >>> DriftLimit(1e-5).check(0.1, "The first ratio after a rollout is", "a hook may have changed the network")
         Traceback (most recent call last):
         RatioError: The first ratio after a rollout is off by 1.0e-01, more than max_ratio_error=1e-05. ...
     """
@@ -71,18 +71,23 @@ class Reference(Protocol):
 class DriftLimit:
     """Stops a run whose first pass after a rollout does not reproduce it."""
 
-    def __init__(self, limit: float | None, warns: bool = True):
-        self._limit, self._has_warned = limit, not warns
+    def __init__(self, limit: float | None, is_half_precision: bool = False, warns: bool = True):
+        self._limit, self._is_half_precision, self._has_warned = limit, is_half_precision, not warns
 
-    def check(self, drift: float, what: str, remedy: str, explanation: str | None = None) -> None:
-        """Refuse a drift above the limit, or only warn about it, once, if there is an explanation."""
+    def check(self, drift: float, what: str, problem: str, is_rounding: bool = False, remedy: str = "") -> None:
+        """Refuse a drift above the limit; only warn about it, once, if it is the rounding of half precision."""
         if self._limit is None or drift <= self._limit:
             return
         deviation = f"{what} off by {drift:.1e}, more than max_ratio_error={self._limit:.0e}"
-        if explanation is None or not math.isfinite(drift):
-            raise RatioError(f"{deviation}: {remedy}")
+        if not (self._is_half_precision and is_rounding and math.isfinite(drift)):
+            beyond = "this is more than half precision explains, and " if self._is_half_precision else ""
+            way_out = ", or set max_ratio_error to null" if self._is_half_precision else ""
+            raise RatioError(
+                f"{deviation}: {beyond}{problem}. Look for dropout or randomness in the pipeline, or for inputs that "
+                f"differ between the two{way_out}."
+            )
         if not self._has_warned:
-            logger.warning("%s; %s", deviation, explanation)
+            logger.warning("%s; rounding in half precision explains it.%s", deviation, remedy)
         self._has_warned = True
 
 

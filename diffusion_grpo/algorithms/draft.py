@@ -44,7 +44,7 @@ class DRaFT(Algorithm):
     warns: bool = True
 
     def __post_init__(self):
-        self._limit = DriftLimit(self.max_ratio_error, self.warns)
+        self._limit = DriftLimit(self.max_ratio_error, self.is_half_precision, self.warns)
 
     def passes(self, batch: MicroBatch) -> list[list[tuple[Part, int]]]:
         """Return every part at every step at which the gradient of one of its samples ends."""
@@ -72,10 +72,7 @@ class DRaFT(Algorithm):
         self._limit.check(
             drift,
             "Relative to their size, the finished latents of the first update after a rollout are",
-            "the update does not see what the rollout saw. Look for dropout or randomness in the pipeline, or for "
-            "inputs that differ between the two.",
-            explanation="rounding in half precision explains it."
-            if self.is_half_precision and drift <= ROUNDING_OF_TWO
-            else None,
+            "the update does not see what the rollout saw",
+            is_rounding=drift <= ROUNDING_OF_TWO,
         )
         return {"prediction/max_error": drift}

@@ -66,7 +66,7 @@ class GRPO(Algorithm):
         self.is_half_precision, self.take_turns, self.anchor = is_half_precision, take_turns, anchor
         old = record_for_loss(getattr(loss, "func", loss)).old  # loss may be a partial
         self.recording = dataclasses.replace(self.recording, old=old)
-        self._limit = DriftLimit(max_ratio_error, warns)
+        self._limit = DriftLimit(max_ratio_error, is_half_precision, warns)
         self._explained = 0.0  # largest drift since the last check, as a share of what half precision explains
 
     def passes(self, batch: MicroBatch) -> list[list[tuple[Part, int]]]:
@@ -129,17 +129,12 @@ class GRPO(Algorithm):
         explained, self._explained = self._explained, 0.0
         if not batch.is_on_policy:
             return {}
-        beyond = "this is more than half precision explains, and " if self.is_half_precision else ""
         self._limit.check(
             drift,
             "The first ratio after a rollout is",
-            f"{beyond}the replay does not see what the rollout saw. Look for dropout or randomness in the pipeline, "
-            "or for inputs that differ between the two.",
-            explanation=(
-                "rounding in half precision explains it. To make it exact, leave rollout_batch_size at "
-                "per_device_train_batch_size; if a rollout serves several updates, set old_log_prob='replay'."
-            )
-            if self.is_half_precision and explained <= 1
-            else None,
+            "the replay does not see what the rollout saw",
+            is_rounding=explained <= 1,
+            remedy=" To make it exact, leave rollout_batch_size at per_device_train_batch_size; if a rollout serves "
+            "several updates, set old_log_prob='replay'.",
         )
         return {"ratio/max_error": drift}

@@ -67,7 +67,7 @@ class Renoised(Algorithm):
     warns: bool = True
 
     def __post_init__(self):
-        self._limit = DriftLimit(self.max_ratio_error, self.warns)
+        self._limit = DriftLimit(self.max_ratio_error, self.is_half_precision, self.warns)
 
     @abstractmethod
     def sample_losses(
@@ -134,16 +134,11 @@ class Renoised(Algorithm):
         is_measured = batch.has_current_old or batch.recorded_clean or self.measures_errors
         if not batch.is_on_policy or not is_measured:
             return {}
-        beyond = "this is more than half precision explains, and " if self.is_half_precision else ""
-        way_out = " To go on all the same, set max_ratio_error to null." if self.is_half_precision else ""
         self._limit.check(
             drift,
             "Relative to their size, the first predictions after a rollout are",
-            f"{beyond}the update does not see what was recorded. Look for dropout or randomness in the pipeline, or "
-            f"for inputs that differ between the two.{way_out}",
-            explanation="rounding in half precision explains it."
-            if self.is_half_precision and drift <= ROUNDING_OF_TWO
-            else None,
+            "the update does not see what was recorded",
+            is_rounding=drift <= ROUNDING_OF_TWO,
         )
         return {"prediction/max_error": drift}
 

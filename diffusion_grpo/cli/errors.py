@@ -12,12 +12,12 @@ class Refusal(Exception):
 
 
 @contextlib.contextmanager
-def refusing() -> Iterator[None]:
-    """Turn errors of checking or loading user input inside the context into a `Refusal`."""
+def refusing(kinds: tuple[type[Exception], ...] = (ValueError, OSError, ImportError)) -> Iterator[None]:
+    """Turn errors inside the context, by default those of checking or loading user input, into a `Refusal`."""
     try:
         yield
-    except (ValueError, OSError, ImportError) as error:
-        raise Refusal(" ".join(str(error).split())) from error
+    except kinds as error:
+        raise Refusal(str(error)) from error
 
 
 def is_explained(error: Exception) -> bool:

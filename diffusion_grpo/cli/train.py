@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..quiet import hide_loading_bars
-from .errors import Refusal, refusing
+from .errors import refusing
 
 if TYPE_CHECKING:
     from ..config.arguments import LaunchArguments, LoraArguments, ScriptArguments
@@ -90,10 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
     from ..policy.base import UntrainedStepError
     from ..report.record import ResumeError
 
-    try:
+    with refusing((ResumeError, UntrainedStepError)):
         trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
-    except (ResumeError, UntrainedStepError) as error:
-        raise Refusal(" ".join(str(error).split())) from error
     trainer.save_model()
     if script.dataset != "tiny":
         trainer.create_model_card(dataset_name=script.dataset)

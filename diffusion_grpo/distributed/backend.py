@@ -181,11 +181,9 @@ class DistributedBackend:
     def gather(self, tensor: Tensor) -> Tensor:
         """Return the (processes x rows, ...) rows of all processes, or of the first in each context-parallel group."""
         gathered, groups = self.accelerator.gather(tensor), self.groups
-        return (
-            gathered
-            if groups.size == 1
-            else gathered.view(groups.processes, *tensor.shape)[:: groups.size].flatten(0, 1)
-        )
+        if groups.size == 1:
+            return gathered
+        return gathered.view(groups.processes, *tensor.shape)[:: groups.size].flatten(0, 1)
 
 
 class NetworkPasses:

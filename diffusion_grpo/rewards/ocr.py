@@ -298,9 +298,8 @@ class ModelText(ModelReward):
         """Return the ids of the tokens that end a reading; GOT-OCR's own configuration lacks its end of turn."""
         ends = network.generation_config.eos_token_id
         turn = self.processor.tokenizer.get_vocab().get(TURN_END)
-        return (
-            ends if turn is None else [turn, *(ends if isinstance(ends, list) else [ends] if ends is not None else [])]
-        )
+        others = ends if isinstance(ends, list) else [ends] if ends is not None else []
+        return ends if turn is None else [turn, *others]
 
 
 def _check_tesseract(**options) -> None:

@@ -71,10 +71,8 @@ def _needs_torchvision(name: str) -> bool:
 def _check_named_scheduler(model: str, args: DiffusionGRPOConfig) -> None:
     """Refuse scheduler and noise settings that do not fit; for other pipelines `load_pipeline` does."""
     index = read_index(model, args)
-    cls = getattr(diffusers, str((index.get("scheduler") or [None, None])[1]), None)
-    if cls is None or "scheduler" in (args.model_init_kwargs or {}):
-        return
-    if is_modular(name_source(model), hub_kwargs(args)):
+    cls, given = getattr(diffusers, str((index.get("scheduler") or [None, None])[1]), None), args.model_init_kwargs
+    if cls is None or "scheduler" in (given or {}) or is_modular(name_source(model), hub_kwargs(args)):
         return
     scheduler = cls.from_pretrained(name_source(model), subfolder="scheduler", **hub_kwargs(args))
     scheduler = change_scheduler(scheduler, args.scheduler_kwargs or {})
