@@ -35,7 +35,6 @@ def switch_guidance_off(
             f"The network of {type(pipe).__name__} is a flow map, which predicts the jump to the next step and no "
             "clean sample, but losses on re-noised samples train that; use loss_type='grpo'."
         )
-    parameters = inspect.signature(inspect.unwrap(type(pipe).__call__)).parameters
     refuse_unknown_scales(type(pipe), inputs)
     used = _list_used(type(pipe), inputs)
     scales = OFF | ({"guidance_scale": 0.0} if _adds_guidance(pipe) else {})
@@ -43,7 +42,7 @@ def switch_guidance_off(
         del scales["guidance_scale"]  # an input of the network (FLUX, HunyuanVideo), which keeps its value
     off = {name: value for name, value in scales.items() if name in used}
     off |= dict.fromkeys(getattr(pipe, "guidance_scales", ()), modular.OFF)
-    return (_drop_negatives(pipe, parameters, inputs) if off else inputs) | off
+    return (_drop_negatives(pipe, inputs) if off else inputs) | off
 
 
 def find_guidance_argument(pipe: DiffusionPipeline, networks: Sequence[nn.Module]) -> str:
@@ -109,12 +108,10 @@ def refuse_guider(pipeline: str, guider: str | None) -> None:
         )
 
 
-def _drop_negatives(
-    pipe: DiffusionPipeline, parameters: Mapping[str, inspect.Parameter], inputs: dict[str, Any]
-) -> dict[str, Any]:
+def _drop_negatives(pipe: DiffusionPipeline, inputs: dict[str, Any]) -> dict[str, Any]:
     """Leave out negative prompts and embeddings, about which pipelines warn in every call without guidance."""
     if any(isinstance(part, DiffusionPipeline) for part in vars(pipe).values()):
         return inputs  # an inner pipeline uses them to make the condition
-    # Kandinsky 2.2 requires them
-    needed = [name for name, each in parameters.items() if each.default is each.empty]
+    parameters = inspect.signature(inspect.unwrap(type(pipe).__call__)).parameters
+    needed = [name for name, each in parameters.items() if each.default is each.empty]  # Kandinsky 2.2 requires them
     return {name: value for name, value in inputs.items() if not name.startswith("negative_") or name in needed}

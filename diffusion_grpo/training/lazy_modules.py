@@ -36,18 +36,11 @@ def is_plain(part: nn.Module) -> bool:
 
 
 class LazyModule(nn.Module):
-    """Placeholder for a text encoder: `read` reads it, or `part` is the encoder itself, which waits in CPU memory."""
+    """Placeholder for a text encoder that is read later, or for `part`, which waits in CPU memory."""
 
-    def __init__(
-        self,
-        kind: type[nn.Module],
-        config: Any,
-        dtype: torch.dtype,
-        read: Callable[[], nn.Module] | None = None,
-        part: nn.Module | None = None,
-    ):
+    def __init__(self, kind: type[nn.Module], config: Any, dtype: torch.dtype, part: nn.Module | None = None):
         super().__init__()
-        self.__dict__.update(_kind=kind, made_as=dtype, _read=read, waiting=part)  # hidden from `to` and others
+        self.__dict__.update(_kind=kind, made_as=dtype, _read=None, waiting=part)  # hidden from `to` and others
         self.__dict__.update(config=config, __module__=kind.__module__)
         self.training = False
         self.register_module("_part", None)

@@ -7,9 +7,7 @@ retried. A reply without a readable number gives no reward for that sample.
 from __future__ import annotations
 
 import asyncio
-import base64
 import dataclasses
-import io
 import math
 import os
 import re
@@ -34,6 +32,7 @@ from .wire import (
     read_error,
     read_object,
     seconds_to_wait,
+    write_image,
 )
 
 if TYPE_CHECKING:
@@ -165,7 +164,8 @@ class VlmJudge:
         shown = [frames[place] for place in frame_positions(self.num_frames, len(frames))]
         is_video = isinstance(sample, list)
         text = (is_video and self.video_template or self.template).format(**values)
-        content = [{"type": "image_url", "image_url": {"url": _data_url(frame)}} for frame in shown]
+        urls = [f"data:image/png;base64,{write_image(frame)}" for frame in shown]
+        content = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
         message = {"role": "user", "content": [*content, {"type": "text", "text": text}]}
         kind = {"max_tokens": self.max_tokens}
         if self.answer == "yes_no":
@@ -233,12 +233,6 @@ def _fields(template: str) -> set[str]:
             f"vlm_judge: the template has {{{strange[0]}}}, which is not the name of a column; double other braces."
         )
     return names
-
-
-def _data_url(image: Image.Image) -> str:
-    buffer = io.BytesIO()
-    image.convert("RGB").save(buffer, format="PNG", compress_level=1)
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def _choice(answer: httpx2.Response) -> dict[str, Any]:

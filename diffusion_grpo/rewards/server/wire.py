@@ -130,12 +130,12 @@ def _write_sample(sample: Any, name: str, body: Body, tensors: dict[str, torch.T
         tensors[name] = torch.as_tensor(sample).cpu().clone(memory_format=torch.contiguous_format)
         return {"tensor": name}
     if isinstance(sample, Image.Image):
-        return _write_image(sample)
+        return write_image(sample)
     if not is_video:
         raise WireError(
             f"A sample is a {type(sample).__name__}, neither an image nor a video; send it as safetensors."
         )
-    return [_write_image(frame) for frame in sample] if body == "png" else {"mp4": _write_mp4(sample, body)}
+    return [write_image(frame) for frame in sample] if body == "png" else {"mp4": _write_mp4(sample, body)}
 
 
 def _write_value(value: Any, name: str, body: Body, tensors: dict[str, torch.Tensor]) -> Any:
@@ -143,7 +143,7 @@ def _write_value(value: Any, name: str, body: Body, tensors: dict[str, torch.Ten
     if not isinstance(value, Image.Image):
         return value
     if body != "safetensors":
-        return {"png": _write_image(value)}
+        return {"png": write_image(value)}
     tensors[name] = torch.from_numpy(np.array(convert_image(value, "RGB")))
     return {"png": {"tensor": name}}
 
@@ -185,7 +185,7 @@ def _read_pixels(pixels: torch.Tensor, dimensions: int, source: _Source) -> list
     return [Image.fromarray(frame) for frame in (pixels[None] if dimensions == 3 else pixels).numpy()]
 
 
-def _write_image(image: Image.Image) -> str:
+def write_image(image: Image.Image) -> str:
     buffer = io.BytesIO()
     convert_image(image, "RGB").save(buffer, format="PNG", compress_level=1)
     return base64.b64encode(buffer.getvalue()).decode()
