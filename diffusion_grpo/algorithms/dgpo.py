@@ -118,6 +118,4 @@ class DPO(Renoised):
 def sum_over_group(values: Tensor, groups: Tensor) -> Tensor:
     """Return the (batch,) sum over each sample's group."""
     index = groups.unique(return_inverse=True)[1].to(values.device)
-    return torch.zeros(int(index.max()) + 1, dtype=values.dtype, device=values.device).index_add(0, index, values)[
-        index
-    ]
+    return values.new_zeros(int(index.max()) + 1).index_add(0, index, values)[index]

@@ -11,6 +11,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.csv
 
+from .. import tiny
 from ..config.files import read_text
 from ..config.names import check_name
 from .columns import drop_format, has_transform, is_string, make_paths_absolute
@@ -110,8 +111,6 @@ def _load(source: str, split: str) -> datasets.Dataset:
     source = os.path.expanduser(source)
     path = Path(source)
     if source == "tiny":
-        from diffusion_grpo import tiny
-
         return tiny.prompts(split)
     if path.suffix in READERS and (path.is_file() or not path.exists()):
         if not path.exists():

@@ -303,8 +303,7 @@ def guard(own: StepScale, every: Sequence[StepScale]) -> Tensor:
     return own.std / own.jacobian
 
 
-# by the value of the setting `step_weight`
-# the words of the setting step_weight, which stand in its annotation too
+# by the value of the setting `step_weight`, in whose annotation they stand too
 STEP_WEIGHTS: dict[str, Callable[[StepScale, Sequence[StepScale]], Tensor] | None] = {
     "none": None,
     "noise": noise,
