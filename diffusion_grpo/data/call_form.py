@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..config.settings import DiffusionGRPOConfig
 from ..distributed.collectives import broadcast_bytes, gather_json
-from ..media.serialize import pack_samples, unpack_samples
+from ..media.serialize import pack_values, unpack_values
 from ..policy.base import UntrainedStepError
 from ..policy.drivers import UnsupportedPipeline
 from ..policy.rollout import DenoisingPolicy, Policy, rollout, sample_seed
@@ -210,10 +210,8 @@ def _gather_asked(
     for process, asked in enumerate(gather_json(accelerator, [sorted(given) for given in rows])):
         for given in map(frozenset, asked):
             if given not in gathered:
-                packet = pack_samples([rows[given]], None) if process == accelerator.process_index else None
-                (gathered[given],), _ = unpack_samples(
-                    broadcast_bytes(accelerator, packet, process), torch.device("cpu")
-                )
+                packet = pack_values([rows[given]]) if process == accelerator.process_index else None
+                (gathered[given],) = unpack_values(broadcast_bytes(accelerator, packet, process))
     return gathered
 
 

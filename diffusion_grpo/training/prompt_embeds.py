@@ -33,7 +33,7 @@ from ..data.columns import has_transform
 from ..data.inputs import Form, PipelineInputs
 from ..distributed.collectives import broadcast_bytes, gather_json
 from ..distributed.failure import ProcessGroupMonitor
-from ..media.serialize import pack_samples, unpack_samples
+from ..media.serialize import pack_values, unpack_values
 from ..policy.base import Policy
 from ..policy.denoising import DenoisingPolicy
 from ..policy.drivers import UnsupportedPipeline
@@ -120,8 +120,8 @@ class PromptEmbeds:
             for start in range(0, len(sent), PACKET):
                 part, packet = sent[start : start + PACKET], None
                 if process == accelerator.process_index:
-                    packet = pack_samples([self._kept.get(key) for key in part], None)
-                results, _ = unpack_samples(broadcast_bytes(accelerator, packet, process), torch.device("cpu"))
+                    packet = pack_values([self._kept.get(key) for key in part])
+                results = unpack_values(broadcast_bytes(accelerator, packet, process))
                 for key, result in zip(part, results, strict=True):
                     if key not in self._kept:
                         self._kept.put(key, result, {})

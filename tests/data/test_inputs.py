@@ -29,7 +29,7 @@ from diffusion_grpo.data import call_form
 from diffusion_grpo.data.call_form import learn_forms
 from diffusion_grpo.data.columns import RowError
 from diffusion_grpo.data.inputs import Form, PipelineInputs, build_arguments, group_by_shape, prepare_inputs
-from diffusion_grpo.media.serialize import pack_samples
+from diffusion_grpo.media.serialize import pack_values
 from diffusion_grpo.policy.drivers import UnsupportedPipeline
 from diffusion_grpo.policy.rollout import DenoisingPolicy
 from diffusion_grpo.rewards import load_rewards
@@ -370,7 +370,7 @@ def test_processes_that_pass_the_network_together_ask_about_the_same_rows(tmp_pa
     own, others = {"prompt": "a cat", "color": "red"}, {"prompt": "a dog", "negative_prompt": "grey"}
     given = PipelineInputs(StableDiffusion3Pipeline, settings(tmp_path))
     monkeypatch.setattr(call_form, "gather_json", lambda _, asked: [asked, [["negative_prompt", "prompt"]]])
-    sent = {0: None, 1: pack_samples([others], None)}
+    sent = {0: None, 1: pack_values([others])}
     monkeypatch.setattr(call_form, "broadcast_bytes", lambda _, mine, process: mine if process == 0 else sent[process])
     asked = []
     monkeypatch.setattr(call_form, "find_form", lambda policy, row, *rest, **more: asked.append(row) or Form("listed"))
