@@ -15,7 +15,7 @@ PYTEST  := $(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 # What runs on the stand-in device too: whole runs of each kind of model, loss and noise, resuming, offloading, rewards,
 # and runs of two processes with DDP and FSDP2
 ON_DEVICE := tests/test_breadth.py tests/rollout tests/rewards/models $(addprefix tests/training/test_, average.py block_swap.py decoding.py evaluation.py learner.py prompt_embeds.py renoised_runs.py resume.py lazy_modules.py model_checks.py update.py)
-ON_DEVICE += $(addprefix tests/distributed/test_, fsdp.py generation.py processes.py prompt_embeds.py push.py reference.py renoised.py)
+ON_DEVICE += $(addprefix tests/distributed/test_, fsdp.py processes.py prompt_embeds.py push.py reference.py renoised.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all test-oldest test-device test-gpu gpu-check lint format bench bench-distributed bench-rewards bench-recipes sweep docs tiny-model clean

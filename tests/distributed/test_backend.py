@@ -1,11 +1,12 @@
-"""What all backends share: passes that processes make equally often, and gradients of networks that take turns."""
+"""What all backends share: equally many passes, networks that take turns, calls inside a wrapper and with weights."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from diffusion_grpo.distributed.backend import DistributedBackend
+from diffusion_grpo.distributed.backend import DistributedBackend, NetworkPasses, redirect
 from diffusion_grpo.distributed.context_parallel import ContextGroups
 from diffusion_grpo.distributed.zero import DeepSpeedBackend
 
@@ -71,3 +72,66 @@ def test_zero3_begins_each_update_without_the_gradients_of_the_last(stage, is_cl
     gradients = torch.ones(4)
     backend.begin_update(SimpleNamespace(optimizer=SimpleNamespace(grad_partitions_flat_buffer=gradients)))
     assert (gradients == 0).all().item() is is_cleared
+
+
+# A method inside the forward of what wraps a model
+
+
+class Model(torch.nn.Module):
+    def forward(self, value):
+        return value + 1
+
+
+class Wrapper(torch.nn.Module):
+    """Counts its forwards, as DDP has its hooks there."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.forwards = model, 0
+
+    def forward(self, *args):
+        self.forwards += 1
+        return self.model(*args)
+
+
+def test_a_method_runs_in_the_wrappers_forward_and_sees_the_models_own_which_returns_after_an_error():
+    wrapper = Wrapper(Model())
+    assert redirect(wrapper, wrapper.model, lambda value: 10 * wrapper.model(value), 2) == 30
+    assert wrapper.forwards == 1 and wrapper(2) == 3
+    with pytest.raises(ZeroDivisionError):
+        redirect(wrapper, wrapper.model, lambda: 1 / 0)
+    assert wrapper(2) == 3 and "forward" not in vars(wrapper.model)
+
+
+# Outside an update, with weights gathered
+
+
+def make_passes(log, meets):
+    @contextlib.contextmanager
+    def gather_for_passes(networks, reference):
+        log.append(("gather", networks, reference))
+        yield lambda method, *args: method(*args)
+        log.append("release")
+
+    @contextlib.contextmanager
+    def propagate_errors():
+        log.append("meet")
+        yield
+
+    groups = SimpleNamespace(size=1)
+    backend = SimpleNamespace(gather_for_passes=gather_for_passes, passes_together=meets, groups=groups)
+    reference = ["first", "second"]
+    return NetworkPasses(
+        backend, SimpleNamespace(propagate_errors=propagate_errors), ["net"], lambda: reference.pop(0)
+    )
+
+
+@pytest.mark.parametrize("meets", [False, True])
+def test_a_method_runs_between_gathering_and_releasing(meets):
+    log = []
+    passes = make_passes(log, meets)
+    assert passes(lambda one, two: log.append("method") or one - two, 5, 3) == 2
+    meeting = ["meet"] if meets else []
+    assert log == [*meeting, ("gather", ["net"], "first"), "method", "release"]
+    passes(lambda: None)
+    assert ("gather", ["net"], "second") in log  # the reference of now, not of the construction

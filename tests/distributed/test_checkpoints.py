@@ -1,4 +1,4 @@
-"""Optimizer state of sharded runs comes back bit for bit, and no code can hide in it."""
+"""A checkpoint says what wrote it; sharded optimizer state comes back bit for bit, and no code can hide in it."""
 
 import pytest
 import torch
@@ -7,7 +7,46 @@ from poison import write_poison
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from diffusion_grpo.distributed.checkpoints import restore_optimizer, save_shards
+from diffusion_grpo.distributed.checkpoints import (
+    check_separate_disks,
+    find_other_optimizer,
+    is_readable,
+    restore_optimizer,
+    save_shards,
+    write_mode,
+)
+
+# How it was written
+
+
+def mode(processes=1, sharding="ddp"):
+    return {"processes": processes, "sharding": sharding}
+
+
+def test_an_engines_state_is_read_by_as_many_processes_in_its_own_mode(tmp_path):
+    write_mode(tmp_path, mode(2, "zero2"), "adamw_torch")
+    assert is_readable(tmp_path, mode()) and not is_readable(tmp_path, mode(2, "zero2"))
+    (tmp_path / "global_step3").mkdir()
+    assert is_readable(tmp_path, mode(2, "zero2"))
+    for other in (mode(), mode(2), mode(2, "zero3"), mode(4, "zero2")):
+        assert not is_readable(tmp_path, other)
+
+
+@pytest.mark.parametrize("sharded", [mode(2, "zero1"), mode(2, "fsdp2")])
+def test_shares_of_a_checkpoint_are_not_written_to_separate_disks(sharded):
+    check_separate_disks(mode(2), "run")
+    with pytest.raises(ValueError, match="output_dir.*save_only_model"):
+        check_separate_disks(sharded, "run")
+
+
+def test_an_optimizer_with_another_state_is_named(tmp_path):
+    for wrote, alike in (("adamw_torch", "adamw_torch_fused"), ("adamw_bnb_8bit", "paged_adamw_8bit")):
+        write_mode(tmp_path, mode(), wrote)
+        assert find_other_optimizer(tmp_path, wrote) is find_other_optimizer(tmp_path, alike) is None
+        assert find_other_optimizer(tmp_path, "sgd") == wrote
+
+
+# Shares of FSDP2
 
 
 def trained(optimizer_class, seed=0, steps=3, **settings):
