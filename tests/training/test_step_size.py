@@ -133,10 +133,7 @@ def test_runs_reach_the_target(tmp_path, settings):
     """From far below, in steps of 32; 10 updates of a tiny random network."""
     usual = {"learning_rate": 1.0, "max_steps": 10, "gradient_accumulation_steps": 1, "num_inference_steps": 3}
     trainer = trainer_for(tmp_path, **usual | settings, target_change=0.1)
-    predict, pairs = trainer.step_size._predict, []
-    trainer.step_size._predict = lambda batch: pairs.append(predict(batch)) or pairs[-1]
     trainer.train()
-    assert {len(found) for found in pairs} <= {1, 2, 3}  # a few passes tell, however many steps are trained
     rates, changes = logged(trainer, "learning_rate"), logged(trainer, "prediction/change")
     target = 0.1 / 10**0.5
     assert rates[0] == pytest.approx(1e-3 * trainer.args.learning_rate) and changes[0] < target
