@@ -128,10 +128,10 @@ def test_the_notebook_runs(tmp_path, monkeypatch, capsys):
     cells = json.loads((EXAMPLES / "quickstart.ipynb").read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     small = {
-        "UPDATES = 12": "UPDATES = 2",
+        "UPDATES = 8": "UPDATES = 2",
         "n=12": "n=2",
         "num_generations=8": "num_generations=2",
-        "per_device_train_batch_size=16": "per_device_train_batch_size=2",
+        "per_device_train_batch_size=32": "per_device_train_batch_size=2",
     }
     assert all(any(old in source for source in code) for old in small)
     names: dict = {}

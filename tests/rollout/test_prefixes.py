@@ -47,7 +47,7 @@ SILENT = {"noisy_steps": "trained"}
 ONE_LATENT = {"samples_per_latent": "group"}
 TWO_PROMPTS = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 SHARING = {  # settings, and which of the three trained steps pass once for all samples of an initial latent
-    "the first step": (ONE_LATENT | SILENT | {"trained_steps": [0, 1]}, (4,)),
+    "the first step, fdfo": (ONE_LATENT | SILENT | {"trained_steps": [0, 1], "loss_type": "fdfo"}, (4,)),
     "two prompts in a call": (ONE_LATENT | SILENT | TWO_PROMPTS | {"trained_steps": [0, 2]}, (4, 1)),
     "a later step, with reference": (ONE_LATENT | SILENT | {"trained_steps": [1, 3], "beta": 0.1}, (4, 1)),
     "branches": ({"samples_per_latent": 2, "trained_steps": [0, 2]} | SILENT, (2, 1)),
