@@ -32,7 +32,7 @@ def _find_unusable(args: Sizes) -> Iterator[str]:
     saving, evaluating, optim, schedule = (str(getattr(word, "value", word)) for word in words)
     if saving == "best" and evaluating == "no":
         yield "save_strategy='best' saves after evaluations, and eval_strategy='no' has none; set eval_strategy."
-    if optim.startswith("schedule_free") or optim in ("lomo", "adalomo"):
+    if optim.startswith("schedule_free") or optim.endswith(("lomo", "_layerwise")):
         yield (
             f"optim={optim!r} trains other weights than rollouts sample with, or changes them within a backward pass; "
             "choose another optimizer, such as adamw_torch or adamw_8bit."

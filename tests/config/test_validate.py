@@ -24,6 +24,7 @@ REFUSED = [
     # of transformers
     ("remove_unused_columns", {"remove_unused_columns": True}),
     ("optim", {"optim": "lomo"}),
+    ("optim", {"optim": "galore_adamw_layerwise"}),
     ("save_strategy", {"save_strategy": "best"}),
     ("torch_compile_mode", {"torch_compile_mode": "reduce-overhead"}),
     ("warmup_steps", {"warmup_steps": 5, "lr_scheduler_type": "greedy", "eval_strategy": "epoch"}),
