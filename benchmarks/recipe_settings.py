@@ -150,6 +150,12 @@ RECIPES = {
             passes_per_update=1.24,
         ),
         Recipe(
+            "first_of_2_fdfo_regulated",
+            "the same in two even steps",
+            FIRST_OF_3 | {"num_inference_steps": 2, "sigmas": [1.0, 0.5], "loss_type": "fdfo"} | REGULATED,
+            passes_per_update=0.78,
+        ),
+        Recipe(
             "first_of_4_even",
             "the first of 4 even steps trained, one latent per prompt, each rollout used twice",
             FIRST_OF_3 | {"num_inference_steps": 4, "sigmas": [1.0, 0.75, 0.5, 0.25]},
