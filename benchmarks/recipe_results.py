@@ -10,13 +10,24 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from recipe_settings import LEARNING_RATES, LEFT_BEHIND, LONG, LOWER_RATE, RECIPES, REPORT_SEEDS, TARGET, TUNE_SEEDS
+from recipe_settings import (
+    FRESH_SEEDS,
+    LEARNING_RATES,
+    LEFT_BEHIND,
+    LONG,
+    LOWER_RATE,
+    RECIPES,
+    REPORT_SEEDS,
+    TARGET,
+    TUNE_SEEDS,
+)
 
 Row = dict[str, Any]
 ROOT = Path(__file__).parent.parent
 ROWS = ROOT / "benchmarks" / "recipe_rows.jsonl"  # a line per run, and one for what a pass of each recipe costs
 PLOT = ROOT / "docs" / "images" / "race.png"
 PAGES = tuple(ROOT / "docs" / page for page in ("recipes.md", "algorithms/index.md", "algorithms/fast.md"))
+FRESH = "the fresh seeds"  # in place of names in such a mark
 TABLE = re.compile(r"(<!-- rows of (.*?) -->\n).*?(<!-- end of these rows -->)", re.DOTALL)
 
 
@@ -177,7 +188,6 @@ def format_table(rows: list[Row], costs: dict[str, float], names: list[str]) -> 
     for name in sorted(shown, key=lambda name: (shown[name][0]["max_passes"] < LONG, -mean_end(shown[name]))):
         own = shown[name]
         passes = [row["curves"]["passes"][-1] for row in own]
-        crossings = ["–" if at is None else f"{at:.0f}" for at in map(find_crossing, own)]
         lines.append(
             [
                 f"`{name}`",
@@ -187,11 +197,38 @@ def format_table(rows: list[Row], costs: dict[str, float], names: list[str]) -> 
                 f"{statistics.mean(passes):.0f}",
                 _list_ends(own, "reward", "guided"),
                 _list_ends(own, "tesseract", "guided_tesseract"),
-                ", ".join(crossings) if set(crossings) != {"–"} else "–",
+                _list_crossings(own),
                 f"{statistics.mean(passes) * costs[name]:.1f}" if name in costs else "–",
             ]
         )
+    return _join_lines(lines)
+
+
+def format_fresh_table(rows: list[Row]) -> str:
+    """Return a table in Markdown of all that ran on each of `FRESH_SEEDS`: long runs first, then what ends highest."""
+    runs: dict[tuple[str, float, float], list[Row]] = {}
+    for row in rows:
+        if row["seed"] in FRESH_SEEDS:
+            runs.setdefault((row["recipe"], row["learning_rate"], row["max_passes"]), []).append(row)
+    head = ["recipe", "learning rate", "budget", "updates", "held-out reward at the end", "Tesseract"]
+    lines = [head := [*head, f"passes to {TARGET:g}"], ["---"] * len(head)]
+    full = {run: own for run, own in runs.items() if len(own) == len(FRESH_SEEDS)}
+    for name, rate, budget in sorted(full, key=lambda run: (-run[2], -mean_end(full[run]))):
+        own = full[name, rate, budget]
+        rate = "regulated" if RECIPES[name].passes_per_update else f"{rate:g}"
+        ends = [_list_ends(own, "reward", "guided"), _list_ends(own, "tesseract", "guided_tesseract")]
+        lines.append([f"`{name}`", rate, f"{budget:g}", f"{own[0]['updates']}", *ends, _list_crossings(own)])
+    return _join_lines(lines)
+
+
+def _join_lines(lines: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _list_crossings(rows: list[Row]) -> str:
+    """List the passes to the target of each seed."""
+    crossings = ["–" if at is None else f"{at:.0f}" for at in map(find_crossing, rows)]
+    return ", ".join(crossings) if set(crossings) != {"–"} else "–"
 
 
 def _list_ends(rows: list[Row], *curves: str) -> str:
@@ -203,10 +240,12 @@ def _list_ends(rows: list[Row], *curves: str) -> str:
 
 
 def write_tables(text: str, rows: list[Row], costs: dict[str, float]) -> str:
-    """Return the text of a page with a new table after each mark, of the recipes that it names."""
+    """Return the text of a page with a new table after each mark: of the recipes it names, or of fresh seeds."""
 
     def fill(match: re.Match[str]) -> str:
-        return f"{match[1]}\n{format_table(rows, costs, match[2].split(', '))}\n\n{match[3]}"
+        is_fresh = match[2] == FRESH
+        table = format_fresh_table(rows) if is_fresh else format_table(rows, costs, match[2].split(", "))
+        return f"{match[1]}\n{table}\n\n{match[3]}"
 
     return TABLE.sub(fill, text)
 

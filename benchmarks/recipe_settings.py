@@ -12,6 +12,7 @@ DEMO = "examples/demo.yaml"
 LEARNING_RATES = (5.5e-4, 1.1e-3, 1.65e-3)  # the same for each recipe
 LOWER_RATE = 2.75e-4  # also tried by each recipe that does best at the lowest of these on the first tuning seed
 TUNE_SEEDS, REPORT_SEEDS = (0, 1, 2), (3, 4, 5)
+FRESH_SEEDS = (9, 10, 11)  # of what was tried after the race, when all seeds above were known
 # A rate so far below the best on the first tuning seed, or on average over the first two, is not tried on the others
 LEFT_BEHIND = (0.04, 0.015)
 SHORT, LONG = 148.0, 1480.0  # budgets: 40 updates of Flow-GRPO at 37 passes per sample, and a tenth of that

@@ -19,7 +19,6 @@ from ..data.held_out import name_prompts
 from ..quiet import replace_unprintable
 from ..report.run_folder import format_measured, format_updates
 from ..rollout.runtime import TOTALS, UpdateProgress
-from ..rollout.runtime import Metrics as Metrics
 
 FEW_UPDATES = 50  # a run of fewer, whose max_steps is not set, says why it is short
 

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from ..algorithms.batch import MicroBatch
 from ..distributed.backend import DistributedBackend
-from .progress import Metrics
+from ..rollout.runtime import Metrics
 
 START = 1e-3  # share of the learning rate at which the first update is made: a first step too large is not made good
 GROWTH = 32.0  # of the rate from one update to the next, at most: a change far below the target measures badly
@@ -26,7 +26,8 @@ class StepSize(TrainerCallback):
     predictions, relative to their size, divided by the learning rate is the gain of the update. The next rate is the
     target divided by the last gain or by the median of the last gains, whichever is larger, and never exceeds the
     learning rate of the settings. Schedules and warm-up multiply it: the optimizer has the scaled rate only while it
-    steps.
+    steps. Predictions that a rollout recorded would save a pass, but only its first update starts from them, and half
+    precision needs a second one beside each.
     """
 
     def __init__(
