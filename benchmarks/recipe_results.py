@@ -211,7 +211,8 @@ def format_fresh_table(rows: list[Row]) -> str:
         if row["seed"] in FRESH_SEEDS:
             runs.setdefault((row["recipe"], row["learning_rate"], row["max_passes"]), []).append(row)
     head = ["recipe", "learning rate", "budget", "updates", "held-out reward at the end", "Tesseract"]
-    lines = [head := [*head, f"passes to {TARGET:g}"], ["---"] * len(head)]
+    head += [f"passes to {TARGET:g}"]
+    lines = [head, ["---"] * len(head)]
     full = {run: own for run, own in runs.items() if len(own) == len(FRESH_SEEDS)}
     for name, rate, budget in sorted(full, key=lambda run: (-run[2], -mean_end(full[run]))):
         own = full[name, rate, budget]

@@ -147,7 +147,9 @@ def check_peft_config(peft_config: PeftConfig | None) -> None:
 
 
 def check_given_parts(model: str | DiffusionPipeline, args: DiffusionGRPOConfig, trained: Collection[str]) -> None:
-    """Refuse parts, loaded by the user, that are fused, compiled or offloaded."""
+    """Refuse parts, loaded by the user, that are fused, compiled or offloaded, and settings to load them again."""
+    if isinstance(model, DiffusionPipeline) and args.model_init_kwargs:
+        raise ValueError("model_init_kwargs load a model by its name, and a pipeline was given; leave them out.")
     given = model.components if isinstance(model, DiffusionPipeline) else args.model_init_kwargs or {}
     for name, part in given.items():
         if not isinstance(part, nn.Module):

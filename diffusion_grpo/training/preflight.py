@@ -150,8 +150,6 @@ def check_run(
     if args.cache_prompt_embeds != "off" and pipeline is not None:
         check_encode_prompt(pipeline)
     quantized = plan_quantization(model, args, is_full_training)
-    if isinstance(model, DiffusionPipeline) and args.model_init_kwargs:
-        raise ValueError("model_init_kwargs load a model by its name, and a pipeline was given; leave them out.")
     refusals.check_quantization(backend.sharding, list_trained_methods(model, args.train_component, quantized))
     inputs = None if pipeline is None else prepare_inputs(pipeline, args, datasets, rewards.all + watched)
     record = describe_run(model, args, peft_config, rewards)

@@ -82,6 +82,8 @@ def test_frozen_parts_may_be_compiled_and_given_ones_are_looked_at():
     given = {"unet": torch.compile(pipe.unet, backend="eager")}
     with pytest.raises(ValueError, match="torch_compile"):
         check_given_parts("owner/name", make_config(model_init_kwargs=given), ["unet"])
+    with pytest.raises(ValueError, match="model_init_kwargs"):
+        check_given_parts(pipe, make_config(model_init_kwargs={"torch_dtype": "float16"}), ["unet"])
 
 
 def test_group_offloading_on_disk_is_refused_beside_group_offload_too(tmp_path):
