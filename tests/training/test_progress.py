@@ -58,10 +58,10 @@ def test_a_long_update_says_once_a_minute_where_it_is(capsys):
     callback = RewardProgressCallback(progress, run)
     state = SimpleNamespace(global_step=0, max_steps=3, is_world_process_zero=True)
     callback.on_train_begin(make_config(disable_tqdm=True, max_steps=3), state, None)
-    progress.begin("rollout", 128)
+    progress.begin("rollout", 64, copies=2)  # two processes
     for _ in range(8):
         now[0] += 20
-        progress.advance(4)
+        progress.advance(2)
     assert lines_of(capsys)[1:] == [
         "update 1/3: rollout, 12 of 128 samples, 10 min left in it",
         "update 1/3: rollout, 24 of 128 samples, 9 min left in it",
